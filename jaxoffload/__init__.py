@@ -1,0 +1,26 @@
+"""Runs a JAX function whose working set does not fit in device memory."""
+
+try:
+    from jaxoffload import _native as _native
+except ImportError as error:
+    raise ImportError(
+        "jaxoffload's C++ runtime is not built, or is hidden by a source folder on the path. "
+        "Run: pip install -e . (in the repository), or leave the repository's folder."
+    ) from error
+
+from jaxoffload import policies as policies
+from jaxoffload.caches import clear_caches as clear_caches
+from jaxoffload.errors import CaptureError as CaptureError
+from jaxoffload.errors import OffloadError as OffloadError
+from jaxoffload.errors import OffloadWarning as OffloadWarning
+from jaxoffload.errors import PlanError as PlanError
+from jaxoffload.errors import RunError as RunError
+from jaxoffload.errors import VerificationError as VerificationError
+from jaxoffload.graphs.verify import VerifyError as VerifyError
+from jaxoffload.offload import Offloaded as Offloaded
+from jaxoffload.offload import offload as offload
+from jaxoffload.pipeline import Plan as Plan
+from jaxoffload.report.explain import Explanation as Explanation
+from jaxoffload.runtime.run import Run as Run
+
+__version__ = "0.1.0"

@@ -1,0 +1,158 @@
+"""The only file that touches private parts of JAX or asks for its version.
+
+Supported: jax 0.10 and 0.11. What changes between them, or is not public, is wrapped here in a
+function whose name says what we need; nothing else in the package imports `jax._src` or `jaxlib`.
+"""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend as jex
+import numpy as np
+from jax._src import core as _core
+from jax._src import source_info_util as _source_info_util
+from jax._src import traceback_util as _traceback_util
+from jax._src.interpreters import mlir as _mlir
+from jax._src.lib import xla_client as _xla_client
+from jaxlib.mlir.dialects import stablehlo as _stablehlo
+
+ClosedJaxpr = jex.core.ClosedJaxpr
+Jaxpr = jex.core.Jaxpr
+JaxprEqn = jex.core.JaxprEqn
+Literal = jex.core.Literal
+Primitive = jex.core.Primitive
+DropVar = _core.DropVar
+ShapedArray = _core.ShapedArray
+Tracer = jax.core.Tracer
+
+
+def hide_frames_of(file: str) -> None:
+    """Keeps frames of `file` out of the source lines and tracebacks that users see."""
+    _source_info_util.register_exclusion(file)
+    _traceback_util.register_exclusion(file)
+
+
+def source_line(source_info: Any) -> str:
+    """The user's line that made an equation, "file.py:6:8 (f)"; the path is relative where it can be."""
+    text = _source_info_util.summarize(source_info)
+    here = os.getcwd() + os.sep
+    return text[len(here) :] if text.startswith(here) else text
+
+
+def physical(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of an abstract value's bytes (a PRNG key is uint32 words)."""
+    aval = _core.physical_aval(aval)
+    return tuple(aval.shape), np.dtype(aval.dtype)
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether a dtype is that of typed PRNG keys."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def is_extended(aval: Any) -> bool:
+    """Whether a value's dtype is known to JAX only (PRNG keys, for one)."""
+    return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+def evaluate(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Applies one equation, with other params if need be, under the settings it was traced with."""
+    context = getattr(eqn, "ctx", None)
+    with context.manager if context is not None else contextlib.nullcontext():
+        functions, bind_params = _bind_params(eqn.primitive, params)
+        out = eqn.primitive.bind(*functions, *operands, **bind_params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    found = primitive.get_bind_params(params)
+    return found if isinstance(found, tuple) else ((), found)
+
+
+def portable_stablehlo(lowered: Any, version: str) -> bytes:
+    """A lowered function as StableHLO bytecode that a consumer of `version` ("1.13.7") can read."""
+    module = lowered.compiler_ir("stablehlo")
+    text = _mlir.module_to_bytecode(module)
+    oldest = min((version, _stablehlo.get_current_version()), key=_version_key)
+    return bytes(_stablehlo.serialize_portable_artifact_str(text, oldest))
+
+
+def _version_key(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+def cpu_plugin_path() -> str:
+    """Path of the XLA CPU plugin's shared library, from the package xla-cpu-pjrt.
+
+    Raises:
+      ImportError: the package is not installed.
+    """
+    try:
+        spec = importlib.util.find_spec("xla_plugins.xla_cpu_pjrt")
+    except ModuleNotFoundError:
+        spec = None
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = os.path.join(folder, "xla_cpu_pjrt.so")
+        if os.path.exists(path):
+            return path
+    raise ImportError(
+        "jaxoffload runs vertices on the XLA CPU plugin, which is not installed. "
+        "Run: pip install xla-cpu-pjrt"
+    )
+
+
+def cpu_custom_call_targets() -> list[tuple[str, Any]]:
+    """Handlers that jaxlib registers for its own CPU client (LAPACK, for one), by target name."""
+    from jaxlib import lapack
+
+    found = []
+    for name, handler, *_ in lapack.registrations().get("cpu", ()):
+        capsule = handler.get("execute") if isinstance(handler, dict) else handler
+        if capsule is not None:
+            found.append((name, capsule))
+    return found
+
+
+def host_pointer(array: jax.Array) -> int:
+    """Address of a CPU array's bytes. The array must be ready, whole, and on one device."""
+    return array.unsafe_buffer_pointer()
+
+
+def keep_alive(lowering_context: Any, thing: Any) -> None:
+    """Keeps `thing` alive for as long as the executable that is being lowered."""
+    lowering_context.module_context.add_keepalive(thing)
+
+
+@contextlib.contextmanager
+def no_donation_warning() -> Iterator[None]:
+    """JAX warns when a donated dummy finds no output; ours always do, in pairs it may not see."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        yield
+
+
+def xla_client() -> Any:
+    """jaxlib's XLA client module."""
+    return _xla_client
+
+
+def key_impl_name(dtype: Any) -> str:
+    """The name of a key dtype's PRNG implementation, as `wrap_key_data` takes it."""
+    return dtype._impl.name
+
+
+def int64_attribute(value: int) -> Any:
+    """An integer as an FFI attribute of type int64."""
+    return np.int64(value)
+
+
+def jaxpr_of(function: Any, operands: Sequence[Any]) -> Any:
+    """A function's closed jaxpr at the shapes of some operands (tracers or arrays)."""
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(_core.get_aval, operands)]
+    return jax.make_jaxpr(function)(*shapes)

@@ -1,0 +1,285 @@
+"""Clusters to TaskGraph: tensors, vertices, in-place pairs, and one kernel a structure.
+
+Takes the Program and the caller's wishes; gives a `Captured`. An output is written over an operand
+that dies at the vertex when it has that operand's shape and grows out of it element by element or
+by an update in place (accumulators, scatter, dynamic_update_slice, donated arguments).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture import cost, slicing
+from jaxoffload.capture.cluster import MAX_EQUATIONS, Cluster, cut
+from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
+from jaxoffload.capture.kernel import Kernel, kernel_of, main_source
+from jaxoffload.capture.order import live_equations, serial_order
+from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, TensorKind, Vertex, VertexKind
+
+_UPDATES = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add",
+                      "scatter_mul", "scatter_min", "scatter_max"})
+_ACTIVATION_DISTANCE = 0.1
+"""A tensor that lives through more than this share of the vertices is called an activation."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Captured:
+    """A TaskGraph with what its kernels compute.
+
+    Attributes:
+      kernels: indexed by `Vertex.kernel`.
+    """
+
+    taskgraph: TaskGraph
+    kernels: tuple[Kernel, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ordered:
+    """A Program whose equations stand in serial order, ready to be cut at any granularity."""
+
+    equations: list[Equation]
+    program: Program
+
+
+def order_program(program: Program) -> Ordered:
+    """The live equations of a program in serial order; literal results get an equation."""
+    for parts in program.results:
+        for i, (part, offset) in enumerate(parts):
+            if is_literal(part):
+                parts[i] = (_materialize(part, program), offset)
+    equations = serial_order(live_equations(program), program.parents)
+    return Ordered(equations, program)
+
+
+def _materialize(literal: object, program: Program) -> Value:
+    value = Value(compat.ShapedArray(literal.aval.shape, literal.aval.dtype))
+    array = np.asarray(literal.val, dtype=value.aval.dtype)
+    operation = Operation.of_function(f"literal[{array.dtype},{array!r}]", lambda: array, None)
+    program.equations.append(Equation(operation, (), (value,)))
+    return value
+
+
+def build_taskgraph(
+    ordered: Ordered,
+    *,
+    kinds: Sequence[TensorKind],
+    donated: Sequence[tuple[int, int]] = (),
+    max_bytes: float = float("inf"),
+    max_equations: int = MAX_EQUATIONS,
+) -> Captured:
+    """Cuts an ordered program into vertices.
+
+    Args:
+      kinds: for each argument, what it is to the user.
+      donated: pairs (argument, result) of equal size that may share memory; pairs for which that
+        would be unsafe are left out of the TaskGraph.
+      max_bytes, max_equations: see `cluster.cut`.
+    """
+    program = ordered.program
+    results: dict[Value, list[Span]] = {}
+    for index, parts in enumerate(program.results):
+        for value, offset in parts:
+            results.setdefault(value, []).append(Span(index, offset))
+    clusters = cut(
+        ordered.equations,
+        program.parents,
+        {v for v in results if v.argument is None},
+        max_bytes=max_bytes,
+        max_equations=max_equations,
+    )
+    return _Builder(program, results, kinds, clusters).build(tuple(donated))
+
+
+class _Builder:
+    def __init__(
+        self,
+        program: Program,
+        results: dict[Value, list[Span]],
+        kinds: Sequence[TensorKind],
+        clusters: list[Cluster],
+    ):
+        self.program, self.kinds, self.clusters = program, kinds, clusters
+        self.tensors: list[Tensor] = []
+        self.ids: dict[object, int] = {}
+        self.results: dict[object, list[Span]] = {}
+        for value, spans in results.items():
+            self.results.setdefault(self._identity(value), []).extend(spans)
+        self.last_reader: dict[object, int] = {}
+        self.writer: dict[object, int] = {}
+        self.argument_reads: dict[int, list[tuple[object, int, int, int]]] = {}
+        for i, cluster in enumerate(clusters):
+            for v in cluster.inputs:
+                self.last_reader[self._identity(v)] = i
+            for v in cluster.outputs:
+                self.writer[v] = i
+        parts = {self._identity(v): v for c in clusters for v in c.inputs if v.argument is not None}
+        for identity, v in parts.items():
+            span, stop = v.argument, v.argument.offset + v.num_bytes()
+            read = (identity, span.offset, stop, self.last_reader[identity])
+            self.argument_reads.setdefault(span.index, []).append(read)
+
+    @staticmethod
+    def _identity(value: Value) -> object:
+        """Equal for values that are the same bytes."""
+        if value.argument is None:
+            return value
+        return (value.argument, value.shape, str(value.aval.dtype))
+
+    def build(self, donated: tuple[tuple[int, int], ...]) -> Captured:
+        donated = self._safe_pairs(donated)
+        kernels: list[Kernel] = []
+        known: dict[object, int] = {}
+        vertices = []
+        for i, cluster in enumerate(self.clusters):
+            self._merge(cluster)
+            outputs, overwrites = self._overwrites(i, cluster, donated)
+            kernel = kernel_of(cluster, outputs, overwrites)
+            number = known.setdefault(kernel.key, len(kernels))
+            if number == len(kernels):
+                kernels.append(kernel)
+            seconds = [cost.seconds(e) for e in cluster.equations]
+            dearest = max(range(len(seconds)), key=seconds.__getitem__)
+            source = main_source(cluster.equations, seconds)
+            vertices.append(
+                Vertex(
+                    VertexKind.KERNEL,
+                    tuple(self.tensor(v, "") for v in cluster.inputs),
+                    tuple(self.tensor(v, source) for v in outputs),
+                    name=cluster.equations[dearest].operation.name,
+                    overwrites=overwrites,
+                    seconds=sum(seconds),
+                    kernel=number,
+                    source=source,
+                )
+            )
+        for parts in self.program.results:
+            for value, _ in parts:
+                self.tensor(value, "")
+        graph = TaskGraph(tuple(self.tensors), tuple(vertices), donated)
+        return Captured(graph, tuple(kernels))
+
+    def _merge(self, cluster: Cluster) -> None:
+        """Reads each argument part once where several values name it."""
+        first: dict[object, Value] = {}
+        swap = {v: first.setdefault(self._identity(v), v) for v in cluster.inputs}
+        if len(first) == len(swap):
+            return
+        cluster.equations = [
+            dataclasses.replace(
+                e, inputs=tuple(swap.get(x, x) if isinstance(x, Value) else x for x in e.inputs)
+            )
+            for e in cluster.equations
+        ]
+        cluster.inputs = list(first.values())
+
+    def tensor(self, value: Value, source: str) -> int:
+        """The id of a value's tensor, made when first asked for."""
+        identity = self._identity(value)
+        if identity not in self.ids:
+            shape, dtype = compat.physical(value.aval)
+            kind = TensorKind.TEMPORARY
+            if value.argument is not None:
+                kind = self.kinds[value.argument.index]
+            else:
+                life = self.last_reader.get(value, self.writer[value]) - self.writer[value]
+                if life > _ACTIVATION_DISTANCE * len(self.clusters):
+                    kind = TensorKind.ACTIVATION
+            self.ids[identity] = len(self.tensors)
+            self.tensors.append(
+                Tensor(
+                    bytes=value.num_bytes(),
+                    name=value.aval.str_short(short_dtypes=True),
+                    argument=value.argument,
+                    results=tuple(self.results.get(identity, ())),
+                    kind=kind,
+                    source=source,
+                    dtype=dtype.name,
+                    shape=shape,
+                )
+            )
+        return self.ids[identity]
+
+    def _safe_pairs(self, donated: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        """The pairs that obey the law of `TaskGraph.donated`."""
+        safe = []
+        for argument, result in donated:
+            mine = self.argument_reads.get(argument, ())
+            ok = True
+            for value, offset in self.program.results[result]:
+                if value.argument is not None:
+                    ok &= value.argument == Span(argument, offset)
+                    continue
+                stop = offset + value.num_bytes()
+                made = self.writer[value]
+                ok &= not any(a < stop and offset < b and i > made for _, a, b, i in mine)
+            returned = [
+                (index, value, offset)
+                for index, parts in enumerate(self.program.results)
+                for value, offset in parts
+                if value.argument is not None and value.argument.index == argument
+            ]
+            ok &= all(index == result for index, _, _ in returned)
+            if ok:
+                safe.append((argument, result))
+        return tuple(safe)
+
+    def _overwrites(
+        self, i: int, cluster: Cluster, donated: tuple[tuple[int, int], ...]
+    ) -> tuple[list[Value], tuple[tuple[int, int], ...]]:
+        partner = {result: argument for argument, result in donated}
+        taken: dict[Value, Value] = {}
+        for out in cluster.outputs:
+            reached = _elementwise_ancestors(cluster, out)
+            for v in cluster.inputs:
+                if v not in reached or v in taken or self.last_reader[self._identity(v)] != i:
+                    continue
+                if self._identity(v) in self.results or v.num_bytes() == 0:
+                    continue
+                if v.argument is not None:
+                    spans = [s for s in self.results.get(out, ()) if partner.get(s.index) is not None]
+                    if not any(
+                        Span(partner[s.index], s.offset) == v.argument for s in spans
+                    ) or self._also_read_whole(v, i):
+                        continue
+                taken[v] = out
+                break
+        position = {v: k for k, v in enumerate(cluster.inputs)}
+        over = sorted(taken, key=position.__getitem__)
+        outputs = [taken[v] for v in over]
+        outputs += [v for v in cluster.outputs if v not in set(outputs)]
+        return outputs, tuple((position[v], k) for k, v in enumerate(over))
+
+    def _also_read_whole(self, value: Value, i: int) -> bool:
+        """Whether a later cluster reads bytes of this argument part through another tensor."""
+        start, stop = value.argument.offset, value.argument.offset + value.num_bytes()
+        mine = self._identity(value)
+        return any(
+            a < stop and start < b and last > i
+            for other, a, b, last in self.argument_reads[value.argument.index]
+            if other != mine
+        )
+
+
+def _elementwise_ancestors(cluster: Cluster, out: Value) -> set[Value]:
+    """Values of out's shape and dtype from which it grows in place."""
+    made = {v: e for e in cluster.equations for v in e.outputs}
+    found: set[Value] = set()
+    stack = [out]
+    while stack:
+        value = stack.pop()
+        if value in found or value.aval.dtype != out.aval.dtype or value.shape != out.shape:
+            continue
+        found.add(value)
+        equation = made.get(value)
+        if equation is None:
+            continue
+        name = equation.operation.name
+        if name in _UPDATES:
+            stack.extend(x for x in equation.inputs[:1] if isinstance(x, Value))
+        elif slicing.is_elementwise(name) or name.startswith("combine["):
+            stack.extend(equation.values())
+    found.discard(out)
+    return found

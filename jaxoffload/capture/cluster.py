@@ -1,0 +1,220 @@
+"""Cuts the serial order into clusters: runs of equations that become one vertex each.
+
+A cluster must be large enough for XLA to fuse in it and small enough to fit the budget with room
+for the next one's data. Iterations of a scan that are worth a vertex of their own are cut alike, so
+they share executables. Within a stretch of code the cuts are chosen by dynamic programming: the
+fewest cuts, at the places where the fewest bytes that XLA could have fused cross.
+
+Only contiguous runs of the given order are considered.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxoffload.capture import cost, slicing
+from jaxoffload.capture.flat import Equation, Value
+from jaxoffload.capture.views import is_view
+
+MAX_EQUATIONS = 48
+"""Operations of a cluster, views not counted (DESIGN.md: 25 to 40 are the fastest on CPU)."""
+BYTES_OF_A_CUT = 200_000
+"""What a cut costs beside the bytes that cross it, as bytes: some 20 microseconds of a vertex's
+launch and of XLA's own start and end."""
+SEGMENT_SECONDS = 100e-6
+"""A scan iteration estimated below this is not worth a vertex of its own."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Cluster:
+    """Equations of one vertex, in order, views of other clusters' values included.
+
+    Attributes:
+      inputs: values read from memory, in order of first use.
+      outputs: values that others read, or that are results.
+    """
+
+    equations: list[Equation]
+    inputs: list[Value]
+    outputs: list[Value]
+
+
+def cut(
+    equations: Sequence[Equation],
+    parents: Sequence[int],
+    results: set[Value],
+    *,
+    max_bytes: float = float("inf"),
+    max_equations: int = MAX_EQUATIONS,
+) -> list[Cluster]:
+    """Clusters that together compute every result.
+
+    Args:
+      equations: in serial order.
+      parents: the enclosing segment of each segment.
+      results: values that must reach memory.
+      max_bytes: the largest working set of a cluster, where single equations allow it.
+      max_equations: the most operations of a cluster.
+    """
+    solid = [e for e in equations if not is_view(e) or any(v in results for v in e.outputs)]
+    view_of = {v: e for e in equations if is_view(e) for v in e.outputs if v not in results}
+    segments = _segments_worth_a_cut(solid, parents)
+    reads = [_roots(e, view_of) for e in solid]
+    runs: list[tuple[int, int]] = []
+    start, memo = 0, {}
+    for i in range(1, len(solid) + 1):
+        if i == len(solid) or segments[i] != segments[start]:
+            runs += _cut_run(solid, reads, start, i, max_bytes, max_equations, memo)
+            start = i
+    return _assemble(equations, solid, reads, view_of, runs, results)
+
+
+def _roots(equation: Equation, view_of: dict[Value, Equation]) -> list[Value]:
+    """The values in memory that an equation reads, through views."""
+    found: dict[Value, None] = {}
+    stack = equation.values()[::-1]
+    while stack:
+        value = stack.pop()
+        if value in view_of:
+            stack.extend(reversed(view_of[value].values()))
+        else:
+            found[value] = None
+    return list(found)
+
+
+def _segments_worth_a_cut(solid: Sequence[Equation], parents: Sequence[int]) -> list[int]:
+    """The segment of each equation, small segments counted to the one around them."""
+    weight = [0.0] * len(parents)
+    for equation in solid:
+        weight[equation.segment] += cost.seconds(equation)
+    for segment in range(len(parents) - 1, 0, -1):
+        weight[parents[segment]] += weight[segment]
+    kept = list(range(len(parents)))
+    for segment in range(1, len(parents)):
+        if weight[segment] < SEGMENT_SECONDS:
+            kept[segment] = kept[parents[segment]]
+    return [kept[equation.segment] for equation in solid]
+
+
+def _cut_run(
+    solid: Sequence[Equation],
+    reads: Sequence[list[Value]],
+    start: int,
+    stop: int,
+    max_bytes: float,
+    max_equations: int,
+    memo: dict,
+) -> list[tuple[int, int]]:
+    """Cuts solid[start:stop]; runs of one structure get the same cuts, and are solved once."""
+    local: dict[Value, int] = {}
+    wiring = []
+    for i in range(start, stop):
+        wiring.append(tuple(local.get(v, -v.num_bytes() - 1) for v in reads[i]))
+        for v in solid[i].outputs:
+            local[v] = len(local)
+    key = (tuple(solid[i].operation.key for i in range(start, stop)), tuple(wiring))
+    if key not in memo:
+        memo[key] = _best_cuts(solid[start:stop], reads[start:stop], max_bytes, max_equations)
+    return [(start + a, start + b) for a, b in memo[key]]
+
+
+def _best_cuts(
+    run: Sequence[Equation], reads: Sequence[list[Value]], max_bytes: float, max_equations: int
+) -> list[tuple[int, int]]:
+    crossing = _crossing_bytes(run, reads)
+    best, previous = [0.0] + [float("inf")] * len(run), [0] * (len(run) + 1)
+    for stop in range(1, len(run) + 1):
+        held: dict[Value, int] = {}
+        total = 0
+        for first in range(stop - 1, max(-1, stop - 1 - max_equations), -1):
+            for v in (*run[first].outputs, *reads[first]):
+                if v not in held:
+                    held[v] = v.num_bytes()
+                    total += held[v]
+            if total > max_bytes and first < stop - 1:
+                break
+            price = best[first] + BYTES_OF_A_CUT + crossing[stop]
+            if price < best[stop]:
+                best[stop], previous[stop] = price, first
+    cuts, stop = [], len(run)
+    while stop:
+        cuts.append((previous[stop], stop))
+        stop = previous[stop]
+    return cuts[::-1]
+
+
+def _crossing_bytes(run: Sequence[Equation], reads: Sequence[list[Value]]) -> list[float]:
+    """For each position, bytes written before and read after it that a fusion would have spared.
+
+    What a product or another heavy operation writes or reads goes through memory anyway; such
+    bytes count a tenth, for the arena's sake.
+    """
+    made: dict[Value, int] = {}
+    change = [0.0] * (len(run) + 2)
+    until: dict[Value, int] = {}
+    weight: dict[Value, float] = {}
+    for i, equation in enumerate(run):
+        fuses = slicing.is_elementwise(equation.operation.name)
+        for v in reads[i]:
+            if v in made:
+                until[v] = i
+                if fuses or equation.operation.name.startswith("reduce_"):
+                    weight[v] = max(weight[v], 1.0 if weight[v] > 0.1 else 0.2)
+        for v in equation.outputs:
+            made[v] = i
+            weight[v] = 0.2 if fuses else 0.1
+    for v, last in until.items():
+        price = 2 * weight[v] * v.num_bytes()
+        change[made[v] + 1] += price
+        change[last + 1] -= price
+    crossing, running = [], 0.0
+    for i in range(len(run) + 1):
+        running += change[i]
+        crossing.append(running)
+    crossing[len(run)] = 0.0
+    return crossing
+
+
+def _assemble(
+    equations: Sequence[Equation],
+    solid: Sequence[Equation],
+    reads: Sequence[list[Value]],
+    view_of: dict[Value, Equation],
+    runs: Sequence[tuple[int, int]],
+    results: set[Value],
+) -> list[Cluster]:
+    place = {id(e): i for i, e in enumerate(equations)}
+    cluster_of: dict[Value, int] = {}
+    for c, (start, stop) in enumerate(runs):
+        for i in range(start, stop):
+            for v in solid[i].outputs:
+                cluster_of[v] = c
+    leaves = {v for v in cluster_of if v in results}
+    for c, (start, stop) in enumerate(runs):
+        for i in range(start, stop):
+            leaves.update(v for v in reads[i] if cluster_of.get(v, c) != c)
+    clusters = []
+    for c, (start, stop) in enumerate(runs):
+        body: dict[int, Equation] = {}
+        for i in range(start, stop):
+            _add_with_views(solid[i], view_of, place, body)
+        inputs = dict.fromkeys(
+            v for i in range(start, stop) for v in reads[i] if cluster_of.get(v, -1) != c
+        )
+        outputs = [v for i in range(start, stop) for v in solid[i].outputs if v in leaves]
+        clusters.append(Cluster([body[k] for k in sorted(body)], list(inputs), outputs))
+    return [cluster for cluster in clusters if cluster.outputs]
+
+
+def _add_with_views(
+    equation: Equation,
+    view_of: dict[Value, Equation],
+    place: dict[int, int],
+    body: dict[int, Equation],
+) -> None:
+    stack = [equation]
+    while stack:
+        e = stack.pop()
+        if place[id(e)] in body:
+            continue
+        body[place[id(e)]] = e
+        stack.extend(view_of[v] for v in e.values() if v in view_of)

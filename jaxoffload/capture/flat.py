@@ -1,0 +1,162 @@
+"""Flat equations: the single-assignment form between the jaxpr and the TaskGraph.
+
+A `Value` is written by one `Equation` (or is an argument, or a part of one) and read by others.
+Equations keep JAX's own primitive and params in an `Operation`, so that a cluster is evaluated by
+JAX, not by us. Operations know a structural `key`: equal keys mean equal computations, which is
+what lets the layers of a model share one executable.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.graphs.taskgraph import Span
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Value:
+    """One array value.
+
+    Attributes:
+      aval: JAX's abstract value (shape, dtype).
+      argument: the span of a flat argument that holds its bytes, for arguments and their parts.
+    """
+
+    aval: Any
+    argument: Span | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.aval.shape)
+
+    def num_bytes(self) -> int:
+        """Bytes that the value takes in memory."""
+        shape, dtype = compat.physical(self.aval)
+        return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+
+
+Operand = Any
+"""A `Value`, or a JAX `Literal` (a scalar written in the program)."""
+
+
+class Operation:
+    """A JAX primitive with its params, or a small function of ours over JAX operations.
+
+    Attributes:
+      name: the primitive's name, for reports and rules.
+      params: the primitive's params (empty for a function of ours).
+    """
+
+    __slots__ = ("_eqn", "_function", "_key", "name", "params")
+
+    def __init__(self, eqn: Any, params: dict[str, Any] | None = None):
+        self._eqn = eqn
+        self._function = None
+        self.name = eqn.primitive.name
+        self.params = eqn.params if params is None else params
+        self._key = None
+
+    @classmethod
+    def of_function(cls, name: str, function: Any, eqn: Any) -> "Operation":
+        """An operation that calls `function(*operands) -> array`; `name` must tell it apart."""
+        self = cls(eqn, {})
+        self.name, self._function, self._key = name, function, (name,)
+        return self
+
+    @property
+    def source(self) -> str:
+        """The user's line, or "" where none is known."""
+        return compat.source_line(self._eqn.source_info) if self._eqn is not None else ""
+
+    @property
+    def key(self) -> Any:
+        """Hashable; equal for operations that compute the same thing."""
+        if self._key is None:
+            items = tuple((k, _param_key(v)) for k, v in sorted(self.params.items()))
+            self._key = (self.name, items)
+        return self._key
+
+    def apply(self, operands: Sequence[Any]) -> list[Any]:
+        """Applies the operation to arrays or tracers."""
+        if self._function is not None:
+            return [self._function(*operands)]
+        return compat.evaluate(self._eqn, operands, self.params)
+
+
+def _param_key(value: Any) -> Any:
+    if isinstance(value, compat.ClosedJaxpr):
+        return ("jaxpr", str(value.jaxpr), tuple(_param_key(c) for c in value.consts))
+    if isinstance(value, compat.Jaxpr):
+        return ("jaxpr", str(value))
+    if isinstance(value, np.ndarray) or hasattr(value, "__array__"):
+        array = np.asarray(value)
+        return ("array", array.shape, array.dtype.str, array.tobytes())
+    if isinstance(value, tuple | list):
+        return tuple(_param_key(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((k, _param_key(v)) for k, v in sorted(value.items()))
+    if callable(value) and not isinstance(value, type):
+        # Two functions are the same only if they are one object; the reference keeps the id valid.
+        return ("function", _ById(value))
+    try:
+        hash(value)
+    except TypeError:
+        return ("object", _ById(value))
+    return (type(value).__name__, value)
+
+
+class _ById:
+    """Compares by identity and keeps its object alive, so that an id is never used twice."""
+
+    __slots__ = ("thing",)
+
+    def __init__(self, thing: Any):
+        self.thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and other.thing is self.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Equation:
+    """One operation applied to operands.
+
+    Attributes:
+      segment: id of the innermost scan iteration that it belongs to, 0 outside every scan.
+    """
+
+    operation: Operation
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Value, ...]
+    segment: int = 0
+
+    def values(self) -> list[Value]:
+        """The operands that are values, without repeats, in order."""
+        return list(dict.fromkeys(x for x in self.inputs if isinstance(x, Value)))
+
+
+@dataclasses.dataclass(slots=True)
+class Program:
+    """A whole function, flat.
+
+    Attributes:
+      arguments: a value for each flat argument.
+      equations: in program order.
+      results: for each flat result, the parts that make it up and their first bytes in it.
+      parents: the enclosing segment of each segment id; parents[0] is 0.
+    """
+
+    arguments: list[Value]
+    equations: list[Equation]
+    results: list[list[tuple[Operand, int]]]
+    parents: list[int]
+
+
+def is_literal(operand: Operand) -> bool:
+    return isinstance(operand, compat.Literal)

@@ -1,0 +1,95 @@
+"""Kernel: what the executable of a vertex computes, apart from any particular tensors.
+
+Two clusters with equal `Kernel.key` compute the same function of their inputs and share one
+executable: the layers of a model, for one.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxoffload.capture.cluster import Cluster
+from jaxoffload.capture.flat import Equation, Operation, Value, is_literal
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One operation of a kernel.
+
+    Attributes:
+      operands: for each operand its slot (inputs first, then each step's outputs in turn), or the
+        literal itself.
+    """
+
+    operation: Operation
+    operands: tuple[Any, ...]
+    num_outputs: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """A function of arrays, as a list of steps.
+
+    Attributes:
+      inputs: JAX's abstract value of each input.
+      outputs: the slot of each output.
+      output_avals: JAX's abstract value of each output.
+      overwrites: pairs (input position, output position); the outputs that overwrite come first,
+        in the order of the inputs that they overwrite.
+      key: hashable; equal keys mean equal functions.
+    """
+
+    inputs: tuple[Any, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[int, ...]
+    output_avals: tuple[Any, ...]
+    overwrites: tuple[tuple[int, int], ...]
+    key: Any
+
+    def apply(self, operands: Sequence[Any]) -> list[Any]:
+        """Evaluates the kernel on arrays or tracers."""
+        slots = list(operands)
+        for step in self.steps:
+            read = [slots[x] if type(x) is int else x.val for x in step.operands]
+            slots.extend(step.operation.apply(read))
+        return [slots[i] for i in self.outputs]
+
+
+def kernel_of(
+    cluster: Cluster, outputs: Sequence[Value], overwrites: tuple[tuple[int, int], ...]
+) -> Kernel:
+    """The kernel of one cluster.
+
+    Args:
+      outputs: the cluster's outputs in the order in which the executable returns them.
+      overwrites: see `Kernel.overwrites`.
+    """
+    slot: dict[Value, int] = {v: i for i, v in enumerate(cluster.inputs)}
+    steps, parts = [], []
+    for equation in cluster.equations:
+        operands = tuple(_reference(x, slot) for x in equation.inputs)
+        for v in equation.outputs:
+            slot[v] = len(slot)
+        steps.append(Step(equation.operation, operands, len(equation.outputs)))
+        parts.append((equation.operation.key, tuple(_literal_key(x) for x in operands)))
+    inputs = tuple(v.aval for v in cluster.inputs)
+    chosen = tuple(slot[v] for v in outputs)
+    key = (tuple(str(a) for a in inputs), tuple(parts), chosen, overwrites)
+    avals = tuple(v.aval for v in outputs)
+    return Kernel(inputs, tuple(steps), chosen, avals, overwrites, key)
+
+
+def _reference(operand: Any, slot: dict[Value, int]) -> Any:
+    return operand if is_literal(operand) else slot[operand]
+
+
+def _literal_key(operand: Any) -> Any:
+    if type(operand) is int:
+        return operand
+    return ("literal", str(operand.aval), getattr(operand.aval, "weak_type", False), repr(operand.val))
+
+
+def main_source(equations: Sequence[Equation], seconds: Sequence[float]) -> str:
+    """The user's line of the most expensive equation."""
+    dearest = max(range(len(equations)), key=lambda i: seconds[i])
+    return equations[dearest].operation.source

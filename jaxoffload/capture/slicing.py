@@ -1,0 +1,119 @@
+"""Which operations can work on a stack slice by slice, and how.
+
+A stack is an array of shape (L, ...) kept as L values of shape (...). An operation maps over a
+stack when slice i of its output needs only slice i of its operands. For such an operation
+`map_over_stack` gives the operation on one slice, and says which operands are sliced.
+
+The order of a reduction over the leading axis is fixed (first slice to last), so results are the
+same in every run; they may differ from XLA's own order by the dtype's rounding.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+
+from jaxoffload.capture.flat import Equation, Operation
+
+_ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    conj convert_element_type cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
+    imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
+    population_count pow real reduce_precision rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
+    """.split()
+)
+_REDUCTIONS = {
+    "reduce_sum": lax.add,
+    "reduce_max": lax.max,
+    "reduce_min": lax.min,
+    "reduce_prod": lax.mul,
+    "reduce_and": lax.bitwise_and,
+    "reduce_or": lax.bitwise_or,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mapped:
+    """How to apply an operation to a stack.
+
+    Attributes:
+      operation: the operation on one slice; None when the slice itself is the answer.
+      sliced: for each operand, whether slice i of it is passed, or the whole.
+      combine: joins the slices' results into one array, for a reduction over the leading axis;
+        None when the results form a stack.
+    """
+
+    operation: Operation | None
+    sliced: tuple[bool, ...]
+    combine: Any = None
+
+
+def is_elementwise(name: str) -> bool:
+    """Whether a primitive computes each output element from the operands' same element."""
+    return name in _ELEMENTWISE
+
+
+def map_over_stack(equation: Equation, length: int) -> Mapped | None:
+    """The operation on one slice of (length, ...), or None when it cannot be had slice by slice."""
+    operation, operands = equation.operation, equation.inputs
+    name, params, eqn = operation.name, operation.params, operation._eqn
+    if len(equation.outputs) != 1:
+        return None
+    shape = tuple(equation.outputs[0].aval.shape)
+    if name in _ELEMENTWISE:
+        if not shape or shape[0] != length:
+            return None
+        sliced = tuple(tuple(x.aval.shape) == shape for x in operands)
+        scalar = all(s or x.aval.shape == () for s, x in zip(sliced, operands, strict=True))
+        return Mapped(operation, sliced) if scalar and any(sliced) else None
+    first = tuple(operands[0].aval.shape) if operands else ()
+    if name == "broadcast_in_dim" and len(operands) == 1 and shape and shape[0] == length:
+        dims = params["broadcast_dimensions"]
+        if 0 in dims:
+            if first[dims.index(0)] != length or dims.index(0) != 0:
+                return None
+            dims, sliced = dims[1:], True
+        else:
+            sliced = False
+        new = {**params, "shape": shape[1:], "broadcast_dimensions": tuple(d - 1 for d in dims)}
+        new["sharding"] = None
+        return Mapped(Operation(eqn, new), (sliced,))
+    if not first or first[0] != length:
+        return None
+    if name in _REDUCTIONS and len(operands) == 1:
+        axes = tuple(params["axes"])
+        inner = tuple(a - 1 for a in axes if a)
+        new = {**params, "axes": inner}
+        mapped = Operation(eqn, new) if inner else None
+        return Mapped(mapped, (True,), _REDUCTIONS[name] if 0 in axes else None)
+    if name == "transpose" and params["permutation"][0] == 0:
+        new = {**params, "permutation": tuple(d - 1 for d in params["permutation"][1:])}
+        return Mapped(Operation(eqn, new), (True,))
+    if name == "reshape" and len(operands) == 1 and shape and shape[0] == length:
+        if params.get("dimensions") is not None:
+            return None
+        return Mapped(Operation(eqn, {**params, "new_sizes": shape[1:], "sharding": None}), (True,))
+    if name == "squeeze" and 0 not in params["dimensions"]:
+        new = {**params, "dimensions": tuple(d - 1 for d in params["dimensions"])}
+        return Mapped(Operation(eqn, new), (True,))
+    return None
+
+
+def stack_operation(eqn: Any) -> Operation:
+    """The operation that joins the slices of a stack into one array."""
+    return Operation.of_function("stack", lambda *slices: jax.numpy.stack(slices), eqn)
+
+
+def slice_operation(index: int, eqn: Any) -> Operation:
+    """The operation that takes slice `index` along the leading axis."""
+    return Operation.of_function(
+        f"slice[{index}]", lambda x: lax.index_in_dim(x, index, keepdims=False), eqn
+    )
+
+
+def combine_operation(name: str, function: Any, eqn: Any) -> Operation:
+    """The operation that joins two slices' reductions."""
+    return Operation.of_function(f"combine[{name}]", function, eqn)

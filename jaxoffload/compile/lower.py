@@ -1,0 +1,30 @@
+"""A kernel to StableHLO, in the form that the runtime executes.
+
+The executable is `f(*inputs, *places)`: `places` are dummies for the outputs that do not overwrite
+an input, in output order. They and the overwritten inputs are donated, so XLA writes every output
+where the plan wants it. Nothing is left out when unused: the parameter order is a contract.
+"""
+
+import jax
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.kernel import Kernel
+
+
+def lower(kernel: Kernel, stablehlo_version: str) -> bytes:
+    """The kernel as a portable StableHLO artifact.
+
+    Args:
+      stablehlo_version: the newest version that the consumer reads, "1.9.0".
+    """
+    count = len(kernel.inputs)
+    places = kernel.output_avals[len(kernel.overwrites) :]
+    donated = [read for read, _ in kernel.overwrites]
+    donated += range(count, count + len(places))
+    function = jax.jit(
+        lambda *operands: kernel.apply(operands[:count]), donate_argnums=donated, keep_unused=True
+    )
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*kernel.inputs, *places)]
+    with compat.no_donation_warning():
+        lowered = function.trace(*shapes).lower(lowering_platforms=("cpu",))
+    return compat.portable_stablehlo(lowered, stablehlo_version)

@@ -1,0 +1,60 @@
+"""Exceptions. Each docstring says what happened and what to do."""
+
+
+class OffloadError(Exception):
+    """Base class of everything that jaxoffload raises on its own account."""
+
+
+class PlanError(OffloadError, ValueError):
+    """The function cannot run within the memory that was named. Nothing has run.
+
+    Attributes:
+      min_device_memory: the smallest budget in bytes that can work, or None when no budget can.
+
+    Failing:
+
+        step = jo.offload(train_step, device_memory="64MiB")
+
+    Mended, with the number that the message gives:
+
+        step = jo.offload(train_step, device_memory="82MiB")
+    """
+
+    def __init__(self, message: str, min_device_memory: int | None = None):
+        super().__init__(message)
+        self.min_device_memory = min_device_memory
+
+
+class CaptureError(OffloadError, ValueError):
+    """The function does something that cannot be kept when it is cut into vertices.
+
+    Printing and host callbacks are the usual causes: a vertex may run at any time that its
+    dependencies allow, so an effect would come at a moment that nobody chose. Move the effect
+    outside the offloaded function, or return the value and print it after the call.
+    """
+
+
+class RunError(OffloadError, RuntimeError):
+    """A run stopped before its end. Its memory has been released, and the next call works.
+
+    Attributes:
+      vertex: the vertex that failed, in words.
+      cause: what the executable or the copy reported.
+    """
+
+    def __init__(self, message: str, vertex: str = "", cause: str = ""):
+        super().__init__(message)
+        self.vertex = vertex
+        self.cause = cause
+
+
+class VerificationError(OffloadError, ArithmeticError):
+    """With `verify=True`: the offloaded run and plain `jax.jit` gave different results.
+
+    This is a fault in jaxoffload or in XLA, not in the function. The message names the result and
+    the difference; please report it with the output of `explain`.
+    """
+
+
+class OffloadWarning(UserWarning):
+    """An offload that was asked for has no effect, or not the effect that was meant."""

@@ -1,0 +1,146 @@
+"""MemGraph: the TaskGraph with a place for every byte, and every dependency that safety needs.
+
+A MemGraph (TURNIP, section 4) is a dependency graph, not a dataflow graph: an edge says that its
+head may not start until its tail has completed. Beside the TaskGraph's vertices it has `offload`
+and `reload` vertices. The paper's "output mapped to a location" is a **version** here: one stretch
+of bytes, written once by one vertex (or there from the start, for an argument) and read by others.
+A tensor that is produced, offloaded and reloaded has three versions: the kernel's, the host copy,
+and the reloaded one. With versions, what reads what is explicit, and the laws are short.
+
+Everything is a flat array, so that a graph can be saved, compared, and handed to C++ as it is.
+Vertices are numbered in an order that respects every edge.
+"""
+
+import dataclasses
+import enum
+
+import numpy as np
+
+from jaxoffload.graphs.taskgraph import TaskGraph
+
+PLACE_ALIGNMENT = 256
+"""Every place starts at a multiple of this many bytes (XLA on CUDA wants 256, on CPU 64)."""
+
+
+class Kind(enum.IntEnum):
+    """What a MemGraph vertex does."""
+
+    KERNEL = 0
+    RELOAD = 1
+    """Copies one version up into a device: from the host tier, an argument."""
+    OFFLOAD = 2
+    """Copies one version down: from a device (or an argument) to the host tier or a result."""
+    TRANSFER = 3
+    """Copies one version from a device to another."""
+    INPUT = 4
+    """Writes an input tensor on its device (only in hand-made graphs: see VertexKind.INPUT)."""
+
+
+class Space(enum.IntEnum):
+    """Where a version's bytes are. (space, index) names one linear range of addresses."""
+
+    DEVICE = 0
+    """The arena of device `index`."""
+    ARGUMENT = 1
+    """The caller's array of flat argument `index`: read in place, or reloaded from."""
+    RESULT = 2
+    """The array of flat result `index`. Where the TaskGraph's `donated` pairs it with an argument,
+    both are one range of addresses."""
+    HOST = 3
+    """The host tier's arena (index 0)."""
+
+
+class EdgeKind(enum.IntEnum):
+    """Why an edge is there."""
+
+    DATA = 0
+    """The head reads a version that the tail writes."""
+    MEMORY = 1
+    """The head writes where something that the tail reads (or writes) was."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemGraph:
+    """Flat arrays; N vertices, M versions, E edges.
+
+    Attributes:
+      taskgraph: what this MemGraph computes.
+      capacity: bytes of the arena of each device, int64[num_devices] (the budget less headroom).
+      headroom: bytes of each device kept for executables' own scratch, int64[num_devices].
+      kind: Kind of each vertex, uint8[N].
+      task_vertex: TaskGraph vertex id; for copies, the vertex for whose sake it was added, int32[N].
+      device: device of each vertex (for copies, the device end), int32[N].
+      tensor: tensor id of each version, int32[M].
+      space, index, offset: place of each version, uint8[M], int32[M], int64[M]. Its size is that
+        of its tensor.
+      writer: vertex that writes each version, -1 for arguments, int32[M].
+      input_offsets, inputs: CSR, versions that each vertex reads, in the TaskGraph's operand order.
+      output_offsets, outputs: CSR, versions that each vertex writes, likewise.
+      overwritten: for each entry of `outputs`, the version that it is written over in place
+        (same place), or -1, int32.
+      edge_tail, edge_head, edge_kind: int32[E], int32[E], uint8[E]; no pair twice; tail < head.
+    """
+
+    taskgraph: TaskGraph
+    capacity: np.ndarray
+    headroom: np.ndarray
+    kind: np.ndarray
+    task_vertex: np.ndarray
+    device: np.ndarray
+    tensor: np.ndarray
+    space: np.ndarray
+    index: np.ndarray
+    offset: np.ndarray
+    writer: np.ndarray
+    input_offsets: np.ndarray
+    inputs: np.ndarray
+    output_offsets: np.ndarray
+    outputs: np.ndarray
+    overwritten: np.ndarray
+    edge_tail: np.ndarray
+    edge_head: np.ndarray
+    edge_kind: np.ndarray
+
+    @property
+    def num_vertices(self) -> int:
+        return len(self.kind)
+
+    @property
+    def num_versions(self) -> int:
+        return len(self.tensor)
+
+    def tensor_bytes(self) -> np.ndarray:
+        """Bytes of each tensor, int64."""
+        return np.array([t.bytes for t in self.taskgraph.tensors], dtype=np.int64)
+
+    def version_bytes(self) -> np.ndarray:
+        """Bytes of each version, int64[M]."""
+        return self.tensor_bytes()[self.tensor]
+
+    def peak_arena_bytes(self) -> np.ndarray:
+        """Highest address in use in each device's arena, int64[num_devices]."""
+        peak = np.zeros(len(self.capacity), dtype=np.int64)
+        mine = self.space == Space.DEVICE
+        np.maximum.at(peak, self.index[mine], (self.offset + self.version_bytes())[mine])
+        return peak
+
+    def host_bytes(self) -> int:
+        """Highest address in use in the host tier's arena."""
+        mine = self.space == Space.HOST
+        return int((self.offset + self.version_bytes())[mine].max(initial=0))
+
+    def moved_bytes(self, kind: Kind) -> int:
+        """Bytes that all vertices of one copying kind move in one run."""
+        chosen = np.flatnonzero(self.kind == kind)
+        return int(self.version_bytes()[self.inputs[self.input_offsets[chosen]]].sum())
+
+    def describe(self, vertex_id: int) -> str:
+        """One vertex in words, for errors and reports."""
+        kind = Kind(self.kind[vertex_id])
+        task = self.taskgraph.vertices[self.task_vertex[vertex_id]]
+        source = f" at {task.source}" if task.source else ""
+        if kind in (Kind.RELOAD, Kind.OFFLOAD):
+            version = self.inputs[self.input_offsets[vertex_id]]
+            tensor = self.taskgraph.tensors[self.tensor[version]]
+            return f"{kind.name.lower()} of {tensor.name or f'tensor {self.tensor[version]}'}{source}"
+        return f"{task.name or kind.name.lower()}{source}"

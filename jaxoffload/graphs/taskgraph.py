@@ -1,0 +1,200 @@
+"""TaskGraph: what has to be computed, before anything is known about memory.
+
+A TaskGraph (TURNIP, section 4) is a directed acyclic graph of vertices over tensors, given in a
+valid serial order. An edge is a tensor that one vertex writes and another reads; it is implied by
+`Vertex.inputs` and `Vertex.outputs`, so no edge list is kept. It differs from the paper's in that
+a vertex may have several outputs, a tensor any size, and an output may overwrite an operand that
+dies there. It knows neither jax nor the runtime.
+"""
+
+import dataclasses
+import enum
+
+
+class TensorKind(enum.IntEnum):
+    """What a tensor is to the person who reads a report."""
+
+    WEIGHT = 0
+    OPTIMIZER = 1
+    BATCH = 2
+    ACTIVATION = 3
+    TEMPORARY = 4
+
+
+class VertexKind(enum.IntEnum):
+    """What a TaskGraph vertex does."""
+
+    INPUT = 0
+    """Produces an input tensor on its device, in order, as in TURNIP's figures. Arguments of a
+    captured function are not input vertices: they are tensors that start in host memory."""
+    KERNEL = 1
+    """Runs one executable on one device."""
+    TRANSFER = 2
+    """Copies a tensor from one device to another: one input, one output, on the output's device."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """A byte range of one argument or one result of the captured function.
+
+    Attributes:
+      index: position of the flat argument or result.
+      offset: first byte, from the start of that array.
+    """
+
+    index: int
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tensor:
+    """One value that crosses a vertex boundary.
+
+    Attributes:
+      bytes: size in bytes, not padded.
+      name: for reports, e.g. "f32[4,384]".
+      device: the device on which it lives.
+      argument: where its bytes are before the run, for a tensor that starts in host memory; the
+        tensor is then clean and has no producer. None for every other tensor.
+      results: where its bytes must be after the run (empty unless the function returns it).
+      kind: for reports.
+      source: the user's line that makes it, "file.py:6:8 (f)", or "".
+      dtype: NumPy-style dtype name ("float32"); only the runtime reads it.
+      shape: dimensions; only the runtime and reports read it.
+    """
+
+    bytes: int
+    name: str = ""
+    device: int = 0
+    argument: Span | None = None
+    results: tuple[Span, ...] = ()
+    kind: TensorKind = TensorKind.TEMPORARY
+    source: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Vertex:
+    """One unit of work.
+
+    Attributes:
+      inputs: tensor ids read, in the executable's parameter order, without repeats.
+      outputs: tensor ids written, in the executable's result order. A tensor has one writer.
+      overwrites: pairs (input position, output position): that output is written in place over
+        that input, which no later vertex of the serial order reads. Sizes are equal.
+      workspace_bytes: scratch that the executable takes while it runs.
+      seconds: estimated time, for priorities and simulation; 0 when unknown.
+      kernel: id of its executable; vertices with equal ids share one. -1 for INPUT and TRANSFER.
+      source: the user's line of its most expensive operation.
+    """
+
+    kind: VertexKind
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    name: str = ""
+    device: int = 0
+    overwrites: tuple[tuple[int, int], ...] = ()
+    workspace_bytes: int = 0
+    seconds: float = 0.0
+    kernel: int = -1
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TaskGraph:
+    """Tensors and vertices; `vertices` is in a serial order that respects every data dependency.
+
+    Attributes:
+      tensors: indexed by tensor id.
+      vertices: indexed by vertex id, which is also the place in the serial order.
+      donated: pairs (argument index, result index) whose memory is one buffer: the result may be
+        written over the argument. Legal only where every tensor that reads an argument byte is
+        read for the last time no later than the vertex that produces the result tensor which
+        overwrites that byte; `check` refuses others.
+    """
+
+    tensors: tuple[Tensor, ...]
+    vertices: tuple[Vertex, ...]
+    donated: tuple[tuple[int, int], ...] = ()
+
+    def producer(self) -> list[int]:
+        """Vertex id that writes each tensor; -1 for arguments."""
+        writer = [-1] * len(self.tensors)
+        for vertex_id, vertex in enumerate(self.vertices):
+            for tensor_id in vertex.outputs:
+                writer[tensor_id] = vertex_id
+        return writer
+
+    def readers(self) -> list[list[int]]:
+        """Vertex ids that read each tensor, in serial order."""
+        found: list[list[int]] = [[] for _ in self.tensors]
+        for vertex_id, vertex in enumerate(self.vertices):
+            for tensor_id in vertex.inputs:
+                found[tensor_id].append(vertex_id)
+        return found
+
+    def check(self) -> None:
+        """Raises ValueError, naming the vertex or tensor, unless every law above holds."""
+        written = [tensor.argument is not None for tensor in self.tensors]
+        dead = [False] * len(self.tensors)
+        for vertex_id, vertex in enumerate(self.vertices):
+            where = f"vertex {vertex_id} ({vertex.name})"
+            if len(set(vertex.inputs)) != len(vertex.inputs):
+                raise ValueError(f"{where} names an input twice: {vertex.inputs}")
+            for tensor_id in vertex.inputs:
+                if not written[tensor_id]:
+                    raise ValueError(f"{where} reads tensor {tensor_id} before it is written")
+                if dead[tensor_id]:
+                    raise ValueError(f"{where} reads tensor {tensor_id} after it was overwritten")
+                if vertex.kind is not VertexKind.TRANSFER and (
+                    self.tensors[tensor_id].device != vertex.device
+                ):
+                    raise ValueError(f"{where} reads tensor {tensor_id} of another device")
+            for tensor_id in vertex.outputs:
+                if written[tensor_id]:
+                    raise ValueError(f"{where} writes tensor {tensor_id}, which has a writer")
+                if self.tensors[tensor_id].device != vertex.device:
+                    raise ValueError(f"{where} writes tensor {tensor_id} of another device")
+                written[tensor_id] = True
+            for read, write in vertex.overwrites:
+                operand = vertex.inputs[read]
+                if self.tensors[operand].bytes != self.tensors[vertex.outputs[write]].bytes:
+                    raise ValueError(f"{where} overwrites tensor {operand} of another size")
+                if self.tensors[operand].results:
+                    raise ValueError(f"{where} overwrites tensor {operand}, which is a result")
+                dead[operand] = True
+        for tensor_id, tensor in enumerate(self.tensors):
+            if tensor.bytes < 0:
+                raise ValueError(f"tensor {tensor_id} has {tensor.bytes} bytes")
+            if tensor.results and not written[tensor_id]:
+                raise ValueError(f"tensor {tensor_id} is a result and has no writer")
+        self._check_donated()
+
+    def _check_donated(self) -> None:
+        producer, readers = self.producer(), self.readers()
+        by_argument: dict[int, list[int]] = {}
+        for tensor_id, tensor in enumerate(self.tensors):
+            if tensor.argument is not None:
+                by_argument.setdefault(tensor.argument.index, []).append(tensor_id)
+        partner = dict((result, argument) for argument, result in self.donated)
+        if len(partner) != len(self.donated) or len(set(partner.values())) != len(partner):
+            raise ValueError("donated names an argument or a result twice")
+        for tensor_id, tensor in enumerate(self.tensors):
+            for span in tensor.results:
+                argument = partner.get(span.index)
+                for other_id in by_argument.get(argument, ()) if argument is not None else ():
+                    other = self.tensors[other_id]
+                    assert other.argument is not None
+                    apart = (
+                        other.argument.offset >= span.offset + tensor.bytes
+                        or span.offset >= other.argument.offset + other.bytes
+                    )
+                    last = readers[other_id][-1] if readers[other_id] else -1
+                    if other_id == tensor_id and other.argument.offset == span.offset:
+                        continue
+                    if not apart and (last > producer[tensor_id] or other.results):
+                        raise ValueError(
+                            f"result {span.index} overwrites donated argument {argument}, of which "
+                            f"tensor {other_id} is still read by vertex {last}"
+                        )

@@ -1,0 +1,233 @@
+"""`offload`: a function that runs within a device memory budget."""
+
+import dataclasses
+import functools
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any, overload
+
+import jax
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.trace import trace
+from jaxoffload.errors import OffloadWarning
+from jaxoffload.options import Options, format_bytes, make_options
+from jaxoffload.pipeline import Plan
+from jaxoffload.policies import LaunchPolicy
+from jaxoffload.primitive import bind, make_plan
+from jaxoffload.report.explain import Explanation
+from jaxoffload.runtime import backends
+from jaxoffload.runtime.run import Run, run_plan
+from jaxoffload.signature import ArgumentSpec, Call, Signature, shapes_of
+from jaxoffload.verification import compare_with_jit
+
+AUTO_MARGIN = 0.1
+"""Share of the free memory that device_memory="auto" leaves: XLA's own threads, allocator slack and
+the executables took up to 4% in the measurements of docs/limits.md; the rest is for neighbours."""
+
+
+class _Program:
+    """One signature of an offloaded function: traced once, planned once.
+
+    Args:
+      asked: whether the user named the budget.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        signature: Signature,
+        options: Options,
+        asked: bool,
+    ):
+        self.traced = trace(call, shapes_of(signature), signature.key_impls)
+        self.options, self._asked = options, asked
+        self._name, self._signature = name, signature
+        self._plan: Plan | None = None
+        self._lock = threading.Lock()
+        self.verified = False
+
+    def params(self) -> dict[str, Any]:
+        """What the primitive takes beside operands and jaxpr."""
+        return {
+            "name": self._name,
+            "kinds": self._signature.kinds,
+            "donated": self._signature.donated,
+            "options": self.options,
+        }
+
+    def plan(self) -> Plan:
+        with self._lock:
+            if self._plan is None:
+                self._plan = make_plan(jaxpr=self.traced.jaxpr, **self.params())
+                self._say_if_idle(self._plan)
+            return self._plan
+
+    def _say_if_idle(self, plan: Plan) -> None:
+        if plan.resident and plan.budget is not None and self._asked:
+            warnings.warn(
+                f"offload({self._name}) has no effect: everything fits. It needs "
+                f"{format_bytes(plan.peak_device_bytes)} and device_memory is "
+                f"{format_bytes(plan.budget)}, so nothing is moved.",
+                OffloadWarning,
+                stacklevel=4,
+            )
+
+
+class Offloaded:
+    """What `offload` returns: call it as you would call the function.
+
+    Attributes:
+      last_run: the `Run` of the last call outside every jit, or None.
+    """
+
+    def __init__(self, function: Callable[..., Any], spec: ArgumentSpec, options: Options):
+        functools.update_wrapper(self, function)
+        self._function, self._spec, self._options = function, spec, options
+        self._programs: dict[Any, _Program] = {}
+        self._lock = threading.Lock()
+        self.last_run: Run | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._spec.bind(args, kwargs)
+        program = self._program(call)
+        if any(isinstance(leaf, compat.Tracer) for leaf in call.leaves):
+            flat = bind(call.leaves, program.traced.jaxpr, **program.params())
+        else:
+            flat = self._run(program, call)
+        impls = program.traced.out_key_impls
+        wrapped = [
+            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+            for x, impl in zip(flat, impls, strict=True)
+        ]
+        return jax.tree.unflatten(program.traced.out_tree, wrapped)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for arguments of these shapes (arrays, or `jax.ShapeDtypeStruct`).
+
+        Raises:
+          PlanError: the budget is too small; says the smallest that can work, and why.
+        """
+        return self._program(self._spec.bind(args, kwargs)).plan()
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """Where the memory goes and whether it fits, from shapes alone; print it.
+
+        A budget that is too small is explained, not raised.
+        """
+        call = self._spec.bind(args, kwargs)
+        program = self._program(call)
+        return Explanation.of(
+            self._spec.name, program.traced.jaxpr, program.params(), self._options.device_memory
+        )
+
+    def _program(self, call: Call) -> _Program:
+        with self._lock:
+            program = self._programs.get(call.signature)
+            if program is None:
+                options, asked = self._options, self._options.device_memory != "auto"
+                if not asked:
+                    free = backends.cpu().free_memory()
+                    options = dataclasses.replace(options, device_memory=int(free * (1 - AUTO_MARGIN)))
+                body = self._spec.caller(self._function, call.signature)
+                program = _Program(self._spec.name, body, call.signature, options, asked)
+                self._programs[call.signature] = program
+            return program
+
+    def _run(self, program: _Program, call: Call) -> list[Any]:
+        for leaf in call.leaves:
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"offload({self._spec.name}) was called with a ShapeDtypeStruct, which has no "
+                    "data. Pass arrays, or call .plan() or .explain() with shapes."
+                )
+        plan = program.plan()
+        expected = None
+        if program.options.verify and not program.verified:
+            expected = compare_with_jit(program.traced.jaxpr, call.leaves)
+        flat, self.last_run = run_plan(
+            plan, call.leaves, program.options, call.signature.donated
+        )
+        if expected is not None:
+            expected.check(self._spec.name, flat)
+            program.verified = True
+        return flat
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"offload({self._spec.name}, device_memory={self._options.device_memory!r})"
+
+
+@overload
+def offload(function: Callable[..., Any], **options: Any) -> Offloaded: ...
+@overload
+def offload(**options: Any) -> Callable[[Callable[..., Any]], Offloaded]: ...
+def offload(
+    function: Callable[..., Any] | None = None,
+    *,
+    device_memory: int | float | str | None = "auto",
+    donate_argnums: Any = None,
+    donate_argnames: Any = None,
+    static_argnums: Any = None,
+    static_argnames: Any = None,
+    launch: str | LaunchPolicy = "work-conserving",
+    vertex_memory: int | str | None = None,
+    check: bool = False,
+    verify: bool = False,
+) -> Any:
+    """Makes a function run within a device memory budget, with the same results.
+
+    Use it where you would use `jax.jit`, around the whole step: `offload(train_step)`, not
+    `grad(offload(loss))`. Works as a decorator, with or without options; called directly or inside
+    `jax.jit`.
+
+    Args:
+      function: takes and returns pytrees of arrays.
+      device_memory: bytes of device memory that it may use: a number, or text such as "512MiB".
+        "auto": what the device has free when the function is first planned, less a tenth. None: no
+        limit.
+      donate_argnums, donate_argnames: arguments whose memory the results may take; as for
+        `jax.jit`. They cannot be used afterwards.
+      static_argnums, static_argnames: arguments that are compiled in; as for `jax.jit`.
+      launch: "work-conserving", "fixed", or a policy from `jaxoffload.policies`.
+      vertex_memory: the largest working set of a vertex in bytes. It fixes the cut into vertices,
+        and with it every rounding: results are then equal bit for bit whatever the budget. None
+        lets the cut follow the budget.
+      check: watch every run for two tensors in one place at one time (slower; for tests).
+      verify: compare the first run with plain `jax.jit`, which needs the memory for that.
+
+    Returns:
+      An `Offloaded`: callable like `function`, with `plan`, `explain` and `last_run`.
+
+    Raises:
+      TypeError, ValueError: an option's value is not legal; says what is.
+      PlanError: (when called) the budget is too small; says the smallest that can work.
+
+    >>> import jax.numpy as jnp
+    >>> import jaxoffload as jo
+    >>> double = jo.offload(lambda x: 2 * x, device_memory=None)
+    >>> double(jnp.arange(3))
+    Array([0, 2, 4], dtype=int32)
+
+    References:
+      TURNIP: a "nondeterministic" GPU runtime with CPU RAM offload, sections 4 to 7.
+    """
+    options = make_options(device_memory, vertex_memory, launch, check, verify)
+
+    def decorate(f: Callable[..., Any]) -> Offloaded:
+        if not callable(f):
+            raise TypeError(
+                f"offload: function={f!r} is a {type(f).__name__}. Pass a function of arrays."
+            )
+        spec = ArgumentSpec(f, static_argnums, static_argnames, donate_argnums, donate_argnames)
+        return Offloaded(f, spec, options)
+
+    return decorate if function is None else decorate(function)
+
+
+compat.hide_frames_of(__file__)

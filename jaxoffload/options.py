@@ -1,0 +1,89 @@
+"""What a caller may ask of `offload`, checked once, frozen and hashable."""
+
+import dataclasses
+import math
+import re
+
+from jaxoffload import policies
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """Validated options.
+
+    Attributes:
+      device_memory: the budget in bytes, None for no limit, "auto" for what the device has free.
+      vertex_memory: the largest working set of a vertex in bytes, which fixes the cut; None lets
+        the cut follow the budget.
+      launch: the launch policy.
+      check: whether every run is watched by the live range checker.
+      verify: whether the first run of each plan is compared with plain `jax.jit`.
+    """
+
+    device_memory: int | str | None = "auto"
+    vertex_memory: int | None = None
+    launch: policies.LaunchPolicy = dataclasses.field(default_factory=policies.work_conserving)
+    check: bool = False
+    verify: bool = False
+
+
+def make_options(
+    device_memory: object, vertex_memory: object, launch: object, check: object, verify: object
+) -> Options:
+    """Options from what the user typed.
+
+    Raises:
+      TypeError, ValueError: names the option, its value, and what it may be.
+    """
+    if device_memory is not None and device_memory != "auto":
+        device_memory = parse_bytes(device_memory, "device_memory", '"auto" or None')
+    if vertex_memory is not None:
+        vertex_memory = parse_bytes(vertex_memory, "vertex_memory", "None")
+    for name, value in (("check", check), ("verify", verify)):
+        if not isinstance(value, bool):
+            raise TypeError(f"offload: {name}={value!r} is not a bool. Pass True or False.")
+    return Options(device_memory, vertex_memory, policies.as_policy(launch), check, verify)
+
+
+def parse_bytes(value: object, name: str, others: str = "") -> int:
+    """Bytes from an int or from text such as "512MiB", "8GB", "1.5 GiB".
+
+    Args:
+      name: the option's name, for errors.
+      others: other legal values, for errors.
+
+    Raises:
+      TypeError, ValueError: with the value and the remedy.
+
+    >>> parse_bytes("1.5 KiB", "device_memory")
+    1536
+    """
+    remedy = 'Pass a number of bytes or text such as "512MiB" or "8GB"'
+    remedy += f", or {others}." if others else "."
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError(f"offload: {name}={value!r} is a {type(value).__name__}. {remedy}")
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", value.lower())
+        if match is None or match[2] not in _UNITS:
+            raise ValueError(f"offload: {name}={value!r} is not an amount of memory. {remedy}")
+        value = float(match[1]) * _UNITS[match[2]]
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(f"offload: {name}={value!r} is not a positive amount of memory. {remedy}")
+    return math.floor(value)
+
+
+def format_bytes(count: float) -> str:
+    """Bytes for people, in binary units.
+
+    >>> format_bytes(536870912)
+    '512 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"

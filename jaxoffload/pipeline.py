@@ -1,0 +1,329 @@
+"""jaxpr → TaskGraph → MemGraph → executables → native plan: the stages, in order.
+
+Takes a closed jaxpr, a budget and the caller's wishes; gives a `Plan`. The cut follows the budget:
+clusters as coarse as the budget allows, coarsest first, until one fits.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxoffload.capture.build import Captured, build_taskgraph, order_program
+from jaxoffload.capture.inline import Constant
+from jaxoffload.capture.kernel import Kernel
+from jaxoffload.capture.scan import unroll
+from jaxoffload.compile.cache import CompileReport
+from jaxoffload.errors import PlanError
+from jaxoffload.graphs.memgraph import Kind, MemGraph
+from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
+from jaxoffload.graphs.verify import verify
+from jaxoffload.options import Options, format_bytes
+from jaxoffload.plan.build import build_memgraph, min_budget, resident_peak
+from jaxoffload.runtime import backends
+from jaxoffload.runtime.load import load
+
+logger = logging.getLogger(__name__)
+
+CUTS = (1 / 3, 1 / 5, 1 / 8, 1 / 14, 1 / 24)
+"""Working sets of a vertex to try, as shares of the budget, before single operations."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be planned.
+
+    Attributes:
+      name: the user's function, for messages.
+      jaxpr: a closed jaxpr over arrays.
+      kinds: for each argument, what it is to the user.
+      donated: pairs (argument, result) that may share memory.
+      options: with `device_memory` already a number or None.
+    """
+
+    name: str
+    jaxpr: Any
+    kinds: tuple[TensorKind, ...]
+    donated: tuple[tuple[int, int], ...]
+    options: Options
+
+
+class Plan:
+    """A function planned for a budget: from shapes alone, before anything is allocated.
+
+    Attributes:
+      name: the user's function.
+      budget: bytes of device memory that it may use, or None for no limit.
+      resident: whether everything fits, so that nothing is moved.
+      taskgraph, memgraph: what is run.
+      compile_report: how many kernels were compiled, and how long it took.
+      constants: arrays that the function closes over; they follow its own arguments.
+      out_shapes: shape and dtype of each flat result.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        budget: int | None,
+        captured: Captured,
+        memgraph: MemGraph,
+        executables: Sequence[Any],
+        compile_report: CompileReport,
+        resident: bool,
+        constants: Sequence[Any],
+        planner: "Planner",
+    ):
+        self.name = request.name
+        self.budget = budget
+        self.resident = resident
+        self.taskgraph: TaskGraph = captured.taskgraph
+        self.memgraph = memgraph
+        self.compile_report = compile_report
+        self.constants = tuple(constants)
+        self.out_shapes = tuple(
+            jax.ShapeDtypeStruct(a.shape, a.dtype) for a in request.jaxpr.out_avals
+        )
+        self._request, self._executables, self._planner = request, executables, planner
+        self._native: Any = None
+        self._lock = threading.Lock()
+
+    @functools.cached_property
+    def min_device_memory(self) -> int:
+        """The smallest budget in bytes that can work, with the cut as fine as it gets.
+
+        Compiles single operations to learn their workspace, so it takes a while when first asked.
+        """
+        return self._planner.minimum()[0]
+
+    @functools.cached_property
+    def resident_peak_bytes(self) -> int:
+        """Device bytes that would be needed to keep everything on the device."""
+        return resident_peak(self.taskgraph)
+
+    @functools.cached_property
+    def peak_device_bytes(self) -> int:
+        """Device bytes that a run uses at most: the arena and the executables' workspace."""
+        if self.resident:
+            return self.resident_peak_bytes
+        return int((self.memgraph.peak_arena_bytes() + self.memgraph.headroom).max())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that hold offloaded tensors (arguments and results not counted)."""
+        return self.memgraph.host_bytes()
+
+    @functools.cached_property
+    def bytes_offloaded(self) -> int:
+        """Bytes that one run copies away from the device."""
+        return self.memgraph.moved_bytes(Kind.OFFLOAD)
+
+    @functools.cached_property
+    def bytes_reloaded(self) -> int:
+        """Bytes that one run copies to the device."""
+        return self.memgraph.moved_bytes(Kind.RELOAD)
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Tells this plan from every other one, in this process and any other."""
+        digest = hashlib.sha256(str(self._request.jaxpr).encode())
+        digest.update(repr((self._request.donated, self._request.options, self.budget)).encode())
+        graph = self.memgraph
+        for field in ("kind", "space", "index", "offset", "inputs", "outputs", "edge_tail"):
+            digest.update(np.ascontiguousarray(getattr(graph, field)).tobytes())
+        for constant in self.constants:
+            digest.update(np.asarray(constant).tobytes())
+        return digest.hexdigest()
+
+    def verify(self) -> None:
+        """Checks the MemGraph independently of the planner that made it.
+
+        Raises:
+          VerifyError: lists every violation.
+        """
+        verify(self.memgraph)
+
+    @property
+    def native(self) -> Any:
+        """The plan loaded into the C++ runtime (loaded when first asked for)."""
+        with self._lock:
+            if self._native is None:
+                sizes = [_aval_bytes(a) for a in self._request.jaxpr.in_avals]
+                sizes += [int(np.asarray(c).nbytes) for c in self.constants]
+                self._native = load(
+                    self.memgraph,
+                    backends.cpu().client,
+                    self._executables,
+                    sizes,
+                    [_aval_bytes(a) for a in self._request.jaxpr.out_avals],
+                )
+            return self._native
+
+    def __repr__(self) -> str:
+        budget = "no limit" if self.budget is None else format_bytes(self.budget)
+        return (
+            f"Plan({self.name}: {len(self.taskgraph.vertices)} vertices, budget {budget}, peak "
+            f"{format_bytes(self.peak_device_bytes)}, offloads {format_bytes(self.bytes_offloaded)}"
+            f", reloads {format_bytes(self.bytes_reloaded)})"
+        )
+
+
+def _aval_bytes(aval: Any) -> int:
+    return int(np.prod(aval.shape, dtype=np.int64)) * np.dtype(aval.dtype).itemsize
+
+
+class Planner:
+    """One function, captured once, planned for any budget."""
+
+    def __init__(self, request: Request):
+        self._request = request
+        program = unroll(request.jaxpr)
+        self._ordered = order_program(program)
+        extra = program.arguments[len(request.jaxpr.in_avals) :]
+        self.constants = [v.array for v in extra if isinstance(v, Constant)]
+        self._kinds = (*request.kinds, *[TensorKind.WEIGHT] * len(self.constants))
+        self._cuts: dict[tuple[float, int | None], tuple[Captured, list[Any], CompileReport]] = {}
+
+    def plan(self) -> Plan:
+        """The plan for the request's budget.
+
+        Raises:
+          PlanError: the budget is below the smallest that can work.
+        """
+        budget = self._request.options.device_memory
+        assert budget is None or isinstance(budget, int)
+        whole = self._compiled(float("inf"), None)
+        if budget is None or resident_peak(whole[0].taskgraph) <= budget:
+            chosen = self._fixed_cut() or whole
+            graph = build_memgraph(chosen[0].taskgraph, _UNLIMITED, in_place_io="always")
+            return self._finish(chosen, graph, budget, resident=True)
+        for captured in self._candidates(budget):
+            if min_budget(captured[0].taskgraph)[0] > budget:
+                continue
+            graph = build_memgraph(captured[0].taskgraph, budget)
+            return self._finish(captured, graph, budget, resident=False)
+        raise self._refusal(budget)
+
+    def whole(self) -> TaskGraph:
+        """The TaskGraph as it would be cut if memory did not matter."""
+        return (self._fixed_cut() or self._compiled(float("inf"), None))[0].taskgraph
+
+    def minimum(self) -> tuple[int, TaskGraph, int]:
+        """The smallest feasible budget in bytes, and the graph and vertex that set it."""
+        finest = self._fixed_cut() or self._compiled(0, 1)
+        best = min_budget(finest[0].taskgraph)
+        graph = finest[0].taskgraph
+        for captured, _, _ in list(self._cuts.values()):
+            other = min_budget(captured.taskgraph)
+            if self._request.options.vertex_memory is None and other[0] < best[0]:
+                best, graph = other, captured.taskgraph
+        return best[0], graph, best[1]
+
+    def _fixed_cut(self) -> tuple[Captured, list[Any], CompileReport] | None:
+        size = self._request.options.vertex_memory
+        return None if size is None else self._compiled(size, None)
+
+    def _candidates(self, budget: int) -> Iterator[tuple[Captured, list[Any], CompileReport]]:
+        fixed = self._fixed_cut()
+        if fixed is not None:
+            yield fixed
+            return
+        for share in CUTS:
+            estimate = self._captured(share * budget, None)
+            if min_budget(estimate.taskgraph)[0] <= budget:
+                yield self._compiled(share * budget, None)
+        yield self._compiled(0, 1)
+
+    def _captured(self, max_bytes: float, max_equations: int | None) -> Captured:
+        limit = {} if max_equations is None else {"max_equations": max_equations}
+        return build_taskgraph(
+            self._ordered,
+            kinds=self._kinds,
+            donated=self._request.donated,
+            max_bytes=max_bytes,
+            **limit,
+        )
+
+    def _compiled(
+        self, max_bytes: float, max_equations: int | None
+    ) -> tuple[Captured, list[Any], CompileReport]:
+        """One cut, its kernels compiled, its vertices' workspace known."""
+        key = (max_bytes, max_equations)
+        if key not in self._cuts:
+            captured = self._captured(max_bytes, max_equations)
+            executables, report = backends.cpu().executables.executables(captured.kernels)
+            logger.debug("%s: cut %s: %s", self._request.name, key, report)
+            captured = _with_workspace(captured, captured.kernels, executables)
+            self._cuts[key] = (captured, executables, report)
+        return self._cuts[key]
+
+    def _finish(
+        self,
+        chosen: tuple[Captured, list[Any], CompileReport],
+        graph: MemGraph,
+        budget: int | None,
+        resident: bool,
+    ) -> Plan:
+        captured, executables, _ = chosen
+        report = CompileReport(
+            len(captured.kernels),
+            sum(r.compiled for _, _, r in self._cuts.values()),
+            sum(r.seconds for _, _, r in self._cuts.values()),
+        )
+        plan = Plan(
+            self._request, budget, captured, graph, executables, report, resident,
+            self.constants, self,
+        )  # fmt: skip
+        logger.info("%r, %s", plan, report)
+        return plan
+
+    def _refusal(self, budget: int) -> PlanError:
+        least, graph, vertex_id = self.minimum()
+        vertex = graph.vertices[vertex_id]
+        source = f" at {vertex.source}" if vertex.source else ""
+        step = 2**20 if least >= 2**22 else 2**10
+        enough = f"{-(-least // step)}{'MiB' if step == 2**20 else 'KiB'}"
+        return PlanError(
+            f"offload({self._request.name}): device_memory={budget} bytes ({format_bytes(budget)}) "
+            f"is below the smallest feasible {least} bytes ({format_bytes(least)}), needed by "
+            f"{vertex.name}{source}. Pass device_memory='{enough}' or more, or make that operation "
+            "smaller (a smaller batch, for one).",
+            least,
+        )
+
+
+_UNLIMITED = 1 << 50
+
+
+def _with_workspace(
+    captured: Captured, kernels: Sequence[Kernel], executables: Sequence[Any]
+) -> Captured:
+    temp = [e.temp_bytes for e in executables]
+    vertices = tuple(
+        dataclasses.replace(v, workspace_bytes=temp[v.kernel]) for v in captured.taskgraph.vertices
+    )
+    graph = dataclasses.replace(captured.taskgraph, vertices=vertices)
+    return Captured(graph, tuple(kernels))
+
+
+def pair_donated(
+    in_avals: Sequence[Any], out_avals: Sequence[Any], donated: Sequence[bool]
+) -> tuple[tuple[int, int], ...]:
+    """Pairs donated arguments with results of the same shape and dtype, in order, as JAX does."""
+    waiting: dict[Any, list[int]] = {}
+    for i in range(len(in_avals) - 1, -1, -1):
+        if donated[i]:
+            waiting.setdefault((tuple(in_avals[i].shape), in_avals[i].dtype), []).append(i)
+    pairs = []
+    for j, aval in enumerate(out_avals):
+        queue = waiting.get((tuple(aval.shape), aval.dtype))
+        if queue:
+            pairs.append((queue.pop(), j))
+    return tuple(pairs)
+
+

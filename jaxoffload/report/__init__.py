@@ -1,0 +1,1 @@
+"""What people look at: explanations, pictures, traces. Reads plans and runs; no stage reads it."""

@@ -1,0 +1,201 @@
+"""Where the memory goes, and whether it fits: the first questions after running out of it.
+
+Takes what a plan is made from; gives an `Explanation`. Nothing is allocated and nothing runs; the
+kernels are compiled, since only XLA knows their workspace, and are kept for the run.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxoffload.errors import PlanError
+from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
+from jaxoffload.options import format_bytes
+from jaxoffload.pipeline import Plan, Planner, Request, pair_donated
+
+_KIND_NAMES = {
+    TensorKind.WEIGHT: "weights",
+    TensorKind.OPTIMIZER: "optimizer",
+    TensorKind.BATCH: "batch",
+    TensorKind.ACTIVATION: "activations",
+    TensorKind.TEMPORARY: "temporaries",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Usage:
+    """Device bytes of a TaskGraph that keeps everything on the device, in serial order.
+
+    Attributes:
+      live: bytes while each vertex runs, its workspace included, int64[vertices].
+      by_kind: bytes of each kind of tensor at the peak, and "workspace".
+      largest: (bytes, kind, name, source) of the largest tensors alive at the peak.
+      peak_vertex: where the peak is.
+    """
+
+    live: np.ndarray
+    by_kind: dict[str, int]
+    largest: list[tuple[int, str, str, str]]
+    peak_vertex: int
+
+
+def usage(graph: TaskGraph, num_largest: int = 8) -> Usage:
+    """Follows every tensor's life through the serial order.
+
+    Arguments and results count all the way, since the caller holds them.
+    """
+    count = len(graph.vertices)
+    first, last = np.zeros(len(graph.tensors), int), np.zeros(len(graph.tensors), int)
+    producer, readers = graph.producer(), graph.readers()
+    for i, tensor in enumerate(graph.tensors):
+        first[i] = 0 if tensor.argument is not None else producer[i]
+        last[i] = readers[i][-1] if readers[i] else max(producer[i], 0)
+        if tensor.argument is not None or tensor.results:
+            last[i] = count - 1
+    donated_results = {result for _, result in graph.donated}
+    size = np.array([t.bytes for t in graph.tensors], dtype=np.int64)
+    for i, tensor in enumerate(graph.tensors):
+        if any(span.index in donated_results for span in tensor.results):
+            size[i] = 0  # It takes the memory of the argument with which it is paired.
+    change = np.zeros(count + 1, dtype=np.int64)
+    np.add.at(change, first, size)
+    np.add.at(change, last + 1, -size)
+    workspace = np.array([v.workspace_bytes for v in graph.vertices], dtype=np.int64)
+    live = np.cumsum(change)[:count] + workspace
+    peak = int(live.argmax()) if count else 0
+    alive = [i for i in range(len(size)) if first[i] <= peak <= last[i] and size[i]]
+    by_kind = {name: 0 for name in _KIND_NAMES.values()}
+    for i in alive:
+        by_kind[_KIND_NAMES[graph.tensors[i].kind]] += int(size[i])
+    by_kind["workspace"] = int(workspace[peak]) if count else 0
+    alive.sort(key=lambda i: -size[i])
+    largest = [
+        (int(size[i]), _KIND_NAMES[graph.tensors[i].kind], graph.tensors[i].name, _origin(graph, i))
+        for i in alive[:num_largest]
+    ]
+    return Usage(live, by_kind, largest, peak)
+
+
+def _origin(graph: TaskGraph, tensor_id: int) -> str:
+    tensor = graph.tensors[tensor_id]
+    if tensor.argument is not None:
+        return f"argument {tensor.argument.index}"
+    return tensor.source
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explanation:
+    """Print it, or read its parts.
+
+    Attributes:
+      name: the user's function.
+      usage: with everything kept on the device.
+      peak_bytes: of the same.
+      peak_source: the user's line that is running at the peak.
+      min_device_memory: the smallest budget that can work, in bytes.
+      min_source: what sets it.
+      budget: the bytes asked for, None for no limit.
+      plan: the plan for that budget, None where it cannot work.
+      verdict: one line.
+    """
+
+    name: str
+    usage: Usage
+    peak_bytes: int
+    peak_source: str
+    min_device_memory: int
+    min_source: str
+    budget: int | None
+    plan: Plan | None
+    verdict: str
+
+    @classmethod
+    def of(cls, name: str, jaxpr: Any, params: dict[str, Any], asked: Any) -> "Explanation":
+        """Explains one signature of an offloaded function.
+
+        Args:
+          params: as for `primitive.make_plan`.
+          asked: the user's own `device_memory`.
+        """
+        pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, params["donated"])
+        options = params["options"]
+        planner = Planner(Request(name, jaxpr, params["kinds"], pairs, options))
+        plan = None
+        try:
+            plan = planner.plan()
+        except PlanError:
+            pass
+        graph = planner.whole()
+        least, least_graph, least_vertex = planner.minimum()
+        found = usage(graph)
+        peak = int(found.live.max(initial=0))
+        vertex = least_graph.vertices[least_vertex] if least_graph.vertices else None
+        budget = options.device_memory
+        return cls(
+            name=name,
+            usage=found,
+            peak_bytes=peak,
+            peak_source=_where(graph, found.peak_vertex),
+            min_device_memory=least,
+            min_source=f"{vertex.name} at {vertex.source}" if vertex else "nothing",
+            budget=budget,
+            plan=plan,
+            verdict=_verdict(budget, asked, peak, least, plan),
+        )
+
+    def __str__(self) -> str:
+        found = self.usage
+        lines = [
+            f"{self.name}: {self.verdict}",
+            "",
+            f"Peak with everything on the device: {format_bytes(self.peak_bytes)}, at vertex "
+            f"{found.peak_vertex + 1} of {len(found.live)} ({self.peak_source})",
+        ]
+        for kind, count in found.by_kind.items():
+            share = count / self.peak_bytes if self.peak_bytes else 0.0
+            lines.append(f"  {kind:<12} {format_bytes(count):>9}  {'#' * round(40 * share)}")
+        lines.append("Largest tensors at the peak:")
+        for count, kind, tensor, source in found.largest:
+            lines.append(f"  {format_bytes(count):>9}  {tensor:<20} {kind:<12} {source}")
+        lines.append(
+            f"Smallest budget that can work: {format_bytes(self.min_device_memory)} "
+            f"({self.min_device_memory} bytes), set by {self.min_source}"
+        )
+        if self.plan is not None and not self.plan.resident:
+            lines.append(
+                f"Each run moves {format_bytes(self.plan.bytes_reloaded)} to the device and "
+                f"{format_bytes(self.plan.bytes_offloaded)} away from it"
+            )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _where(graph: TaskGraph, vertex_id: int) -> str:
+    if not graph.vertices:
+        return "nothing runs"
+    vertex = graph.vertices[vertex_id]
+    return f"{vertex.name} at {vertex.source}" if vertex.source else vertex.name
+
+
+def _verdict(
+    budget: int | None, asked: Any, peak: int, least: int, plan: Plan | None
+) -> str:
+    if budget is None:
+        return f"fits: no limit was set; it needs {format_bytes(peak)}."
+    free = " (what the device has free, less a margin)" if asked == "auto" else ""
+    if plan is None:
+        return (
+            f"does not fit: device_memory is {format_bytes(budget)}{free}, and the smallest that "
+            f"can work is {format_bytes(least)}."
+        )
+    if plan.resident:
+        return (
+            f"fits without offloading: {format_bytes(plan.peak_device_bytes)} of "
+            f"{format_bytes(budget)}{free}."
+        )
+    return (
+        f"fits with offloading: {format_bytes(plan.peak_device_bytes)} of "
+        f"{format_bytes(budget)}{free}, where keeping everything takes {format_bytes(peak)}."
+    )

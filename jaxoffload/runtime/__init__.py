@@ -1,0 +1,1 @@
+"""Stage 4, the Python face of the C++ launcher."""

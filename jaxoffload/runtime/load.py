@@ -1,0 +1,87 @@
+"""A MemGraph and its executables to the flat arrays that the C++ runtime takes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxoffload import _native
+from jaxoffload.errors import CaptureError
+from jaxoffload.graphs.memgraph import Kind, MemGraph
+from jaxoffload.plan.priority import critical_path
+
+_BUFFER_TYPES = {
+    "bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7,
+    "uint32": 8, "uint64": 9, "float16": 10, "float32": 11, "float64": 12, "bfloat16": 13,
+    "complex64": 14, "complex128": 15, "float8_e5m2": 16, "float8_e4m3fn": 17,
+    "float8_e4m3b11fnuz": 18, "float8_e5m2fnuz": 19, "float8_e4m3fnuz": 20,
+}  # fmt: skip
+"""PJRT_Buffer_Type of each dtype that has whole bytes."""
+
+_LANE_OF_KIND = np.array([0, 1, 2, 1, 0])
+"""Lane within a device, by Kind: compute 0, towards the device 1, away from it 2."""
+
+
+def load(
+    memgraph: MemGraph,
+    client: Any,
+    executables: Sequence[Any],
+    argument_bytes: Sequence[int],
+    result_bytes: Sequence[int],
+) -> Any:
+    """The native plan.
+
+    Args:
+      executables: indexed by the TaskGraph's `Vertex.kernel`.
+      argument_bytes, result_bytes: sizes of the flat arguments and results.
+
+    Raises:
+      CaptureError: a dtype that has no whole bytes crosses a vertex boundary.
+    """
+    graph = memgraph.taskgraph
+    for tensor in graph.tensors:
+        if tensor.dtype not in _BUFFER_TYPES:
+            raise CaptureError(
+                f"offload: {tensor.name} at {tensor.source} has dtype {tensor.dtype}, which has no "
+                "whole bytes in memory. Convert it before it leaves the operation, or keep it out "
+                "of the offloaded function."
+            )
+    num_vertices = memgraph.num_vertices
+    order = np.argsort(memgraph.edge_tail, kind="stable")
+    counts = np.bincount(memgraph.edge_tail, minlength=num_vertices)
+    kernel = np.array([v.kernel for v in graph.vertices], dtype=np.int32)
+    runs = memgraph.kind == Kind.KERNEL
+    executable = np.where(runs, kernel[memgraph.task_vertex], -1).astype(np.int32)
+    versions = [graph.tensors[t] for t in memgraph.tensor]
+    return _native.Plan(
+        client=client,
+        executables=list(executables),
+        kind=memgraph.kind,
+        lane=(3 * memgraph.device + _LANE_OF_KIND[memgraph.kind]).astype(np.int32),
+        priority=critical_path(memgraph),
+        executable=executable,
+        succ_offsets=_offsets(counts),
+        succ=memgraph.edge_head[order].astype(np.int32),
+        space=memgraph.space,
+        index=memgraph.index,
+        offset=memgraph.offset,
+        bytes=memgraph.version_bytes(),
+        dtype=np.array([_BUFFER_TYPES[t.dtype] for t in versions], dtype=np.int32),
+        dims_offsets=_offsets(np.array([len(t.shape) for t in versions], dtype=np.int64)),
+        dims=np.array([d for t in versions for d in t.shape], dtype=np.int64),
+        input_offsets=memgraph.input_offsets.astype(np.int32),
+        inputs=memgraph.inputs.astype(np.int32),
+        output_offsets=memgraph.output_offsets.astype(np.int32),
+        outputs=memgraph.outputs.astype(np.int32),
+        overwritten=memgraph.overwritten.astype(np.int32),
+        descriptions=[memgraph.describe(v) for v in range(num_vertices)],
+        arena_bytes=[int(b) for b in memgraph.peak_arena_bytes()],
+        host_bytes=memgraph.host_bytes(),
+        argument_bytes=list(argument_bytes),
+        result_bytes=list(result_bytes),
+        donated=[list(pair) for pair in graph.donated],
+    )
+
+
+def _offsets(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

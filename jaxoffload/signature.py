@@ -1,0 +1,240 @@
+"""From a call's arguments to flat arrays and a hashable signature, as `jax.jit` would do it."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.trace import key_impl
+from jaxoffload.graphs.taskgraph import TensorKind
+
+_OPTIMIZER_NAMES = ("opt", "mu", "nu", "moment", "adam", "trace", "count", "ema")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Signature:
+    """All that a plan depends on.
+
+    Attributes:
+      tree: structure of the dynamic arguments, (args, kwargs).
+      static: (positions and names, values) of the static arguments.
+      avals: (shape, dtype, weak type) of each leaf; keys as their words.
+      key_impls: for each leaf the PRNG implementation of the key that it is, or None.
+      donated: for each leaf.
+      kinds: for each leaf.
+    """
+
+    tree: Any
+    static: tuple[Any, ...]
+    avals: tuple[tuple[tuple[int, ...], np.dtype, bool], ...]
+    key_impls: tuple[Any, ...]
+    donated: tuple[bool, ...]
+    kinds: tuple[TensorKind, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One call: its signature and its leaves (arrays, tracers or shapes)."""
+
+    signature: Signature
+    leaves: list[Any]
+
+
+class ArgumentSpec:
+    """Which arguments of a function are static and which are donated.
+
+    Args:
+      function: the user's function.
+      static_argnums, static_argnames, donate_argnums, donate_argnames: as for `jax.jit`.
+
+    Raises:
+      TypeError, ValueError: with the argument's name, its value and the remedy.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        static_argnums: Any,
+        static_argnames: Any,
+        donate_argnums: Any,
+        donate_argnames: Any,
+    ):
+        self.name = getattr(function, "__name__", type(function).__name__)
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError):
+            parameters = []
+        self.names = [
+            p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        self._open = not parameters or any(p.kind == p.VAR_POSITIONAL for p in parameters)
+        known = {p.name for p in parameters}
+        self._any_name = not parameters or any(p.kind == p.VAR_KEYWORD for p in parameters)
+        self.static_positions, self.static_names = self._both(
+            "static", static_argnums, static_argnames, known
+        )
+        self.donated_positions, self.donated_names = self._both(
+            "donate", donate_argnums, donate_argnames, known
+        )
+        both = self.static_positions & self.donated_positions | (
+            self.static_names & self.donated_names
+        )
+        if both:
+            raise ValueError(
+                f"offload({self.name}): {sorted(map(str, both))} named in both donate_argnums and "
+                "static_argnums. A static argument has no memory to donate; name it in one."
+            )
+
+    def _both(
+        self, what: str, argnums: Any, argnames: Any, known: set[str]
+    ) -> tuple[frozenset[int], frozenset[str]]:
+        positions = _as_set(argnums, int, f"{what}_argnums", self.name, "an int or ints")
+        names = _as_set(argnames, str, f"{what}_argnames", self.name, "a name or names")
+        count = len(self.names)
+        fixed = set()
+        for position in positions:
+            if not self._open and not -count <= position < count:
+                raise ValueError(
+                    f"offload({self.name}): {what}_argnums={position} is out of range: the function "
+                    f"takes {count} positional arguments. Pass 0 to {count - 1}."
+                )
+            fixed.add(position % count if position < 0 else position)
+        for name in names:
+            if name not in known and not self._any_name:
+                raise ValueError(
+                    f"offload({self.name}): {what}_argnames={name!r} is not an argument. Pass one of "
+                    f"{', '.join(sorted(known))}."
+                )
+        fixed |= {self.names.index(n) for n in names if n in self.names}
+        names |= {self.names[p] for p in fixed if p < count}
+        return frozenset(fixed), frozenset(names)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Flattens one call.
+
+        Raises:
+          TypeError: a leaf that is not an array, with its path; a static value without a hash.
+        """
+        static, dynamic_args = [], []
+        for i, value in enumerate(args):
+            if i in self.static_positions:
+                static.append((i, self._hashable(value, str(i))))
+            else:
+                dynamic_args.append(value)
+        dynamic_kwargs = {}
+        for name, value in kwargs.items():
+            if name in self.static_names:
+                static.append((name, self._hashable(value, name)))
+            else:
+                dynamic_kwargs[name] = value
+        positions = [i for i in range(len(args)) if i not in self.static_positions]
+        paths, tree = jax.tree_util.tree_flatten_with_path((dynamic_args, dynamic_kwargs))
+        leaves, avals, impls, donated, kinds = [], [], [], [], []
+        for path, leaf in paths:
+            by_name = path[0].idx == 1
+            where = path[1].key if by_name else positions[path[1].idx]
+            impl = key_impl(leaf)
+            if impl is not None and not isinstance(leaf, jax.ShapeDtypeStruct):
+                leaf = jax.random.key_data(leaf)
+            leaf, aval = self._array(leaf, path, positions)
+            leaves.append(leaf)
+            avals.append(aval)
+            impls.append(impl)
+            donated.append(
+                where in self.donated_names if by_name else where in self.donated_positions
+            )
+            kinds.append(_kind(path, aval, self._path_text(path, positions)))
+        return Call(
+            Signature(
+                tree, tuple(static), tuple(avals), tuple(impls), tuple(donated), tuple(kinds)
+            ),
+            leaves,
+        )
+
+    def caller(self, function: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
+        """`call(*leaves)`: the user's function with the static arguments put back."""
+        static = [(w, v) for w, v in signature.static if isinstance(w, int)]
+        named = {w: v for w, v in signature.static if isinstance(w, str)}
+
+        @functools.wraps(function)
+        def call(*leaves: Any) -> Any:
+            args, kwargs = jax.tree.unflatten(signature.tree, leaves)
+            args = list(args)
+            for position, value in static:
+                args.insert(position, value)
+            return function(*args, **kwargs, **named)
+
+        return call
+
+    def _hashable(self, value: Any, where: str) -> Any:
+        try:
+            hash(value)
+        except TypeError:
+            raise ValueError(
+                f"offload({self.name}): static argument {where} is a {type(value).__name__}, which "
+                "has no hash. Pass a hashable value, or take it out of static_argnums."
+            ) from None
+        return value
+
+    def _path_text(self, path: Any, positions: Sequence[int]) -> str:
+        if path[0].idx == 1:
+            return f"{path[1].key}{jax.tree_util.keystr(path[2:])}"
+        position = positions[path[1].idx]
+        name = self.names[position] if position < len(self.names) else f"argument {position}"
+        return f"{name}{jax.tree_util.keystr(path[2:])}"
+
+    def _array(self, leaf: Any, path: Any, positions: Sequence[int]) -> tuple[Any, Any]:
+        if isinstance(leaf, jax.ShapeDtypeStruct | compat.Tracer | jax.Array):
+            shape, dtype = compat.physical(leaf if hasattr(leaf, "dtype") else leaf.aval)
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+            return leaf, (shape, dtype, bool(getattr(leaf, "weak_type", False)))
+        weak = isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic)
+        if not weak and not isinstance(leaf, np.ndarray | np.generic):
+            raise TypeError(
+                f"offload({self.name}): {self._path_text(path, positions)} is a "
+                f"{type(leaf).__name__}, not an array. Pass an array, or name the argument in "
+                "static_argnums if the function needs the value itself."
+            )
+        dtype = np.dtype(jax.dtypes.canonicalize_dtype(jax.dtypes.result_type(leaf)))
+        if dtype.hasobject:
+            raise TypeError(
+                f"offload({self.name}): {self._path_text(path, positions)} has dtype object. Pass "
+                "an array of numbers."
+            )
+        array = np.ascontiguousarray(np.asarray(leaf, dtype=dtype)).reshape(np.shape(leaf))
+        return array, (array.shape, dtype, weak)
+
+
+def shapes_of(signature: Signature) -> list[Any]:
+    """The leaves' shapes, to trace with."""
+    return [
+        jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in signature.avals
+    ]
+
+
+def _as_set(value: Any, kind: type, option: str, function: str, what: str) -> set[Any]:
+    items = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    items = () if value is None else tuple(items)
+    for item in items:
+        if not isinstance(item, kind) or isinstance(item, bool):
+            raise TypeError(
+                f"offload({function}): {option}={value!r} holds a {type(item).__name__}. "
+                f"Pass {what}, as for jax.jit."
+            )
+    return set(items)
+
+
+def _kind(path: Any, aval: Any, text: str) -> TensorKind:
+    """What an argument is to the user, guessed from its path: reports only."""
+    lowered = text.lower()
+    if any(part in lowered for part in _OPTIMIZER_NAMES):
+        return TensorKind.OPTIMIZER
+    if np.issubdtype(aval[1], np.integer) or len(path) == 2:
+        return TensorKind.BATCH
+    return TensorKind.WEIGHT
