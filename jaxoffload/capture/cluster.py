@@ -15,8 +15,9 @@ from jaxoffload.capture import cost, slicing
 from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.views import is_view
 
-MAX_EQUATIONS = 48
-"""Operations of a cluster, views not counted (DESIGN.md: 25 to 40 are the fastest on CPU)."""
+MAX_EQUATIONS = 12
+"""Operations of a cluster, views not counted. On the training step of benchmarks/ratios.py 6 to 16
+gave 0.53 to 0.59 of the scanned jit on 2 cores, 24 gave 0.69, 48 gave 0.72, 100 gave 0.77."""
 BYTES_OF_A_CUT = 200_000
 """What a cut costs beside the bytes that cross it, as bytes: some 20 microseconds of a vertex's
 launch and of XLA's own start and end."""

@@ -62,8 +62,9 @@ class Operation:
     @classmethod
     def of_function(cls, name: str, function: Any, eqn: Any) -> "Operation":
         """An operation that calls `function(*operands) -> array`; `name` must tell it apart."""
-        self = cls(eqn, {})
-        self.name, self._function, self._key = name, function, (name,)
+        self = cls.__new__(cls)
+        self._eqn, self._function, self.params = eqn, function, {}
+        self.name, self._key = name, (name,)
         return self
 
     @property

@@ -1,0 +1,20 @@
+"""Strictness for every test: no silent rank promotion (optax itself needs dtype promotion), no stray warning, two devices."""
+
+import os
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+)
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def interpret():
+    """Evaluates a captured TaskGraph with JAX, vertex by vertex: no planner, no runtime."""
+    from tests.helpers import interpret_taskgraph
+
+    return interpret_taskgraph

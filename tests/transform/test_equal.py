@@ -1,0 +1,108 @@
+"""Every workload, budget, launch policy and way in gives what `jax.jit` gives.
+
+Against `jax.jit` the tolerance is 256 units of the dtype's rounding, of each result's largest
+value: XLA fuses a whole program otherwise than its vertices, so products and sums are rounded at
+other places, and a few hundred operations lie between argument and result. Between runs of one cut
+there is no tolerance: bit for bit.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxoffload as jo
+from jaxoffload.verification import max_relative_difference
+from tests.workloads import ALL
+
+ROUNDINGS = 256
+
+
+def copies(args):
+    return jax.tree.map(lambda x: jax.numpy.array(x, copy=True), args)
+
+
+def assert_close(want, got):
+    for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        w, g = np.asarray(w), np.asarray(g)
+        inexact = jax.numpy.issubdtype(w.dtype, np.inexact)
+        limit = ROUNDINGS * float(jax.numpy.finfo(w.dtype).eps) if inexact else 0.0
+        assert max_relative_difference(w, g) <= limit
+
+
+def assert_equal(want, got):
+    assert jax.tree.structure(want) == jax.tree.structure(got)
+    for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert np.asarray(w).dtype == np.asarray(g).dtype
+        assert np.asarray(w).tobytes() == np.asarray(g).tobytes()
+
+
+def budgets(step, args):
+    """The least budget, one in between, and one with room for everything."""
+    plan = step.plan(*args)
+    least, most = plan.min_device_memory, plan.resident_peak_bytes
+    return sorted({least, (least + most) // 2, max(least, most)})
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_without_a_limit_equals_jit(name):
+    f, args, donate = ALL[name]()
+    want = jax.jit(f)(*args)
+    assert_close(want, jo.offload(f, device_memory=None, check=True)(*args))
+
+
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+@pytest.mark.parametrize("name", ALL)
+def test_every_budget_policy_and_entry_gives_the_same_bits(name):
+    f, args, donate = ALL[name]()
+    want = jax.jit(f)(*args)
+    cut = {"vertex_memory": 1, "check": True}
+    first = jo.offload(f, device_memory=None, **cut)(*args)
+    assert_close(want, first)
+    for budget in budgets(jo.offload(f, device_memory=None, **cut), args):
+        for policy in (
+            "work-conserving",
+            "fixed",
+            *(jo.policies.random(seed, delays=2e-4) for seed in range(3)),
+        ):
+            step = jo.offload(f, device_memory=budget, launch=policy, **cut)
+            assert_equal(first, step(*args))
+            assert step.last_run.peak_device_bytes <= budget
+        step.plan(*args).verify()
+        assert_equal(first, jax.jit(step)(*args))
+
+
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+@pytest.mark.parametrize("name", ["scan_train_step", "updates"])
+def test_donation_gives_the_same_bits_and_reuses_memory(name):
+    f, args, donate = ALL[name]()
+    plain = jo.offload(f, device_memory=None, vertex_memory=1)
+    want = plain(*args)
+    for budget in budgets(plain, args):
+        step = jo.offload(
+            f, device_memory=budget, donate_argnums=donate, vertex_memory=1, check=True
+        )
+        assert_equal(want, step(*copies(args)))
+        jitted = jax.jit(step, donate_argnums=donate)
+        assert_equal(want, jitted(*copies(args)))
+    # A second step writes over the first one's results in place.
+    own = step(*copies(args))
+    leaf = jax.tree.leaves(own)[0]
+    address = leaf.unsafe_buffer_pointer()
+    count = len(donate)
+    state = own if count > 1 else own[:1]
+    again = step(*state[:count], *copies(args)[count:])
+    assert jax.tree.leaves(again)[0].unsafe_buffer_pointer() == address
+    assert leaf.is_deleted()
+
+
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+@pytest.mark.parametrize("name", ["mlp", "attention"])
+def test_coarse_cuts_stay_close_at_every_budget(name):
+    f, args, _ = ALL[name]()
+    want = jax.jit(f)(*args)
+    plan = jo.offload(f, device_memory=None).plan(*args)
+    for share in (1.0, 0.6, 0.4):
+        budget = max(plan.min_device_memory, int(share * plan.resident_peak_bytes))
+        step = jo.offload(f, device_memory=budget, check=True)
+        assert_close(want, step(*args))
+        assert step.last_run.peak_device_bytes <= budget

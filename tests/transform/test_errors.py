@@ -1,0 +1,165 @@
+"""Every failure is a clear exception that names the remedy; nothing leaks, the next call works."""
+
+import os
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxoffload as jo
+
+X = np.ones((64, 64), np.float32)
+
+
+def matmuls(x):
+    return (x @ x) @ (x @ x)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"device_memory": "lots"}, ValueError, r"device_memory='lots'.*512MiB"),
+        ({"device_memory": -5}, ValueError, r"device_memory=-5.*positive"),
+        ({"device_memory": 0}, ValueError, r"device_memory=0"),
+        ({"device_memory": float("nan")}, ValueError, r"device_memory=nan"),
+        ({"device_memory": True}, TypeError, r"device_memory=True is a bool"),
+        ({"device_memory": [1]}, TypeError, r"device_memory=\[1\] is a list"),
+        ({"device_memory": "5 parsecs"}, ValueError, r"parsecs"),
+        ({"vertex_memory": "x"}, ValueError, r"vertex_memory='x'"),
+        ({"launch": "eager"}, ValueError, r"launch='eager'.*'work-conserving', 'fixed'"),
+        ({"launch": 3}, TypeError, r"launch=3 is a int"),
+        ({"check": 1}, TypeError, r"check=1.*True or False"),
+        ({"verify": None}, TypeError, r"verify=None"),
+        ({"donate_argnums": "x"}, TypeError, r"donate_argnums='x'.*an int"),
+        ({"donate_argnums": 4}, ValueError, r"donate_argnums=4 is out of range"),
+        ({"donate_argnames": "y"}, ValueError, r"donate_argnames='y'.*Pass one of x"),
+        ({"static_argnums": 0, "donate_argnums": 0}, ValueError, r"both"),
+    ],
+)
+def test_options_are_checked(options, error, text):
+    with pytest.raises(error, match=text):
+        jo.offload(matmuls, **options)
+
+
+def test_a_thing_that_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="function=3 is a int"):
+        jo.offload(3)
+
+
+def test_leaves_that_are_no_arrays_are_named():
+    step = jo.offload(lambda params: params["a"], device_memory=None)
+    with pytest.raises(TypeError, match=r"params\['b'\]\[1\] is a str.*static_argnums"):
+        step({"a": X, "b": [1, "two"]})
+
+
+def test_a_budget_below_the_minimum_names_it_the_vertex_and_the_line():
+    with pytest.raises(jo.PlanError, match=r"test_errors\.py:\d+") as caught:
+        jo.offload(matmuls, device_memory="20KiB")(X)
+    least = caught.value.min_device_memory
+    assert "dot_general" in str(caught.value) and str(least) in str(caught.value)
+    got = jo.offload(matmuls, device_memory=least)(X)
+    np.testing.assert_allclose(got, matmuls(X), rtol=1e-5)
+    with pytest.raises(jo.PlanError):
+        jo.offload(matmuls, device_memory=least - 1)(X)
+
+
+def test_an_offload_without_effect_says_so():
+    with pytest.warns(jo.OffloadWarning, match="no effect: everything fits"):
+        jo.offload(matmuls, device_memory="8GiB")(X)
+
+
+def test_donated_arrays_cannot_be_used_again():
+    step = jo.offload(lambda x: x + 1, device_memory=None, donate_argnums=0)
+    first = step(jnp.asarray(X))
+    second = step(first)
+    with pytest.raises(RuntimeError, match="deleted"):
+        step(first)
+    np.testing.assert_array_equal(step(second), X + 3)
+
+
+def test_a_view_of_a_donated_result_keeps_its_bytes():
+    step = jo.offload(lambda x: x + 1, device_memory=None, donate_argnums=0)
+    first = step(jnp.asarray(X))
+    view = np.asarray(first)
+    step(first)
+    np.testing.assert_array_equal(view, X + 1)
+
+
+def test_keyboard_interrupt_cancels_and_the_next_call_works():
+    def slow(x):
+        for _ in range(400):
+            x = jnp.sin(x) @ x
+        return x
+
+    x = np.ones((400, 400), np.float32)
+    step = jo.offload(
+        slow,
+        device_memory=None,
+        vertex_memory=1,
+        launch=jo.policies.random(0, delays=0.05),
+    )
+    step.plan(x).native  # noqa: B018 - compiled before the clock starts
+    main = threading.main_thread().ident
+
+    def interrupt():
+        time.sleep(0.3)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        step(x)
+    thread.join()
+    np.testing.assert_array_equal(jo.offload(lambda y: y + 1, device_memory=None)(X), X + 1)
+
+
+def test_calls_from_many_threads_are_right():
+    step = jo.offload(matmuls, device_memory="64KiB", vertex_memory=1)
+    jitted = jax.jit(step)
+    want = np.asarray(step(X))
+    failures = []
+
+    def work(seed):
+        for _ in range(10):
+            out = (step if seed % 2 else jitted)(X)
+            if not np.array_equal(out, want):
+                failures.append(seed)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_many_outstanding_jitted_calls_do_not_deadlock():
+    step = jax.jit(jo.offload(matmuls, device_memory="64KiB", vertex_memory=1))
+    outs = [step(X) for _ in range(32)]
+    want = np.asarray(outs[0])
+    for out in outs:
+        np.testing.assert_array_equal(out, want)
+
+
+def test_memory_is_given_back():
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    x = np.ones((1024, 1024), np.float32)
+    for _ in range(3):
+        step = jo.offload(lambda v: jnp.sin(v) @ v, device_memory=None)
+        step(x)
+        del step
+    jo.clear_caches()
+    before = resident()
+    for _ in range(5):
+        step = jo.offload(lambda v: jnp.cos(v) @ v, device_memory=None)
+        step(x)
+        del step
+        jo.clear_caches()
+    assert resident() - before < 24 * 2**20

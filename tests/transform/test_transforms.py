@@ -1,0 +1,227 @@
+"""Composition with jit, grad, vmap, scan, pytrees, methods; caches; plans from shapes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxoffload as jo
+
+X = np.linspace(0, 1, 48, dtype=np.float32).reshape(6, 8)
+
+
+def f(x):
+    return jnp.tanh(x @ x.T).sum(axis=0)
+
+
+@pytest.fixture
+def step():
+    return jo.offload(f, device_memory=None, vertex_memory=1)
+
+
+def test_decorator_forms_keep_the_name():
+    @jo.offload
+    def plain(x):
+        "Doc."
+        return x + 1
+
+    @jo.offload(device_memory=None)
+    def given(x):
+        return x + 2
+
+    assert plain.__name__ == "plain" and plain.__doc__ == "Doc."
+    assert plain(1.0) == 2.0 and given(1.0) == 3.0
+    assert "plain" in repr(plain)
+
+
+def test_under_jit_and_inside_a_larger_program(step):
+    got = jax.jit(lambda x: step(x * 2) + 1)(X)
+    np.testing.assert_allclose(got, f(X * 2) + 1, rtol=1e-5)
+
+
+def test_vmap(step):
+    batch = np.stack([X, X + 1, X + 2])
+    np.testing.assert_allclose(jax.vmap(step)(batch), jax.vmap(f)(batch), rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(jax.vmap(step))(batch), jax.vmap(f)(batch), rtol=1e-5)
+
+
+def test_vmap_over_some_arguments():
+    step = jo.offload(lambda a, b: a @ b, device_memory=None)
+    batch = np.stack([X, X + 1])
+    got = jax.vmap(step, in_axes=(0, None))(batch, X.T)
+    np.testing.assert_allclose(got, batch @ X.T, rtol=1e-5)
+
+
+def test_grad_outside_is_right_and_says_that_it_is_not_offloaded(step):
+    with pytest.warns(jo.OffloadWarning, match=r"Write offload\(jax.grad"):
+        got = jax.grad(lambda x: step(x).sum())(X)
+    np.testing.assert_allclose(got, jax.grad(lambda x: f(x).sum())(X), rtol=1e-5)
+    with pytest.warns(jo.OffloadWarning):
+        got = jax.jit(jax.grad(lambda x: step(x).sum()))(X)
+    np.testing.assert_allclose(got, jax.grad(lambda x: f(x).sum())(X), rtol=1e-5)
+
+
+def test_grad_inside(step):
+    inside = jo.offload(jax.value_and_grad(lambda x: f(x).sum()), device_memory=None)
+    value, grad = inside(X)
+    np.testing.assert_allclose(grad, jax.grad(lambda x: f(x).sum())(X), rtol=1e-5)
+
+
+def test_under_scan():
+    inner = jo.offload(lambda c, w: jnp.tanh(c @ w), device_memory=None)
+    w = np.ones((8, 8), np.float32) / 8
+    got, _ = jax.lax.scan(lambda c, _: (inner(c, w), None), X, None, length=4)
+    want, _ = jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), X, None, length=4)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_offload_inside_offload():
+    inner = jo.offload(f, device_memory=None)
+    outer = jo.offload(lambda x: inner(x) * 2, device_memory=None)
+    np.testing.assert_allclose(outer(X), f(X) * 2, rtol=1e-5)
+
+
+def test_pytrees_none_kwargs_static_and_scalars():
+    @functools.partial(
+        jo.offload, device_memory=None, static_argnames=("mode",), static_argnums=(1,)
+    )
+    def g(tree, power, *, scale=1.0, mode="up"):
+        sign = 1 if mode == "up" else -1
+        return {"y": tree["x"] ** power * scale * sign, "none": tree["none"]}
+
+    tree = {"x": X, "none": None}
+    assert g(tree, 2)["none"] is None
+    np.testing.assert_allclose(g(tree, 2, scale=3.0, mode="down")["y"], -3 * X**2, rtol=1e-6)
+    np.testing.assert_allclose(g(tree, 3)["y"], X**3, rtol=1e-6)
+    with pytest.raises(ValueError, match="static argument 1.*no hash"):
+        g(tree, [2])
+
+
+def test_typed_keys_go_in_and_out():
+    @functools.partial(jo.offload, device_memory=None)
+    def g(key):
+        new, use = jax.random.split(key)
+        return new, jax.random.normal(use, (3,))
+
+    key = jax.random.key(3)
+    new, noise = g(key)
+    want_new, want = jax.jit(lambda k: (lambda a, b: (a, jax.random.normal(b, (3,))))(
+        *jax.random.split(k)))(key)
+    assert jnp.array_equal(jax.random.key_data(new), jax.random.key_data(want_new))
+    np.testing.assert_allclose(noise, want, rtol=1e-6)
+
+
+def test_bound_methods():
+    class Model:
+        @functools.partial(jo.offload, device_memory=None, static_argnums=0)
+        def forward(self, x):
+            return x * 3
+
+    np.testing.assert_allclose(Model().forward(X), X * 3)
+
+
+def test_unaligned_noncontiguous_and_readonly_arrays():
+    raw = np.zeros(X.nbytes + 64, np.uint8)
+    odd = raw[4 : 4 + X.nbytes].view(np.float32).reshape(X.shape)
+    odd[:] = X
+    odd.flags.writeable = False
+    step = jo.offload(lambda x: x.sum(axis=1) + x[:, 0], device_memory=None)
+    np.testing.assert_allclose(step(odd), X.sum(1) + X[:, 0], rtol=1e-6)
+    np.testing.assert_allclose(step(X.T.copy().T), X.sum(1) + X[:, 0], rtol=1e-6)
+
+
+def test_second_call_neither_traces_nor_plans_nor_compiles():
+    traces = []
+
+    def g(x):
+        traces.append(1)
+        return x + 1
+
+    step = jo.offload(g, device_memory=None)
+    step(X)
+    plan = step.plan(X)
+    step(X + 1)
+    assert len(traces) == 1 and step.plan(X) is plan
+    step(X[:2])
+    assert len(traces) == 2
+
+
+def test_equal_functions_share_executables():
+    def make(name):
+        def g(x):
+            return jnp.sin(x) @ x.T
+
+        g.__name__ = name
+        return jo.offload(g, device_memory=None)
+
+    make("first").plan(X)
+    assert make("second").plan(X).compile_report.compiled == 0
+
+
+def test_plan_and_explain_from_shapes_alone():
+    shape = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    step = jo.offload(lambda a, b: jnp.sin(a @ b) @ b, device_memory="256MiB")
+    plan = step.plan(shape, shape)
+    assert plan.min_device_memory <= 256 * 2**20
+    assert plan.peak_device_bytes <= 256 * 2**20
+    assert plan.bytes_reloaded > 0
+    plan.verify()
+    text = str(step.explain(shape, shape))
+    assert "test_transforms.py" in text and "Smallest budget" in text
+    assert "fits with offloading" in text
+    too_small = str(jo.offload(lambda a: a @ a, device_memory="1MiB").explain(shape))
+    assert "does not fit" in too_small
+    with pytest.raises(TypeError, match="ShapeDtypeStruct"):
+        step(shape, shape)
+
+
+def test_explain_splits_the_peak_by_kind():
+    def train(params, opt_state, x):
+        return jax.tree.map(lambda p, m: p - m * x.sum(), params, opt_state)
+
+    tree = {"w": X}
+    text = str(jo.offload(train, device_memory=None).explain(tree, {"mu": tree["w"]} and tree, X))
+    for word in ("weights", "optimizer", "activations", "temporaries", "workspace"):
+        assert word in text
+
+
+def test_frozen_weights_are_never_written_back():
+    frozen = [np.ones((128, 128), np.float32) / 128 for _ in range(6)]
+
+    def loss(adapter, weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w + (x @ adapter) @ adapter.T)
+        return jnp.mean(x)
+
+    adapter, x = np.ones((128, 4), np.float32), np.ones((16, 128), np.float32)
+    step = jo.offload(jax.value_and_grad(loss), device_memory="400KiB", vertex_memory="200KiB")
+    step(adapter, frozen, x)
+    weights = frozen[0].nbytes
+    names = step.last_run.bytes_by_tensor
+    moved = {n: b for n, b in names.items() if n.startswith("f32[128,128]")}
+    assert sum(up for _, up in moved.values()) >= 6 * weights
+    assert sum(down for down, _ in moved.values()) == 0
+
+
+def test_verify_passes_and_a_wrong_result_is_caught(monkeypatch):
+    jo.offload(f, device_memory=None, verify=True)(X)
+    from jaxoffload import offload as module
+
+    run = module.run_plan
+    monkeypatch.setattr(
+        module, "run_plan", lambda *a: ([x + 1 for x in run(*a)[0]], run(*a)[1])
+    )
+    with pytest.raises(jo.VerificationError, match="result 0 differs"):
+        jo.offload(f, device_memory=None, verify=True)(X)
+
+
+def test_last_run_tells_what_happened():
+    step = jo.offload(lambda x: jnp.sin(x) @ x.T, device_memory="8KiB", vertex_memory=1)
+    step(np.ones((16, 16), np.float32))
+    run = step.last_run
+    assert run.bytes_reloaded > 0 and run.bytes_offloaded > 0
+    assert (run.end_seconds >= run.start_seconds).all()
+    assert set(run.lane_busy_seconds) == {"compute", "host to device", "device to host"}
+    assert "peak" in repr(run)
