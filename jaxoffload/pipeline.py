@@ -25,7 +25,8 @@ from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
 from jaxoffload.graphs.verify import verify
 from jaxoffload.options import Options, format_bytes
-from jaxoffload.plan.build import build_memgraph, min_budget, resident_peak
+from jaxoffload.plan.build import build_memgraph
+from jaxoffload.plan.limits import min_budget, resident_peak
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.load import load
 

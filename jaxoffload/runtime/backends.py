@@ -7,6 +7,7 @@ from typing import Any
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
 from jaxoffload.compile.cache import ExecutableCache
+from jaxoffload.compile.options import compile_options
 
 _lock = threading.Lock()
 
@@ -25,7 +26,7 @@ class CpuBackend:
     def __init__(self) -> None:
         self.client = _native.Client(compat.cpu_plugin_path(), 1)
         self.client.register_ffi_handlers(compat.cpu_custom_call_targets())
-        self.executables = ExecutableCache(self.client, compat.plugin_compile_options())
+        self.executables = ExecutableCache(self.client, compile_options())
 
     def free_memory(self) -> int:
         """Bytes that the machine can still give, from the kernel's own estimate."""

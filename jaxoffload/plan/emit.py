@@ -1,0 +1,100 @@
+"""Collects the vertices, versions and edges of a MemGraph while it is being built."""
+
+import numpy as np
+
+from jaxoffload.graphs.memgraph import EdgeKind, Kind, MemGraph, Space
+from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.plan.edges import drop_superfluous
+
+
+class Emitter:
+    """Append-only lists; ids are positions in them."""
+
+    def __init__(self, graph: TaskGraph):
+        self.graph = graph
+        self.kind: list[int] = []
+        self.task_vertex: list[int] = []
+        self.device: list[int] = []
+        self.vertex_inputs: list[list[int]] = []
+        self.vertex_outputs: list[list[int]] = []
+        self.before: list[dict[int, int]] = []
+        self.tensor: list[int] = []
+        self.space: list[int] = []
+        self.index: list[int] = []
+        self.offset: list[int] = []
+        self.writer: list[int] = []
+        self.readers: list[list[int]] = []
+        self.over: dict[int, int] = {}
+
+    def version(self, tensor: int, space: Space, index: int, offset: int) -> int:
+        """A version without a writer so far."""
+        self.tensor.append(tensor)
+        self.space.append(space)
+        self.index.append(index)
+        self.offset.append(offset)
+        self.writer.append(-1)
+        self.readers.append([])
+        return len(self.tensor) - 1
+
+    def vertex(
+        self,
+        kind: Kind,
+        task_vertex: int,
+        device: int,
+        inputs: list[int],
+        outputs: list[int],
+        after: "tuple[int, ...] | set[int]",
+    ) -> int:
+        """A vertex that reads and writes versions, and must follow the vertices in `after`."""
+        vertex_id = len(self.kind)
+        self.kind.append(kind)
+        self.task_vertex.append(task_vertex)
+        self.device.append(device)
+        self.vertex_inputs.append(inputs)
+        self.vertex_outputs.append(outputs)
+        before = dict.fromkeys(after, int(EdgeKind.MEMORY))
+        for version in inputs:
+            self.readers[version].append(vertex_id)
+            if self.writer[version] >= 0:
+                before[self.writer[version]] = EdgeKind.DATA
+        for version in outputs:
+            self.writer[version] = vertex_id
+        self.before.append(before)
+        return vertex_id
+
+    def last_users(self, version: int) -> tuple[int, ...]:
+        """The vertices that must be done before a version's place is used again."""
+        return tuple(self.readers[version]) or (self.writer[version],)
+
+    def finish(self, capacity: list[int], headroom: list[int]) -> MemGraph:
+        """The MemGraph."""
+        drop_superfluous(self.before)
+        heads = np.repeat(np.arange(len(self.before)), [len(b) for b in self.before])
+        tails = [t for before in self.before for t in before]
+        kinds = [k for before in self.before for k in before.values()]
+        outputs = [v for vs in self.vertex_outputs for v in vs]
+        return MemGraph(
+            taskgraph=self.graph,
+            capacity=np.array(capacity, dtype=np.int64),
+            headroom=np.array(headroom, dtype=np.int64),
+            kind=np.array(self.kind, dtype=np.uint8),
+            task_vertex=np.array(self.task_vertex, dtype=np.int32),
+            device=np.array(self.device, dtype=np.int32),
+            tensor=np.array(self.tensor, dtype=np.int32),
+            space=np.array(self.space, dtype=np.uint8),
+            index=np.array(self.index, dtype=np.int32),
+            offset=np.array(self.offset, dtype=np.int64),
+            writer=np.array(self.writer, dtype=np.int32),
+            input_offsets=_offsets(self.vertex_inputs),
+            inputs=np.array([v for vs in self.vertex_inputs for v in vs], dtype=np.int32),
+            output_offsets=_offsets(self.vertex_outputs),
+            outputs=np.array(outputs, dtype=np.int32),
+            overwritten=np.array([self.over.get(v, -1) for v in outputs], dtype=np.int32),
+            edge_tail=np.array(tails, dtype=np.int32),
+            edge_head=heads.astype(np.int32),
+            edge_kind=np.array(kinds, dtype=np.uint8),
+        )
+
+
+def _offsets(rows: list[list[int]]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum([len(r) for r in rows])]).astype(np.int64)

@@ -1,0 +1,84 @@
+"""What a TaskGraph needs at least, and what it needs to keep everything on the device."""
+
+from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
+from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
+
+
+def align(count: int) -> int:
+    """Bytes rounded up to a multiple of the place alignment."""
+    return -(-count // PLACE_ALIGNMENT) * PLACE_ALIGNMENT
+
+
+def headroom(graph: TaskGraph, num_devices: int) -> list[int]:
+    """Bytes of each device kept for executables' scratch: one compute lane runs one at a time."""
+    found = [0] * num_devices
+    for vertex in graph.vertices:
+        if vertex.kind is VertexKind.KERNEL:
+            found[vertex.device] = max(found[vertex.device], vertex.workspace_bytes)
+    return [align(count) for count in found]
+
+
+def num_devices(graph: TaskGraph) -> int:
+    """One more than the highest device that the graph names."""
+    return 1 + max((t.device for t in graph.tensors), default=0)
+
+
+def working_set(graph: TaskGraph, vertex_id: int) -> dict[int, int]:
+    """Bytes of places that a vertex needs at once, by device."""
+    vertex, need = graph.vertices[vertex_id], {}
+    over = {write for _, write in vertex.overwrites}
+    fresh = [t for k, t in enumerate(vertex.outputs) if k not in over]
+    for tensor_id in (*vertex.inputs, *fresh):
+        tensor = graph.tensors[tensor_id]
+        need[tensor.device] = need.get(tensor.device, 0) + align(tensor.bytes)
+    return need
+
+
+def min_budget(graph: TaskGraph) -> tuple[int, int]:
+    """The smallest budget in bytes a device that can work, and the vertex that sets it."""
+    spare = headroom(graph, num_devices(graph))
+    best, where = 0, 0
+    for vertex_id in range(len(graph.vertices)):
+        for device, count in working_set(graph, vertex_id).items():
+            if count + spare[device] > best:
+                best, where = count + spare[device], vertex_id
+    return best, where
+
+
+def resident_peak(graph: TaskGraph) -> int:
+    """Device bytes that the serial order needs when nothing is ever moved.
+
+    Arguments and results are there all the way; a result that takes a donated argument's memory
+    counts once. Of several devices, the most that one needs.
+    """
+    readers = graph.readers()
+    paired = {result for _, result in graph.donated}
+    devices = num_devices(graph)
+    fixed, live = [0] * devices, [0] * devices
+    peak = [0] * devices
+    dies: dict[int, list[int]] = {}
+    for tensor_id, tensor in enumerate(graph.tensors):
+        if tensor.argument is not None or tensor.results:
+            spans = [s for s in tensor.results if s.index not in paired]
+            count = len(spans) + (tensor.argument is not None)
+            fixed[tensor.device] += align(tensor.bytes) * count
+        elif readers[tensor_id]:
+            dies.setdefault(readers[tensor_id][-1], []).append(tensor_id)
+    for vertex_id, vertex in enumerate(graph.vertices):
+        over = {write for _, write in vertex.overwrites}
+        for k, tensor_id in enumerate(vertex.outputs):
+            tensor = graph.tensors[tensor_id]
+            if not tensor.results and k not in over:
+                live[tensor.device] += align(tensor.bytes)
+        peak[vertex.device] = max(peak[vertex.device], live[vertex.device])
+        overwritten = {vertex.inputs[read]: vertex.outputs[write] for read, write in vertex.overwrites}
+        for tensor_id in dies.get(vertex_id, ()):
+            heir = overwritten.get(tensor_id)
+            if heir is None or graph.tensors[heir].results:
+                live[graph.tensors[tensor_id].device] -= align(graph.tensors[tensor_id].bytes)
+        for tensor_id in vertex.outputs:
+            tensor = graph.tensors[tensor_id]
+            if not tensor.results and not readers[tensor_id]:
+                live[tensor.device] -= align(tensor.bytes)
+    spare = headroom(graph, devices)
+    return max(f + p + s for f, p, s in zip(fixed, peak, spare, strict=True))
