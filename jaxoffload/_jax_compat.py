@@ -17,6 +17,7 @@ from jax._src import core as _core
 from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
 from jax._src.interpreters import mlir as _mlir
+from jax._src.lib import _jax
 from jax._src.lib import xla_client as _xla_client
 from jaxlib.mlir.dialects import stablehlo as _stablehlo
 
@@ -75,10 +76,10 @@ def _bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Sequence[Any],
 
 def portable_stablehlo(lowered: Any, version: str) -> bytes:
     """A lowered function as StableHLO bytecode that a consumer of `version` ("1.13.7") can read."""
-    module = lowered.compiler_ir("stablehlo")
-    text = _mlir.module_to_bytecode(module)
+    code = _mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
     oldest = min((version, _stablehlo.get_current_version()), key=_version_key)
-    return bytes(_stablehlo.serialize_portable_artifact_str(text, oldest))
+    # This one, unlike the dialect's own, also takes CHLO operations such as erf.
+    return bytes(_jax.mlir.serialize_portable_artifact(code, oldest))
 
 
 def _version_key(version: str) -> tuple[int, ...]:

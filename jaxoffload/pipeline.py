@@ -21,12 +21,12 @@ from jaxoffload.capture.kernel import Kernel
 from jaxoffload.capture.scan import unroll
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.errors import PlanError
-from jaxoffload.graphs.memgraph import Kind, MemGraph
+from jaxoffload.graphs.memgraph import Kind, MemGraph, Space
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
 from jaxoffload.graphs.verify import verify
 from jaxoffload.options import Options, format_bytes
 from jaxoffload.plan.build import build_memgraph
-from jaxoffload.plan.limits import min_budget, resident_peak
+from jaxoffload.plan.limits import intermediates_peak, min_budget, resident_peak
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.load import load
 
@@ -201,7 +201,7 @@ class Planner:
         whole = self._compiled(float("inf"), None)
         if budget is None or resident_peak(whole[0].taskgraph) <= budget:
             chosen = self._fixed_cut() or whole
-            graph = build_memgraph(chosen[0].taskgraph, _UNLIMITED, in_place_io="always")
+            graph = _keep_everything(chosen[0].taskgraph)
             return self._finish(chosen, graph, budget, resident=True)
         for captured in self._candidates(budget):
             if min_budget(captured[0].taskgraph)[0] > budget:
@@ -298,7 +298,19 @@ class Planner:
         )
 
 
-_UNLIMITED = 1 << 50
+_SLACK = (1.25, 2.0, 16.0)
+"""Arena sizes to try for a plan that moves nothing, over the peak of its intermediates. A small
+arena is used again and again, which caches like and page faults do not."""
+
+
+def _keep_everything(graph: TaskGraph) -> MemGraph:
+    """A MemGraph that offloads nothing but what the results' alignment asks for."""
+    for slack in _SLACK:
+        need = max(intermediates_peak(graph), min_budget(graph)[0])
+        found = build_memgraph(graph, int(slack * need), in_place_io="always")
+        if not (found.space == Space.HOST).any():
+            break
+    return found
 
 
 def _with_workspace(

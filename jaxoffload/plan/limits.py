@@ -51,6 +51,19 @@ def resident_peak(graph: TaskGraph) -> int:
     Arguments and results are there all the way; a result that takes a donated argument's memory
     counts once. Of several devices, the most that one needs.
     """
+    fixed, peak = _fixed_and_live(graph)
+    spare = headroom(graph, len(fixed))
+    return max(f + p + s for f, p, s in zip(fixed, peak, spare, strict=True))
+
+
+def intermediates_peak(graph: TaskGraph) -> int:
+    """The part of `resident_peak` that is neither argument nor result."""
+    _, peak = _fixed_and_live(graph)
+    return max(p + s for p, s in zip(peak, headroom(graph, len(peak)), strict=True))
+
+
+def _fixed_and_live(graph: TaskGraph) -> tuple[list[int], list[int]]:
+    """Bytes of arguments and results, and the most that intermediates take, of each device."""
     readers = graph.readers()
     paired = {result for _, result in graph.donated}
     devices = num_devices(graph)
@@ -80,5 +93,4 @@ def resident_peak(graph: TaskGraph) -> int:
             tensor = graph.tensors[tensor_id]
             if not tensor.results and not readers[tensor_id]:
                 live[tensor.device] -= align(tensor.bytes)
-    spare = headroom(graph, devices)
-    return max(f + p + s for f, p, s in zip(fixed, peak, spare, strict=True))
+    return fixed, peak

@@ -1,0 +1,364 @@
+// Python's view: arrays in, exceptions out, and the GIL let go around everything that can wait.
+// Nothing here is on a hot path (nanobind compiles it for size). Documented in
+// jaxoffload/runtime/_native.pyi.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/mutex.h"
+#include "ffi.h"
+#include "pjrt/client.h"
+#include "pjrt/plan.h"
+#include "tiers/host_pool.h"
+
+namespace nb = nanobind;
+using nb::literals::operator""_a;
+
+namespace jaxoffload {
+namespace {
+
+template <typename T>
+using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <typename T>
+std::vector<T> ToVector(const Array<T>& array) {
+  return std::vector<T>(array.data(), array.data() + array.size());
+}
+
+// A read-only view of an array that the report owns.
+template <typename T>
+nb::object View(nb::handle owner, const std::vector<T>& values) {
+  return nb::cast(nb::ndarray<nb::numpy, const T, nb::ndim<1>>(values.data(), {values.size()},
+                                                               owner));
+}
+
+// Memory of the host pool with an address that numpy can look at.
+class HostBuffer {
+ public:
+  explicit HostBuffer(int64_t bytes) : bytes_(bytes) {
+    if (bytes < 0) {
+      throw std::invalid_argument("HostBuffer: nbytes=" + std::to_string(bytes) + " is negative");
+    }
+    data_ = HostPool::Global().Allocate(bytes);
+  }
+  ~HostBuffer() { HostPool::Global().Free(data_, bytes_); }
+  HostBuffer(const HostBuffer&) = delete;
+  HostBuffer& operator=(const HostBuffer&) = delete;
+
+  uintptr_t address() const { return reinterpret_cast<uintptr_t>(data_); }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  const int64_t bytes_;
+  char* data_;
+};
+
+// Clients that exist, for the end of the interpreter.
+struct Clients {
+  Mutex mutex;
+  std::vector<std::weak_ptr<Client>> list GUARDED_BY(mutex);
+};
+
+Clients& AllClients() {
+  static Clients* const clients = new Clients;
+  return *clients;
+}
+
+std::shared_ptr<Client> NewClient(const std::string& plugin_path, int32_t num_devices) {
+  std::shared_ptr<Client> client = Client::Create(plugin_path, num_devices);
+  Clients& clients = AllClients();
+  MutexLock lock(clients.mutex);
+  auto& list = clients.list;
+  list.erase(std::remove_if(list.begin(), list.end(), [](const auto& c) { return c.expired(); }),
+             list.end());
+  list.push_back(client);
+  return client;
+}
+
+// Called by Python's atexit: no lane may be running when static objects of XLA are destroyed.
+void ShutdownClients() {
+  std::vector<std::shared_ptr<Client>> alive;
+  {
+    Clients& clients = AllClients();
+    MutexLock lock(clients.mutex);
+    for (const std::weak_ptr<Client>& each : clients.list) {
+      if (std::shared_ptr<Client> client = each.lock()) alive.push_back(std::move(client));
+    }
+  }
+  for (const std::shared_ptr<Client>& client : alive) client->Shutdown();
+}
+
+RunOptions MakeOptions(int32_t policy, uint64_t seed, int64_t max_delay_us, bool check) {
+  if (policy < 0 || policy > 2) {
+    throw std::invalid_argument("run: policy=" + std::to_string(policy) +
+                                " is unknown. Use 0 (work conserving), 1 (fixed) or 2 (random).");
+  }
+  RunOptions options;
+  options.policy = static_cast<Policy>(policy);
+  options.seed = seed;
+  options.max_delay_us = max_delay_us;
+  options.check = check;
+  return options;
+}
+
+std::vector<char*> ToPointers(const std::vector<uintptr_t>& addresses) {
+  std::vector<char*> pointers;
+  pointers.reserve(addresses.size());
+  for (uintptr_t address : addresses) pointers.push_back(reinterpret_cast<char*>(address));
+  return pointers;
+}
+
+// Waits with the GIL released, and takes it now and then to see whether the user pressed Ctrl-C.
+std::shared_ptr<const RunReport> RunAndWait(Plan& plan, const std::vector<uintptr_t>& arguments,
+                                            const std::vector<uintptr_t>& results, int32_t policy,
+                                            uint64_t seed, int64_t max_delay_us, bool check) {
+  const RunOptions options = MakeOptions(policy, seed, max_delay_us, check);
+  bool interrupted = false;
+  std::shared_ptr<Run> run;
+  {
+    nb::gil_scoped_release release;
+    run = plan.Submit(ToPointers(arguments), ToPointers(results), options);
+    while (!interrupted && !run->WaitFor(std::chrono::milliseconds(50))) {
+      nb::gil_scoped_acquire acquire;
+      interrupted = PyErr_CheckSignals() != 0;
+    }
+    if (interrupted) {
+      run->Cancel();
+      run->Wait();
+    }
+    plan.set_last_report(run->report());
+  }
+  if (interrupted) throw nb::python_error();
+  return run->report();
+}
+
+void BindClient(nb::module_& m) {
+  nb::class_<Client>(m, "Client", nb::is_weak_referenceable())
+      .def(nb::new_(&NewClient), "plugin_path"_a, "num_devices"_a = 1,
+           nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("platform_name", &Client::platform_name)
+      .def_prop_ro("platform_version", &Client::platform_version)
+      .def_prop_ro("num_devices", &Client::num_devices)
+      .def_prop_ro("attributes",
+                   [](const Client& client) {
+                     nb::dict found;
+                     for (const auto& [name, value] : client.attributes()) {
+                       found[name.c_str()] = nb::cast(value);
+                     }
+                     return found;
+                   })
+      .def(
+          "compile",
+          [](Client& client, const nb::bytes& code, const nb::bytes& options) {
+            const std::string code_text(code.c_str(), code.size());
+            const std::string options_text(options.c_str(), options.size());
+            nb::gil_scoped_release release;
+            return client.Compile(code_text, options_text);
+          },
+          "code"_a, "options"_a)
+      .def(
+          "register_ffi_handlers",
+          [](Client& client, const std::vector<std::pair<std::string, nb::capsule>>& handlers) {
+            std::vector<std::pair<std::string, void*>> pointers;
+            for (const auto& [name, capsule] : handlers) {
+              pointers.emplace_back(name, capsule.data());
+            }
+            client.RegisterFfiHandlers(pointers);
+          },
+          "handlers"_a)
+      .def("trim", &Client::Trim, nb::call_guard<nb::gil_scoped_release>())
+      .def("arena_bytes",
+           [](Client& client, int32_t device) {
+             if (device < 0 || device >= client.num_devices()) {
+               throw std::invalid_argument("arena_bytes: no device " + std::to_string(device));
+             }
+             return client.device_arena(device).leased_bytes();
+           },
+           "device"_a = 0)
+      .def("arena_resident_bytes",
+           [](Client& client, int32_t device) {
+             if (device < 0 || device >= client.num_devices()) {
+               throw std::invalid_argument("arena_resident_bytes: no device " +
+                                           std::to_string(device));
+             }
+             return client.device_arena(device).resident_bytes();
+           },
+           "device"_a = 0)
+      .def("host_resident_bytes", [](Client& c) { return c.host_arena().resident_bytes(); });
+
+  nb::class_<Executable>(m, "Executable", nb::is_weak_referenceable())
+      .def_prop_ro("num_outputs", &Executable::num_outputs)
+      .def_prop_ro("temp_bytes", &Executable::temp_bytes)
+      .def_prop_ro("argument_bytes", &Executable::argument_bytes)
+      .def_prop_ro("output_bytes", &Executable::output_bytes)
+      .def_prop_ro("alias_bytes", &Executable::alias_bytes)
+      .def_prop_ro("code_bytes", &Executable::code_bytes)
+      .def_prop_ro("fingerprint",
+                   [](const Executable& e) {
+                     return nb::bytes(e.fingerprint().data(), e.fingerprint().size());
+                   });
+}
+
+void BindReport(nb::module_& m) {
+  nb::class_<RunReport>(m, "RunReport")
+      .def_prop_ro("start_ns", [](nb::handle_t<RunReport> self) {
+        return View(self, nb::cast<RunReport&>(self).start_ns);
+      })
+      .def_prop_ro("end_ns", [](nb::handle_t<RunReport> self) {
+        return View(self, nb::cast<RunReport&>(self).end_ns);
+      })
+      .def_prop_ro("lane", [](nb::handle_t<RunReport> self) {
+        return View(self, nb::cast<RunReport&>(self).lane);
+      })
+      .def_prop_ro("lane_busy_ns", [](nb::handle_t<RunReport> self) {
+        return View(self, nb::cast<RunReport&>(self).lane_busy_ns);
+      })
+      .def_ro("wall_ns", &RunReport::wall_ns)
+      .def_ro("peak_device_bytes", &RunReport::peak_device_bytes)
+      .def_ro("peak_live_bytes", &RunReport::peak_live_bytes)
+      .def_ro("bytes_offloaded", &RunReport::bytes_offloaded)
+      .def_ro("bytes_reloaded", &RunReport::bytes_reloaded)
+      .def_ro("bytes_transferred", &RunReport::bytes_transferred)
+      .def_ro("copied_outputs", &RunReport::copied_outputs)
+      .def_ro("realigned_bytes", &RunReport::realigned_bytes)
+      .def_ro("cancelled", &RunReport::cancelled)
+      .def_ro("error_vertex", &RunReport::error_vertex)
+      .def_ro("error_message", &RunReport::error_message);
+}
+
+std::shared_ptr<Plan> NewPlan(
+    std::shared_ptr<Client> client, const std::vector<nb::object>& executables,
+    const Array<uint8_t>& kind, const Array<int32_t>& lane, const Array<double>& priority,
+    const Array<int32_t>& executable, const Array<int64_t>& succ_offsets,
+    const Array<int32_t>& succ, const Array<uint8_t>& space, const Array<int32_t>& index,
+    const Array<int64_t>& offset, const Array<int64_t>& bytes, const Array<int32_t>& dtype,
+    const Array<int64_t>& dims_offsets, const Array<int64_t>& dims,
+    const Array<int64_t>& input_offsets, const Array<int32_t>& inputs,
+    const Array<int64_t>& output_offsets, const Array<int32_t>& outputs,
+    const Array<int32_t>& overwritten, std::vector<int64_t> arena_bytes, int64_t host_bytes,
+    std::vector<int64_t> argument_bytes, std::vector<int64_t> result_bytes,
+    std::vector<std::string> descriptions, const std::vector<std::pair<int32_t, int32_t>>& donated) {
+  PlanArrays a;
+  a.kind = ToVector(kind);
+  a.lane = ToVector(lane);
+  a.priority = ToVector(priority);
+  a.executable = ToVector(executable);
+  a.succ_offsets = ToVector(succ_offsets);
+  a.succ = ToVector(succ);
+  a.space = ToVector(space);
+  a.index = ToVector(index);
+  a.offset = ToVector(offset);
+  a.bytes = ToVector(bytes);
+  a.dtype = ToVector(dtype);
+  a.dims_offsets = ToVector(dims_offsets);
+  a.dims = ToVector(dims);
+  a.input_offsets = ToVector(input_offsets);
+  a.inputs = ToVector(inputs);
+  a.output_offsets = ToVector(output_offsets);
+  a.outputs = ToVector(outputs);
+  a.overwritten = ToVector(overwritten);
+  a.arena_bytes = std::move(arena_bytes);
+  a.host_bytes = host_bytes;
+  a.argument_bytes = std::move(argument_bytes);
+  a.result_bytes = std::move(result_bytes);
+  a.descriptions = std::move(descriptions);
+  for (const auto& [argument, result] : donated) {
+    a.donated.push_back(argument);
+    a.donated.push_back(result);
+  }
+  std::vector<std::shared_ptr<Executable>> list;
+  for (const nb::object& each : executables) {
+    list.push_back(each.is_none() ? nullptr : nb::cast<std::shared_ptr<Executable>>(each));
+  }
+  nb::gil_scoped_release release;
+  return Plan::Create(std::move(client), std::move(list), std::move(a));
+}
+
+void BindPlan(nb::module_& m) {
+  nb::class_<Plan>(m, "Plan", nb::is_weak_referenceable())
+      .def(nb::new_(&NewPlan), nb::kw_only(), "client"_a, "executables"_a, "kind"_a, "lane"_a,
+           "priority"_a, "executable"_a, "succ_offsets"_a, "succ"_a, "space"_a, "index"_a,
+           "offset"_a, "bytes"_a, "dtype"_a, "dims_offsets"_a, "dims"_a, "input_offsets"_a,
+           "inputs"_a, "output_offsets"_a, "outputs"_a, "overwritten"_a, "arena_bytes"_a,
+           "host_bytes"_a, "argument_bytes"_a, "result_bytes"_a,
+           "descriptions"_a = std::vector<std::string>(),
+           "donated"_a = std::vector<std::pair<int32_t, int32_t>>())
+      .def_prop_ro("num_vertices", [](const Plan& p) { return p.loaded().num_vertices(); })
+      .def_prop_ro("num_versions", [](const Plan& p) { return p.loaded().num_versions(); })
+      .def_prop_ro("arena_bytes", [](const Plan& p) { return p.loaded().arena_bytes(); })
+      .def_prop_ro("host_bytes", [](const Plan& p) { return p.loaded().host_bytes(); })
+      .def_prop_ro("argument_bytes", [](const Plan& p) { return p.loaded().argument_bytes(); })
+      .def_prop_ro("result_bytes", [](const Plan& p) { return p.loaded().result_bytes(); })
+      .def("run", &RunAndWait, "arguments"_a, "results"_a, nb::kw_only(), "policy"_a = 0,
+           "seed"_a = 0, "max_delay_us"_a = 0, "check"_a = false)
+      .def("last_report", [](const Plan& plan) {
+        return std::const_pointer_cast<RunReport>(plan.last_report());
+      });
+
+  m.def("register_plan", &RegisterPlan, "key"_a, "plan"_a);
+  m.def("unregister_plan", &UnregisterPlan, "key"_a, nb::call_guard<nb::gil_scoped_release>());
+}
+
+void BindHostBuffer(nb::module_& m) {
+  nb::class_<HostBuffer>(m, "HostBuffer", nb::is_weak_referenceable())
+      .def(nb::init<int64_t>(), "nbytes"_a)
+      .def_prop_ro("address", &HostBuffer::address)
+      .def_prop_ro("nbytes", &HostBuffer::bytes)
+      .def("__len__", &HostBuffer::bytes)
+      .def_prop_ro("__array_interface__", [](const HostBuffer& buffer) {
+        nb::dict found;
+        found["version"] = 3;
+        found["shape"] = nb::make_tuple(buffer.bytes());
+        found["typestr"] = "|u1";
+        found["data"] = nb::make_tuple(buffer.address(), false);
+        return found;
+      });
+  m.def("host_pool_stats", [] {
+    const HostPool::Stats stats = HostPool::Global().stats();
+    nb::dict found;
+    found["in_use_bytes"] = stats.in_use_bytes;
+    found["free_bytes"] = stats.free_bytes;
+    found["num_mapped"] = stats.num_mapped;
+    found["num_reused"] = stats.num_reused;
+    return found;
+  });
+  m.def("host_pool_release", [] { HostPool::Global().ReleaseFree(); },
+        nb::call_guard<nb::gil_scoped_release>());
+  m.def("host_pool_set_cap", [](int64_t bytes) { HostPool::Global().SetCap(bytes); }, "nbytes"_a,
+        nb::call_guard<nb::gil_scoped_release>());
+}
+
+NB_MODULE(_native, m) {
+  // Caches of the package hold clients and plans until the interpreter is gone.
+  nb::set_leak_warnings(false);
+  BindClient(m);
+  BindReport(m);
+  BindPlan(m);
+  BindHostBuffer(m);
+  m.def("ffi_handlers", [] {
+    nb::dict found;
+    for (const auto& [name, handler] : FfiHandlers()) {
+      found[name.c_str()] = nb::capsule(handler);
+    }
+    return found;
+  });
+  m.attr("ffi_api_version") = nb::cast(FfiApiVersion());
+  m.def("_shutdown", &ShutdownClients, nb::call_guard<nb::gil_scoped_release>());
+  nb::module_::import_("atexit").attr("register")(m.attr("_shutdown"));
+}
+
+}  // namespace
+}  // namespace jaxoffload

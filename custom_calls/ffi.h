@@ -1,0 +1,20 @@
+// The XLA FFI handlers, by target name.
+
+#ifndef JAXOFFLOAD_FFI_H_
+#define JAXOFFLOAD_FFI_H_
+
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace jaxoffload {
+
+// Name and XLA_FFI_Handler* of each.
+std::vector<std::pair<std::string, void*>> FfiHandlers();
+
+// (major, minor) of the FFI headers that this was built with.
+std::pair<int, int> FfiApiVersion();
+
+}  // namespace jaxoffload
+
+#endif  // JAXOFFLOAD_FFI_H_

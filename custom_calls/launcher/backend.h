@@ -1,0 +1,58 @@
+// What the launcher drives: the border between the event loop and whatever executes vertices.
+//
+// The launcher knows graphs, lanes and addresses. A Backend knows what a kernel is. pjrt/ has the
+// real one; tests/fake_backend.h has one that needs neither XLA nor Python, so that sanitizers can
+// judge the launcher.
+
+#ifndef JAXOFFLOAD_LAUNCHER_BACKEND_H_
+#define JAXOFFLOAD_LAUNCHER_BACKEND_H_
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace jaxoffload {
+
+// One run as a Backend sees it.
+struct RunContext {
+  // Of the caller's flat arguments and results. Begin may replace an argument's address.
+  std::vector<char*> arguments;
+  std::vector<char*> results;
+  // Of each version; the launcher fills it between Begin and the first vertex.
+  std::vector<char*> address;
+  // Set when the run is to stop: long copies look at it now and then. Relaxed: it only saves time,
+  // the vertex's own completion publishes everything else.
+  std::atomic<bool> abort{false};
+  // Counters of Execute and Begin. Relaxed: read after the run, which orders them.
+  std::atomic<int64_t> copied_outputs{0};
+  std::atomic<int64_t> realigned_bytes{0};
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  // Start of the arena of one device, and of the host arena. Constant for the Backend's life.
+  virtual char* DeviceBase(int32_t device) = 0;
+  virtual char* HostBase() = 0;
+
+  // Called before the first vertex of a run, while no other run of the launcher is active, on a
+  // thread of the launcher's or the caller's choice. An exception fails the run.
+  virtual void Begin(RunContext& context) = 0;
+
+  // Runs one vertex to its end on the calling lane's thread. Called concurrently for vertices of
+  // different lanes. False means failure, with the cause in *error. Must not throw.
+  virtual bool Execute(int32_t vertex_id, RunContext& context, std::string* error) = 0;
+
+  // Called after the last vertex, or after Begin threw. Must leave everything fit for the next
+  // Begin, also when vertices failed or never ran.
+  virtual void End(RunContext& context) = 0;
+};
+
+// memcpy in pieces, so that a stopped run does not wait for a long copy. The ranges are disjoint.
+void CopyBytes(char* to, const char* from, int64_t bytes, const std::atomic<bool>& abort);
+
+}  // namespace jaxoffload
+
+#endif  // JAXOFFLOAD_LAUNCHER_BACKEND_H_

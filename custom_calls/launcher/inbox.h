@@ -1,0 +1,61 @@
+// A lane's inbox: vertices that other lanes made ready. Many producers, one consumer, no locks, no
+// allocation: an intrusive stack of vertex ids whose links are a preallocated array.
+//
+// One word holds everything: the id on top, or that the stack is empty, or that the consumer
+// sleeps on the word (a futex), or that it must stop. So a push that finds the consumer asleep
+// knows it from the value that it replaced, and no wake-up can be lost. The consumer takes the
+// whole stack at once, which rules out ABA. Order within the stack does not matter: the consumer
+// puts what it takes into its ready queue.
+
+#ifndef JAXOFFLOAD_LAUNCHER_INBOX_H_
+#define JAXOFFLOAD_LAUNCHER_INBOX_H_
+
+#include <atomic>
+#include <cstdint>
+
+namespace jaxoffload {
+
+class Inbox {
+ public:
+  static constexpr int32_t kEmpty = -1;
+  static constexpr int32_t kStop = -3;
+
+  // Adds a vertex. `next` is the array of links; next[vertex_id] belongs to the stack from here
+  // until the consumer has taken it.
+  void Push(int32_t vertex_id, int32_t* next) {
+    int32_t top = top_.load(std::memory_order_relaxed);
+    do {
+      next[vertex_id] = top < 0 ? kEmpty : top;
+      // Release: the consumer sees the link and whatever made the vertex ready. Pushes before
+      // this one stay visible too, for a read-modify-write continues their release sequence.
+    } while (!top_.compare_exchange_weak(top, vertex_id, std::memory_order_release,
+                                         std::memory_order_relaxed));
+    if (top == kAsleep) Wake();
+  }
+
+  // Takes everything: the first id, from which `next` leads to kEmpty; kEmpty if there is nothing.
+  int32_t TryTake() {
+    if (top_.load(std::memory_order_relaxed) == kEmpty) return kEmpty;
+    int32_t top = top_.exchange(kEmpty, std::memory_order_acquire);
+    if (top == kStop) top_.store(kStop, std::memory_order_relaxed);
+    return top;
+  }
+
+  // As TryTake, but waits for something: spins briefly, then sleeps. Returns kStop after Stop.
+  int32_t Take();
+
+  // Makes the consumer return kStop for ever. Nothing may be pushed afterwards.
+  void Stop();
+
+ private:
+  static constexpr int32_t kAsleep = -2;
+
+  void Wake();
+
+  // On a cache line of its own: producers hammer it.
+  alignas(64) std::atomic<int32_t> top_{kEmpty};
+};
+
+}  // namespace jaxoffload
+
+#endif  // JAXOFFLOAD_LAUNCHER_INBOX_H_

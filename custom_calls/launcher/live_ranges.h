@@ -1,0 +1,73 @@
+// Watches, while a run goes on, which bytes are in use: the third of the three ways in which a
+// plan's safety is checked (the others: graphs/verify.py before the run, wrong results after it).
+//
+// A version is live from the start of its writer until its last reader has completed; an argument
+// from the start of the run until then; a result for ever. Taking a range that overlaps a live
+// version is an error, and so is reading a version whose bytes are not there (its writer has not
+// completed, or something was written over it). A vertex may overwrite an input in place once all
+// other readers have completed. Arguments may overlap each other: a caller may pass an array twice.
+//
+// Works on addresses, so it also sees clashes between the arenas and the caller's own arrays.
+// Every call takes a lock; only checked runs make one of these.
+
+#ifndef JAXOFFLOAD_LAUNCHER_LIVE_RANGES_H_
+#define JAXOFFLOAD_LAUNCHER_LIVE_RANGES_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/mutex.h"
+#include "plan/loaded_plan.h"
+
+namespace jaxoffload {
+
+class LiveRanges {
+ public:
+  // `address` is of each version; both must outlive this.
+  LiveRanges(const LoadedPlan& plan, const std::vector<char*>& address);
+
+  // Before a vertex runs. False if it must not, with both vertices named in *error.
+  bool Start(int32_t vertex_id, std::string* error) EXCLUDES(mutex_);
+  // After a vertex has run.
+  void Complete(int32_t vertex_id) EXCLUDES(mutex_);
+
+  // The most bytes of one device's arena that were live at once.
+  int64_t peak_device_bytes() const EXCLUDES(mutex_);
+
+ private:
+  enum class State : uint8_t { kAbsent, kBeingWritten, kIntact, kOverwritten };
+
+  uintptr_t Begin(int32_t version_id) const {
+    return reinterpret_cast<uintptr_t>(address_[version_id]);
+  }
+  uintptr_t End(int32_t version_id) const { return Begin(version_id) + plan_.bytes(version_id); }
+  bool Overlap(int32_t x, int32_t y) const { return Begin(x) < End(y) && Begin(y) < End(x); }
+
+  void Insert(int32_t version_id) REQUIRES(mutex_);
+  void Remove(int32_t version_id) REQUIRES(mutex_);
+  bool CheckReads(int32_t vertex_id, std::string* error) REQUIRES(mutex_);
+  bool CheckWrite(int32_t vertex_id, int64_t entry, std::string* error) REQUIRES(mutex_);
+  std::string DescribeVersion(int32_t version_id) const;
+  // "vertex 9 (...) has still to read it", or why else a version is live.
+  std::string WhyLive(int32_t version_id, int32_t apart_from) const REQUIRES(mutex_);
+
+  const LoadedPlan& plan_;
+  const std::vector<char*>& address_;
+  int64_t longest_ = 0;  // bytes of the largest version: how far back an overlap may begin
+
+  mutable Mutex mutex_;
+  std::map<std::pair<uintptr_t, int32_t>, int32_t> live_ GUARDED_BY(mutex_);  // by begin, version
+  std::vector<State> state_ GUARDED_BY(mutex_);
+  std::vector<int32_t> readers_left_ GUARDED_BY(mutex_);
+  std::vector<int32_t> overwritten_by_ GUARDED_BY(mutex_);  // vertex
+  std::vector<bool> completed_ GUARDED_BY(mutex_);
+  std::vector<int64_t> device_bytes_ GUARDED_BY(mutex_);
+  int64_t peak_device_bytes_ GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace jaxoffload
+
+#endif  // JAXOFFLOAD_LAUNCHER_LIVE_RANGES_H_

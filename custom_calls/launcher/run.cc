@@ -1,0 +1,186 @@
+#include "launcher/run.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <thread>
+#include <utility>
+
+#include "launcher/callback_threads.h"
+
+namespace jaxoffload {
+
+void CopyBytes(char* to, const char* from, int64_t bytes, const std::atomic<bool>& abort) {
+  constexpr int64_t kPiece = int64_t{16} << 20;  // about 2 ms
+  for (int64_t done = 0; done < bytes; done += kPiece) {
+    if (abort.load(std::memory_order_relaxed)) return;
+    std::memcpy(to + done, from + done, std::min(kPiece, bytes - done));
+  }
+}
+
+Run::Run(std::shared_ptr<const LoadedPlan> plan, std::shared_ptr<Backend> backend,
+         std::vector<char*> arguments, std::vector<char*> results, const RunOptions& options,
+         std::function<void(const std::shared_ptr<const RunReport>&)> done)
+    : plan_(std::move(plan)),
+      backend_(std::move(backend)),
+      options_(options),
+      done_callback_(std::move(done)),
+      unmet_(new std::atomic<int32_t>[plan_->num_vertices()]),
+      next_(plan_->num_vertices()),
+      pending_(plan_->num_vertices()),
+      start_ns_(plan_->num_vertices(), -1),
+      end_ns_(plan_->num_vertices(), -1) {
+  context_.arguments = std::move(arguments);
+  context_.results = std::move(results);
+  context_.address.resize(plan_->num_versions());
+  for (int32_t v = 0; v < plan_->num_vertices(); ++v) {
+    unmet_[v].store(plan_->indegree(v), std::memory_order_relaxed);
+  }
+  ready_.reserve(plan_->num_lanes());
+  for (int32_t lane = 0; lane < plan_->num_lanes(); ++lane) {
+    ready_.emplace_back(*plan_, lane, options_);
+  }
+}
+
+bool Run::WaitFor(std::chrono::milliseconds limit) {
+  MutexLock lock(mutex_);
+  if (!done_) ended_.WaitFor(mutex_, limit);
+  return done_;
+}
+
+void Run::Wait() {
+  MutexLock lock(mutex_);
+  while (!done_) ended_.Wait(mutex_);
+}
+
+std::shared_ptr<const RunReport> Run::report() const {
+  MutexLock lock(mutex_);
+  return report_;
+}
+
+bool Run::Begin() {
+  start_ = Clock::now();
+  try {
+    backend_->Begin(context_);
+    Bind();
+    if (options_.check) live_ranges_ = std::make_unique<LiveRanges>(*plan_, context_.address);
+  } catch (const std::exception& e) {
+    Fail(-1, e.what());
+    return false;
+  }
+  return plan_->num_vertices() > 0;
+}
+
+void Run::Bind() {
+  for (int32_t version = 0; version < plan_->num_versions(); ++version) {
+    char* base = nullptr;
+    switch (plan_->space(version)) {
+      case Space::kDevice:
+        base = backend_->DeviceBase(plan_->index(version));
+        break;
+      case Space::kArgument:
+        base = context_.arguments[plan_->index(version)];
+        break;
+      case Space::kResult:
+        base = context_.results[plan_->index(version)];
+        break;
+      case Space::kHost:
+        base = backend_->HostBase();
+        break;
+    }
+    // Of an empty range the base may be null, and nothing is read there.
+    context_.address[version] = base == nullptr ? nullptr : base + plan_->offset(version);
+  }
+}
+
+void Run::Execute(int32_t vertex_id) {
+  if (context_.abort.load(std::memory_order_relaxed)) return;
+  if (options_.max_delay_us > 0) Delay(vertex_id, 0);
+  std::string error;
+  if (live_ranges_ && !live_ranges_->Start(vertex_id, &error)) {
+    Fail(vertex_id, std::move(error));
+    return;
+  }
+  start_ns_[vertex_id] = Now();
+  if (!backend_->Execute(vertex_id, context_, &error)) {
+    start_ns_[vertex_id] = -1;
+    Fail(vertex_id, std::move(error));
+    return;
+  }
+  end_ns_[vertex_id] = Now();
+  if (live_ranges_) live_ranges_->Complete(vertex_id);
+  if (options_.max_delay_us > 0) Delay(vertex_id, 1);
+}
+
+void Run::Fail(int32_t vertex_id, std::string message) {
+  if (!failed_.exchange(true, std::memory_order_relaxed)) {
+    error_vertex_ = vertex_id;
+    error_message_ = message.empty() ? "unknown cause" : std::move(message);
+  }
+  context_.abort.store(true, std::memory_order_relaxed);
+}
+
+void Run::Delay(int32_t vertex_id, uint64_t salt) const {
+  const uint64_t hash = Mix(Mix(options_.seed, vertex_id), salt);
+  if (hash % 2 == 0) return;  // half of them do not sleep, so that some overtake others
+  const int64_t sleep_us = static_cast<int64_t>((hash >> 8) % (options_.max_delay_us + 1));
+  std::this_thread::sleep_for(std::chrono::microseconds(sleep_us));
+}
+
+void Run::End() {
+  backend_->End(context_);
+  auto report = std::make_shared<RunReport>();
+  report->wall_ns = Now();
+  report->lane_busy_ns.assign(plan_->num_lanes(), 0);
+  report->lane.resize(plan_->num_vertices());
+  for (int32_t v = 0; v < plan_->num_vertices(); ++v) {
+    report->lane[v] = plan_->lane(v);
+    if (end_ns_[v] < 0) {
+      start_ns_[v] = -1;
+      continue;
+    }
+    report->lane_busy_ns[plan_->lane(v)] += end_ns_[v] - start_ns_[v];
+    // What a vertex reads was written by another, so outputs are enough.
+    for (int64_t o = plan_->outputs(v).begin; o < plan_->outputs(v).end; ++o) {
+      const int32_t version = plan_->output(o);
+      if (plan_->space(version) != Space::kDevice) continue;
+      report->peak_device_bytes =
+          std::max(report->peak_device_bytes, plan_->offset(version) + plan_->bytes(version));
+    }
+    if (plan_->kind(v) == Kind::kKernel) continue;
+    const int64_t bytes = plan_->bytes(plan_->input(plan_->inputs(v).begin));
+    if (plan_->kind(v) == Kind::kOffload) report->bytes_offloaded += bytes;
+    if (plan_->kind(v) == Kind::kReload) report->bytes_reloaded += bytes;
+    if (plan_->kind(v) == Kind::kTransfer) report->bytes_transferred += bytes;
+  }
+  report->start_ns = std::move(start_ns_);
+  report->end_ns = std::move(end_ns_);
+  if (live_ranges_) report->peak_live_bytes = live_ranges_->peak_device_bytes();
+  report->copied_outputs = context_.copied_outputs.load(std::memory_order_relaxed);
+  report->realigned_bytes = context_.realigned_bytes.load(std::memory_order_relaxed);
+  report->cancelled = cancelled_.load(std::memory_order_relaxed);
+  report->error_vertex = error_vertex_;
+  report->error_message = error_message_;
+  if (report->cancelled && report->error_message.empty()) {
+    report->error_message = "the run was cancelled";
+  }
+  MutexLock lock(mutex_);
+  report_ = std::move(report);
+}
+
+void Run::NotifyDone() {
+  backend_.reset();
+  std::shared_ptr<const RunReport> report;
+  {
+    MutexLock lock(mutex_);
+    done_ = true;
+    report = report_;
+    ended_.NotifyAll();
+  }
+  if (!done_callback_) return;
+  // Moved, so that whatever the callback owns ends on that thread and never on a lane.
+  CallbackThreads::Global().Post(
+      [callback = std::move(done_callback_), report] { callback(report); });
+}
+
+}  // namespace jaxoffload

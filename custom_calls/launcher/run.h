@@ -1,0 +1,126 @@
+// One run of one plan: everything mutable that a run has, made before it is queued, so that
+// nothing is allocated between two vertices. Two runs share nothing mutable but the backend.
+
+#ifndef JAXOFFLOAD_LAUNCHER_RUN_H_
+#define JAXOFFLOAD_LAUNCHER_RUN_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+#include "launcher/backend.h"
+#include "launcher/live_ranges.h"
+#include "launcher/ready_queue.h"
+#include "launcher/run_options.h"
+#include "plan/loaded_plan.h"
+
+namespace jaxoffload {
+
+// What happened in a run. Times are nanoseconds since the run left the queue; -1 for a vertex that
+// did not run.
+struct RunReport {
+  std::vector<int64_t> start_ns;
+  std::vector<int64_t> end_ns;
+  std::vector<int32_t> lane;
+  std::vector<int64_t> lane_busy_ns;
+  int64_t wall_ns = 0;
+  // Highest address in use in any device's arena: the most that the run made resident there.
+  int64_t peak_device_bytes = 0;
+  // Most bytes that were live at once on one device; -1 unless the run was checked.
+  int64_t peak_live_bytes = -1;
+  int64_t bytes_offloaded = 0;
+  int64_t bytes_reloaded = 0;
+  int64_t bytes_transferred = 0;
+  int64_t copied_outputs = 0;
+  int64_t realigned_bytes = 0;
+  bool cancelled = false;
+  // The first vertex that failed, -1 if none did (or the failure came before the first vertex).
+  int32_t error_vertex = -1;
+  // Empty when the run succeeded.
+  std::string error_message;
+};
+
+class Run {
+ public:
+  // `arguments` and `results` are the caller's; they outlive the run. `done`, if any, is called
+  // once when the run has ended, on a thread where it may block (callback_threads.h).
+  Run(std::shared_ptr<const LoadedPlan> plan, std::shared_ptr<Backend> backend,
+      std::vector<char*> arguments, std::vector<char*> results, const RunOptions& options,
+      std::function<void(const std::shared_ptr<const RunReport>&)> done = nullptr);
+
+  // Stops the run soon: vertices that have not started never will. Any thread, any time.
+  void Cancel() {
+    cancelled_.store(true, std::memory_order_relaxed);
+    context_.abort.store(true, std::memory_order_relaxed);
+  }
+
+  // Waits until the run has ended or the time is up; true if it has ended.
+  bool WaitFor(std::chrono::milliseconds limit) EXCLUDES(mutex_);
+  void Wait() EXCLUDES(mutex_);
+
+  // After the end.
+  std::shared_ptr<const RunReport> report() const EXCLUDES(mutex_);
+
+ private:
+  friend class Launcher;
+
+  using Clock = std::chrono::steady_clock;
+
+  int64_t Now() const {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start_).count();
+  }
+
+  // Before the first vertex. False if the run ends here: it has failed, or has no vertices.
+  bool Begin();
+  // Resolves the address of every version.
+  void Bind();
+  // Runs one vertex, unless the run is being stopped.
+  void Execute(int32_t vertex_id);
+  void Fail(int32_t vertex_id, std::string message);
+  void Delay(int32_t vertex_id, uint64_t salt) const;
+  // After the last vertex: gives the backend back and writes the report.
+  void End();
+  void NotifyDone() EXCLUDES(mutex_);
+
+  const std::shared_ptr<const LoadedPlan> plan_;
+  // Let go before the end is made known, so that the last owner of a backend (and of the client and
+  // launcher behind it) is never a lane, which could not join itself.
+  std::shared_ptr<Backend> backend_;
+  const RunOptions options_;
+  std::function<void(const std::shared_ptr<const RunReport>&)> done_callback_;
+  RunContext context_;
+  Clock::time_point start_;
+
+  // Unmet dependencies of each vertex. Whoever takes one to zero queues the vertex. acq_rel: the
+  // last decrement sees what every earlier one published, which is what the vertex will read.
+  std::unique_ptr<std::atomic<int32_t>[]> unmet_;
+  // Links of the lanes' inboxes. Written by the pusher, published by the push.
+  std::vector<int32_t> next_;
+  // One for each lane; only that lane's thread touches it.
+  std::vector<ReadyQueue> ready_;
+  // Vertices that have not completed. acq_rel: the last one sees the whole run.
+  std::atomic<int32_t> pending_;
+  std::vector<int64_t> start_ns_;
+  std::vector<int64_t> end_ns_;
+  std::unique_ptr<LiveRanges> live_ranges_;
+
+  std::atomic<bool> cancelled_{false};
+  // Whoever changes it from false writes error_*; readers come after the last completion.
+  std::atomic<bool> failed_{false};
+  int32_t error_vertex_ = -1;
+  std::string error_message_;
+
+  mutable Mutex mutex_;
+  CondVar ended_;
+  bool done_ GUARDED_BY(mutex_) = false;
+  std::shared_ptr<RunReport> report_ GUARDED_BY(mutex_);
+};
+
+}  // namespace jaxoffload
+
+#endif  // JAXOFFLOAD_LAUNCHER_RUN_H_

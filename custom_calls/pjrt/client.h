@@ -1,0 +1,116 @@
+// A PJRT client of our own beside JAX's, with the arenas and the launcher that its plans share.
+
+#ifndef JAXOFFLOAD_PJRT_CLIENT_H_
+#define JAXOFFLOAD_PJRT_CLIENT_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "launcher/launcher.h"
+#include "pjrt/api.h"
+#include "tiers/arena.h"
+
+namespace jaxoffload {
+
+class Executable;
+
+class Client : public std::enable_shared_from_this<Client> {
+ public:
+  using Attribute = std::variant<std::string, int64_t, std::vector<int64_t>, double, bool>;
+
+  // Throws std::runtime_error: the plugin cannot be loaded, or has an unfit version.
+  static std::shared_ptr<Client> Create(const std::string& plugin_path, int32_t num_devices);
+  // Waits for the runs in the queue. Must not be called from a lane.
+  ~Client();
+  Client(const Client&) = delete;
+  Client& operator=(const Client&) = delete;
+
+  std::string platform_name() const;
+  std::string platform_version() const;
+  // What the plugin tells about itself, "stablehlo_current_version" for one.
+  std::vector<std::pair<std::string, Attribute>> attributes() const;
+
+  // Compiles StableHLO (text, bytecode, or a portable artifact) with a serialized
+  // CompileOptionsProto. Any thread; compilations go on side by side. Throws std::runtime_error
+  // with XLA's message.
+  std::shared_ptr<Executable> Compile(const std::string& code, const std::string& options);
+
+  // Makes FFI handlers known to the plugin, which has a registry of its own: see ffi_trampolines.h.
+  // A name that is registered already is left alone.
+  void RegisterFfiHandlers(const std::vector<std::pair<std::string, void*>>& handlers);
+
+  // Gives the arenas' pages back, once no run is active. Waits for that.
+  void Trim();
+
+  // Ends the launcher; later runs are refused. For the end of the process.
+  void Shutdown() { launcher_.Shutdown(); }
+
+  const PJRT_Api* api() const { return api_; }
+  PJRT_Client* get() const { return client_; }
+  int32_t num_devices() const { return static_cast<int32_t>(devices_.size()); }
+  PJRT_Device* device(int32_t device) const { return devices_[device]; }
+  Arena& device_arena(int32_t device) { return *device_arenas_[device]; }
+  Arena& host_arena() { return host_arena_; }
+  Launcher& launcher() { return launcher_; }
+
+ private:
+  Client(const PJRT_Api* api, PJRT_Client* client, std::vector<PJRT_Device*> devices);
+
+  const PJRT_Api* const api_;
+  PJRT_Client* const client_;
+  const std::vector<PJRT_Device*> devices_;
+  std::vector<std::unique_ptr<Arena>> device_arenas_;
+  Arena host_arena_;
+  // Last: destroyed first, so that no lane outlives what its vertices use.
+  Launcher launcher_;
+};
+
+// A compiled program.
+class Executable {
+ public:
+  Executable(std::shared_ptr<Client> client, PJRT_LoadedExecutable* loaded);
+  ~Executable();
+  Executable(const Executable&) = delete;
+  Executable& operator=(const Executable&) = delete;
+
+  PJRT_LoadedExecutable* get() const { return loaded_; }
+  const std::shared_ptr<Client>& client() const { return client_; }
+
+  int64_t num_outputs() const { return static_cast<int64_t>(output_types_.size()); }
+  PJRT_Buffer_Type output_type(int64_t output) const { return output_types_[output]; }
+  const std::vector<int64_t>& output_dims(int64_t output) const { return output_dims_[output]; }
+  // The device it was compiled for; others need PJRT_LoadedExecutable_Execute's execute_device.
+  PJRT_Device* device() const { return device_; }
+
+  // XLA's own figures, bytes.
+  int64_t temp_bytes() const { return temp_bytes_; }
+  int64_t argument_bytes() const { return argument_bytes_; }
+  int64_t output_bytes() const { return output_bytes_; }
+  int64_t alias_bytes() const { return alias_bytes_; }
+  int64_t code_bytes() const { return code_bytes_; }
+  // Empty where the plugin has none.
+  const std::string& fingerprint() const { return fingerprint_; }
+
+ private:
+  void ReadMetadata();
+
+  const std::shared_ptr<Client> client_;
+  PJRT_LoadedExecutable* const loaded_;
+  PJRT_Device* device_ = nullptr;
+  std::vector<PJRT_Buffer_Type> output_types_;
+  std::vector<std::vector<int64_t>> output_dims_;
+  int64_t temp_bytes_ = 0;
+  int64_t argument_bytes_ = 0;
+  int64_t output_bytes_ = 0;
+  int64_t alias_bytes_ = 0;
+  int64_t code_bytes_ = 0;
+  std::string fingerprint_;
+};
+
+}  // namespace jaxoffload
+
+#endif  // JAXOFFLOAD_PJRT_CLIENT_H_

@@ -1,0 +1,96 @@
+#include "pjrt/plan.h"
+
+#include <map>
+#include <stdexcept>
+#include <utility>
+
+#include "pjrt/plan_backend.h"
+
+namespace jaxoffload {
+namespace {
+
+void CheckArrays(const char* name, const std::vector<char*>& arrays,
+                 const std::vector<int64_t>& bytes) {
+  if (arrays.size() != bytes.size()) {
+    throw std::invalid_argument("run: " + std::to_string(arrays.size()) + " " + name +
+                                " given, the plan has " + std::to_string(bytes.size()));
+  }
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    if (arrays[i] == nullptr && bytes[i] > 0) {
+      throw std::invalid_argument(std::string("run: ") + name + "[" + std::to_string(i) +
+                                  "] has no address");
+    }
+  }
+}
+
+struct Registry {
+  Mutex mutex;
+  std::map<std::string, std::shared_ptr<Plan>> plans GUARDED_BY(mutex);
+};
+
+// Never destroyed: XLA may look into it until the process ends.
+Registry& GlobalRegistry() {
+  static Registry* const registry = new Registry;
+  return *registry;
+}
+
+}  // namespace
+
+std::shared_ptr<Plan> Plan::Create(std::shared_ptr<Client> client,
+                                   std::vector<std::shared_ptr<Executable>> executables,
+                                   PlanArrays arrays) {
+  std::shared_ptr<Plan> plan(new Plan);
+  plan->client_ = std::move(client);
+  plan->loaded_ = std::make_shared<LoadedPlan>(LoadedPlan::Load(
+      std::move(arrays), plan->client_->num_devices(), static_cast<int32_t>(executables.size())));
+  plan->backend_ =
+      std::make_shared<PlanBackend>(plan->client_, plan->loaded_, std::move(executables));
+  return plan;
+}
+
+std::shared_ptr<Run> Plan::Submit(
+    std::vector<char*> arguments, std::vector<char*> results, const RunOptions& options,
+    std::function<void(const std::shared_ptr<const RunReport>&)> done) {
+  CheckArrays("arguments", arguments, loaded_->argument_bytes());
+  CheckArrays("results", results, loaded_->result_bytes());
+  auto run = std::make_shared<Run>(loaded_, backend_, std::move(arguments), std::move(results),
+                                   options, std::move(done));
+  client_->launcher().Submit(run);
+  return run;
+}
+
+std::shared_ptr<const RunReport> Plan::last_report() const {
+  MutexLock lock(mutex_);
+  return last_report_;
+}
+
+void Plan::set_last_report(std::shared_ptr<const RunReport> report) {
+  MutexLock lock(mutex_);
+  last_report_ = std::move(report);
+}
+
+void RegisterPlan(const std::string& key, std::shared_ptr<Plan> plan) {
+  Registry& registry = GlobalRegistry();
+  MutexLock lock(registry.mutex);
+  // Swapped, not assigned: the plan that goes is destroyed after the lock.
+  registry.plans[key].swap(plan);
+}
+
+void UnregisterPlan(const std::string& key) {
+  std::shared_ptr<Plan> gone;
+  Registry& registry = GlobalRegistry();
+  MutexLock lock(registry.mutex);
+  const auto found = registry.plans.find(key);
+  if (found == registry.plans.end()) return;
+  gone = std::move(found->second);
+  registry.plans.erase(found);
+}
+
+std::shared_ptr<Plan> FindPlan(const std::string& key) {
+  Registry& registry = GlobalRegistry();
+  MutexLock lock(registry.mutex);
+  const auto found = registry.plans.find(key);
+  return found == registry.plans.end() ? nullptr : found->second;
+}
+
+}  // namespace jaxoffload

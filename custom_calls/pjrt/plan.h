@@ -1,0 +1,58 @@
+// A plan that can be run: what Python and the FFI handler hold.
+
+#ifndef JAXOFFLOAD_PJRT_PLAN_H_
+#define JAXOFFLOAD_PJRT_PLAN_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+#include "launcher/run.h"
+#include "pjrt/client.h"
+#include "plan/loaded_plan.h"
+
+namespace jaxoffload {
+
+class Plan : public std::enable_shared_from_this<Plan> {
+ public:
+  // Throws std::invalid_argument, naming the array that is wrong.
+  static std::shared_ptr<Plan> Create(std::shared_ptr<Client> client,
+                                      std::vector<std::shared_ptr<Executable>> executables,
+                                      PlanArrays arrays);
+
+  const LoadedPlan& loaded() const { return *loaded_; }
+  const std::shared_ptr<Client>& client() const { return client_; }
+
+  // Queues a run on the client; never waits. The caller's arrays must outlive it. `done` is called
+  // as Run's. Throws std::invalid_argument: wrong number of arrays, or one without an address.
+  std::shared_ptr<Run> Submit(
+      std::vector<char*> arguments, std::vector<char*> results, const RunOptions& options,
+      std::function<void(const std::shared_ptr<const RunReport>&)> done = nullptr);
+
+  // Of the latest run that ended, null before the first.
+  std::shared_ptr<const RunReport> last_report() const EXCLUDES(mutex_);
+  void set_last_report(std::shared_ptr<const RunReport> report) EXCLUDES(mutex_);
+
+ private:
+  Plan() = default;
+
+  std::shared_ptr<Client> client_;
+  std::shared_ptr<const LoadedPlan> loaded_;
+  std::shared_ptr<Backend> backend_;
+  mutable Mutex mutex_;
+  std::shared_ptr<const RunReport> last_report_ GUARDED_BY(mutex_);
+};
+
+// Plans by key, for the FFI handler. Registering a key again replaces its plan; a run in progress
+// keeps the one that it has.
+void RegisterPlan(const std::string& key, std::shared_ptr<Plan> plan);
+void UnregisterPlan(const std::string& key);
+// Null if there is none.
+std::shared_ptr<Plan> FindPlan(const std::string& key);
+
+}  // namespace jaxoffload
+
+#endif  // JAXOFFLOAD_PJRT_PLAN_H_

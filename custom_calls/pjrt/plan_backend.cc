@@ -1,0 +1,402 @@
+#include "pjrt/plan_backend.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "tiers/host_pool.h"
+
+namespace jaxoffload {
+namespace {
+
+// XLA's CPU client takes zero-copy buffers at multiples of this (xla::cpu::MinAlign).
+constexpr uintptr_t kAlignment = 64;
+
+bool IsAligned(const char* address) {
+  return reinterpret_cast<uintptr_t>(address) % kAlignment == 0;
+}
+
+// 0 for types that have no whole bytes.
+int64_t ItemBytes(int32_t dtype) {
+  switch (dtype) {
+    case PJRT_Buffer_Type_PRED:
+    case PJRT_Buffer_Type_S8:
+    case PJRT_Buffer_Type_U8:
+    case PJRT_Buffer_Type_F8E5M2:
+    case PJRT_Buffer_Type_F8E4M3FN:
+    case PJRT_Buffer_Type_F8E4M3B11FNUZ:
+    case PJRT_Buffer_Type_F8E5M2FNUZ:
+    case PJRT_Buffer_Type_F8E4M3FNUZ:
+    case PJRT_Buffer_Type_F8E4M3:
+    case PJRT_Buffer_Type_F8E3M4:
+    case PJRT_Buffer_Type_F8E8M0FNU:
+      return 1;
+    case PJRT_Buffer_Type_S16:
+    case PJRT_Buffer_Type_U16:
+    case PJRT_Buffer_Type_F16:
+    case PJRT_Buffer_Type_BF16:
+      return 2;
+    case PJRT_Buffer_Type_S32:
+    case PJRT_Buffer_Type_U32:
+    case PJRT_Buffer_Type_F32:
+      return 4;
+    case PJRT_Buffer_Type_S64:
+    case PJRT_Buffer_Type_U64:
+    case PJRT_Buffer_Type_F64:
+    case PJRT_Buffer_Type_C64:
+      return 8;
+    case PJRT_Buffer_Type_C128:
+      return 16;
+    default:
+      return 0;
+  }
+}
+
+std::string ShapeText(int32_t dtype, const int64_t* dims, int64_t num_dims) {
+  std::string text = "PJRT type " + std::to_string(dtype) + " [";
+  for (int64_t d = 0; d < num_dims; ++d) {
+    if (d > 0) text += ",";
+    text += std::to_string(dims[d]);
+  }
+  return text + "]";
+}
+
+[[noreturn]] void Refuse(const std::string& what) {
+  throw std::invalid_argument("Plan: " + what);
+}
+
+}  // namespace
+
+PlanBackend::PlanBackend(std::shared_ptr<Client> client, std::shared_ptr<const LoadedPlan> plan,
+                         std::vector<std::shared_ptr<Executable>> executables)
+    : client_(std::move(client)),
+      api_(client_->api()),
+      plan_(std::move(plan)),
+      executables_(std::move(executables)),
+      slot_of_version_(plan_->num_versions(), -1),
+      calls_(plan_->num_vertices()) {
+  std::memset(&execute_options_, 0, sizeof(execute_options_));
+  execute_options_.struct_size = PJRT_ExecuteOptions_STRUCT_SIZE;
+  for (int32_t v = 0; v < plan_->num_vertices(); ++v) {
+    if (plan_->kind(v) == Kind::kKernel) AddCall(v);
+  }
+  slot_of_place_.clear();
+  parameters_.resize(parameter_slot_.size());
+  outputs_.resize(output_slot_.size());
+  for (size_t slot = 0; slot < slots_.size(); ++slot) {
+    if (slots_[slot].in_callers_array) movable_slots_.push_back(static_cast<int32_t>(slot));
+  }
+  int32_t device = 0;
+  const std::vector<int64_t>& arena_bytes = plan_->arena_bytes();
+  try {
+    for (; device < static_cast<int32_t>(arena_bytes.size()); ++device) {
+      client_->device_arena(device).Acquire(arena_bytes[device]);
+    }
+    client_->host_arena().Acquire(plan_->host_bytes());
+  } catch (...) {
+    while (device-- > 0) client_->device_arena(device).Release(arena_bytes[device]);
+    throw;
+  }
+}
+
+PlanBackend::~PlanBackend() {
+  for (Slot& slot : slots_) Drop(slot);
+  const std::vector<int64_t>& arena_bytes = plan_->arena_bytes();
+  for (size_t device = 0; device < arena_bytes.size(); ++device) {
+    client_->device_arena(static_cast<int32_t>(device)).Release(arena_bytes[device]);
+  }
+  client_->host_arena().Release(plan_->host_bytes());
+}
+
+void PlanBackend::AddCall(int32_t vertex_id) {
+  const std::shared_ptr<Executable>& executable = executables_[plan_->executable(vertex_id)];
+  if (executable == nullptr) {
+    Refuse("executables[" + std::to_string(plan_->executable(vertex_id)) + "] is None, but " +
+           plan_->Describe(vertex_id) + " needs it");
+  }
+  const Range inputs = plan_->inputs(vertex_id);
+  const Range outputs = plan_->outputs(vertex_id);
+  if (executable->num_outputs() != outputs.size()) {
+    Refuse(plan_->Describe(vertex_id) + " has " + std::to_string(outputs.size()) +
+           " outputs, but its executable " + std::to_string(executable->num_outputs()));
+  }
+  const int32_t device = plan_->device(vertex_id);
+  Call& call = calls_[vertex_id];
+  call.executable = executable->get();
+  if (executable->device() != client_->device(device)) call.device = client_->device(device);
+
+  call.parameters.begin = static_cast<int64_t>(parameter_slot_.size());
+  for (int64_t i = inputs.begin; i < inputs.end; ++i) {
+    parameter_slot_.push_back(SlotOf(plan_->input(i), device));
+  }
+  call.outputs.begin = static_cast<int64_t>(output_slot_.size());
+  for (int64_t o = outputs.begin; o < outputs.end; ++o) {
+    const int32_t version = plan_->output(o);
+    CheckOutput(vertex_id, o - outputs.begin, version);
+    const int32_t slot = SlotOf(version, device);
+    const int32_t overwritten = plan_->overwritten(o);
+    if (overwritten < 0) parameter_slot_.push_back(slot);
+    output_slot_.push_back(slot);
+    donor_slot_.push_back(overwritten < 0 ? slot : SlotOf(overwritten, device));
+    output_version_.push_back(version);
+  }
+  call.parameters.end = static_cast<int64_t>(parameter_slot_.size());
+  call.outputs.end = static_cast<int64_t>(output_slot_.size());
+}
+
+void PlanBackend::CheckOutput(int32_t vertex_id, int64_t position, int32_t version_id) const {
+  const Executable& executable = *executables_[plan_->executable(vertex_id)];
+  const std::vector<int64_t>& dims = executable.output_dims(position);
+  const int64_t* const planned = plan_->dims(version_id);
+  const int64_t num_dims = plan_->num_dims(version_id);
+  if (executable.output_type(position) == plan_->dtype(version_id) &&
+      std::equal(dims.begin(), dims.end(), planned, planned + num_dims)) {
+    return;
+  }
+  Refuse("output " + std::to_string(position) + " of " + plan_->Describe(vertex_id) + " is " +
+         ShapeText(plan_->dtype(version_id), planned, num_dims) + ", but that of its executable " +
+         ShapeText(executable.output_type(position), dims.data(),
+                   static_cast<int64_t>(dims.size())));
+}
+
+int32_t PlanBackend::SlotOf(int32_t version_id, int32_t device) {
+  int32_t& slot_id = slot_of_version_[version_id];
+  if (slot_id >= 0) {
+    if (slots_[slot_id].device != device) {
+      Refuse("version " + std::to_string(version_id) + " is used by kernels of devices " +
+             std::to_string(slots_[slot_id].device) + " and " + std::to_string(device));
+    }
+    return slot_id;
+  }
+  CheckPlace(version_id, device);
+  const bool in_arena = plan_->space(version_id) == Space::kDevice;
+  if (in_arena && plan_->bytes(version_id) > 0) {  // empty ones take no place, so do not share one
+    const int64_t* const dims = plan_->dims(version_id);
+    const auto place = std::make_tuple(
+        device, plan_->offset(version_id), plan_->dtype(version_id),
+        std::vector<int64_t>(dims, dims + plan_->num_dims(version_id)));
+    const auto [found, is_new] =
+        slot_of_place_.emplace(place, static_cast<int32_t>(slots_.size()));
+    if (!is_new) return slot_id = found->second;
+  }
+  slot_id = static_cast<int32_t>(slots_.size());
+  Slot slot;
+  slot.version = version_id;
+  slot.device = device;
+  slot.in_callers_array = !in_arena;
+  if (in_arena) slot.address = DeviceBase(device) + plan_->offset(version_id);
+  slots_.push_back(slot);
+  return slot_id;
+}
+
+void PlanBackend::CheckPlace(int32_t version_id, int32_t device) const {
+  const auto entry = [version_id](const char* name, int64_t value) {
+    return std::string(name) + "[" + std::to_string(version_id) + "]=" + std::to_string(value);
+  };
+  int64_t bytes = ItemBytes(plan_->dtype(version_id));
+  if (bytes == 0) Refuse(entry("dtype", plan_->dtype(version_id)) + " has no whole bytes");
+  for (int64_t d = 0; d < plan_->num_dims(version_id); ++d) bytes *= plan_->dims(version_id)[d];
+  if (bytes != plan_->bytes(version_id)) {
+    Refuse(entry("bytes", plan_->bytes(version_id)) + ", but its shape has " +
+           std::to_string(bytes));
+  }
+  const Space space = plan_->space(version_id);
+  if (space == Space::kHost || (space == Space::kDevice && plan_->index(version_id) != device)) {
+    Refuse(entry("space", static_cast<int>(space)) + " and " +
+           entry("index", plan_->index(version_id)) + ", but a kernel of device " +
+           std::to_string(device) + " uses it");
+  }
+  if (space == Space::kDevice && plan_->offset(version_id) % kAlignment != 0) {
+    Refuse(entry("offset", plan_->offset(version_id)) + " is not a multiple of 64");
+  }
+}
+
+PJRT_Error* PlanBackend::Import(Slot& slot) {
+  JO_PJRT_ARGS(PJRT_Client_BufferFromHostBuffer, args);
+  args.client = client_->get();
+  args.data = slot.address;
+  args.type = static_cast<PJRT_Buffer_Type>(plan_->dtype(slot.version));
+  args.dims = plan_->dims(slot.version);
+  args.num_dims = plan_->num_dims(slot.version);
+  args.host_buffer_semantics = PJRT_HostBufferSemantics_kMutableZeroCopy;
+  args.device = client_->device(slot.device);
+  PJRT_Error* const error = api_->PJRT_Client_BufferFromHostBuffer(&args);
+  if (error != nullptr) return error;
+  slot.buffer = args.buffer;
+  // Tells when XLA is done with the memory; it is ours for longer than that.
+  JO_PJRT_ARGS(PJRT_Event_Destroy, destroy);
+  destroy.event = args.done_with_host_buffer;
+  return api_->PJRT_Event_Destroy(&destroy);
+}
+
+void PlanBackend::Drop(Slot& slot) {
+  if (slot.buffer == nullptr) return;
+  DestroyBuffer(api_, slot.buffer);
+  slot.buffer = nullptr;
+}
+
+void PlanBackend::Begin(RunContext& context) {
+  const std::vector<int32_t>& donated = plan_->donated();
+  for (size_t i = 0; i < donated.size(); i += 2) {
+    // The plan takes both for one range. Where the caller could not make them one (XLA copies a
+    // donated argument that is still needed), the result's bytes start as the argument's.
+    char*& argument = context.arguments[donated[i]];
+    char* const result = context.results[donated[i + 1]];
+    const int64_t bytes = plan_->argument_bytes()[donated[i]];
+    if (argument == result || bytes == 0) continue;
+    CopyBytes(result, argument, bytes, context.abort);
+    context.realigned_bytes.fetch_add(bytes, std::memory_order_relaxed);
+    argument = result;
+  }
+  for (int32_t slot_id : movable_slots_) {
+    Slot& slot = slots_[slot_id];
+    const std::vector<char*>& bases =
+        plan_->space(slot.version) == Space::kArgument ? context.arguments : context.results;
+    PlaceSlot(slot, bases[plan_->index(slot.version)] + plan_->offset(slot.version), context);
+  }
+}
+
+void PlanBackend::PlaceSlot(Slot& slot, char* place, RunContext& context) {
+  const int64_t bytes = plan_->bytes(slot.version);
+  char* address = place;
+  if (bytes == 0) {
+    address = HostBase();  // never read or written; a caller's empty array may have no address
+  } else if (!IsAligned(place)) {
+    const int32_t writer = plan_->writer(slot.version);
+    if (writer >= 0 && plan_->kind(writer) != Kind::kKernel) {
+      throw std::runtime_error(plan_->Describe(writer) +
+                               " copies to an address that is not a multiple of 64, where a kernel "
+                               "reads. Pass results that are aligned to 64 bytes.");
+    }
+    address = HostPool::Global().Allocate(bytes);
+    slot.is_scratch = true;
+    if (writer < 0) {
+      CopyBytes(address, place, bytes, context.abort);
+      context.realigned_bytes.fetch_add(bytes, std::memory_order_relaxed);
+    }
+  }
+  if (slot.address != address) Drop(slot);
+  slot.address = address;
+}
+
+void PlanBackend::End(RunContext&) {
+  for (int32_t slot_id : movable_slots_) {
+    Slot& slot = slots_[slot_id];
+    if (!slot.is_scratch) continue;
+    Drop(slot);
+    HostPool::Global().Free(slot.address, plan_->bytes(slot.version));
+    slot.address = nullptr;
+    slot.is_scratch = false;
+  }
+}
+
+bool PlanBackend::Execute(int32_t vertex_id, RunContext& context, std::string* error) {
+  if (plan_->kind(vertex_id) == Kind::kKernel) return ExecuteKernel(vertex_id, context, error);
+  const int32_t from = plan_->input(plan_->inputs(vertex_id).begin);
+  const int32_t to = plan_->output(plan_->outputs(vertex_id).begin);
+  CopyBytes(context.address[to], context.address[from], plan_->bytes(to), context.abort);
+  return true;
+}
+
+bool PlanBackend::ExecuteKernel(int32_t vertex_id, RunContext& context, std::string* error) {
+  const Call& call = calls_[vertex_id];
+  for (int64_t p = call.parameters.begin; p < call.parameters.end; ++p) {
+    Slot& slot = slots_[parameter_slot_[p]];
+    if (slot.buffer == nullptr) {
+      if (PJRT_Error* const failure = Import(slot)) {
+        *error = TakeMessage(api_, failure);
+        return false;
+      }
+    }
+    parameters_[p] = slot.buffer;
+  }
+  PJRT_Buffer* const* const parameters = parameters_.data() + call.parameters.begin;
+  PJRT_Buffer** const outputs = outputs_.data() + call.outputs.begin;
+  PJRT_Event* complete = nullptr;
+  JO_PJRT_ARGS(PJRT_LoadedExecutable_Execute, args);
+  args.executable = call.executable;
+  args.options = &execute_options_;
+  args.argument_lists = &parameters;
+  args.num_devices = 1;
+  args.num_args = call.parameters.size();
+  args.output_lists = &outputs;
+  args.device_complete_events = &complete;
+  args.execute_device = call.device;
+  if (PJRT_Error* const failure = api_->PJRT_LoadedExecutable_Execute(&args)) {
+    *error = TakeMessage(api_, failure);
+    DropDonated(call);
+    return false;
+  }
+  if (PJRT_Error* const failure = AwaitAndDestroy(api_, complete)) {
+    *error = TakeMessage(api_, failure);
+    for (int64_t o = 0; o < call.outputs.size(); ++o) DestroyBuffer(api_, outputs[o]);
+    DropDonated(call);
+    return false;
+  }
+  return TakeOutputs(call, context, error);
+}
+
+bool PlanBackend::TakeOutputs(const Call& call, RunContext& context, std::string* error) {
+  std::vector<char*> found;  // only filled if an output is not in place: no allocation otherwise
+  for (int64_t o = call.outputs.begin; o < call.outputs.end; ++o) {
+    JO_PJRT_ARGS(PJRT_Buffer_UnsafePointer, pointer);
+    pointer.buffer = outputs_[o];
+    if (PJRT_Error* const failure = api_->PJRT_Buffer_UnsafePointer(&pointer)) {
+      *error = TakeMessage(api_, failure);
+      for (int64_t d = call.outputs.begin; d < call.outputs.end; ++d) {
+        DestroyBuffer(api_, outputs_[d]);
+      }
+      DropDonated(call);
+      return false;
+    }
+    const int32_t version = output_version_[o];
+    char* const where = reinterpret_cast<char*>(pointer.buffer_pointer);
+    const bool in_place = where == context.address[version] || plan_->bytes(version) == 0;
+    if (in_place && found.empty()) continue;
+    if (found.empty()) {
+      found.resize(call.outputs.size(), nullptr);
+      o = call.outputs.begin - 1;  // once more, this time taking notes
+      continue;
+    }
+    if (!in_place) found[o - call.outputs.begin] = where;
+  }
+  if (!found.empty()) CopyMisplaced(call, found, context);
+  for (int64_t o = call.outputs.begin; o < call.outputs.end; ++o) {
+    Drop(slots_[donor_slot_[o]]);
+    Slot& slot = slots_[output_slot_[o]];
+    Drop(slot);
+    if (found.empty() || found[o - call.outputs.begin] == nullptr) {
+      slot.buffer = outputs_[o];
+    } else {
+      DestroyBuffer(api_, outputs_[o]);
+    }
+  }
+  return true;
+}
+
+// Outputs may lie in each other's places, so everything is taken aside first.
+void PlanBackend::CopyMisplaced(const Call& call, const std::vector<char*>& found,
+                                RunContext& context) {
+  std::vector<std::vector<char>> aside(found.size());
+  for (size_t o = 0; o < found.size(); ++o) {
+    if (found[o] == nullptr) continue;
+    const int64_t bytes = plan_->bytes(output_version_[call.outputs.begin + o]);
+    aside[o].assign(found[o], found[o] + bytes);
+  }
+  for (size_t o = 0; o < found.size(); ++o) {
+    if (found[o] == nullptr) continue;
+    const int64_t entry = call.outputs.begin + static_cast<int64_t>(o);
+    const Slot& slot = slots_[output_slot_[entry]];
+    std::memcpy(context.address[output_version_[entry]], aside[o].data(), aside[o].size());
+    if (slot.is_scratch) std::memcpy(slot.address, aside[o].data(), aside[o].size());
+    context.copied_outputs.fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
+void PlanBackend::DropDonated(const Call& call) {
+  for (int64_t o = call.outputs.begin; o < call.outputs.end; ++o) {
+    Drop(slots_[donor_slot_[o]]);
+  }
+}
+
+}  // namespace jaxoffload

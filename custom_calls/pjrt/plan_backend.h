@@ -1,0 +1,103 @@
+// Runs the vertices of one plan on a PJRT client: kernels by PJRT_LoadedExecutable_Execute into
+// places of our choice, copies by memcpy.
+//
+// **How XLA writes where the plan says.** A kernel is compiled as f(*inputs, *places): `places` are
+// dummies for the outputs that do not overwrite an input, donated, as the overwritten inputs are.
+// XLA writes each output into the memory of the parameter that it aliases. A buffer over memory of
+// ours that may be donated comes from PJRT_Client_BufferFromHostBuffer with kMutableZeroCopy; what
+// Execute returns is again a buffer over that memory, and is kept to be donated the next time.
+//
+// **Slots.** A slot holds the buffer over one place, made when first needed and used from then on.
+// Versions that have the same place and shape share one: a plan that is free of races never uses
+// them at the same time. Places in the caller's arrays move from run to run; their slots are made
+// anew when the address differs.
+//
+// **When XLA does not write in place** (it refused the alias, or the address is not aligned to 64
+// bytes) the output is copied to its place and counted in RunContext::copied_outputs.
+
+#ifndef JAXOFFLOAD_PJRT_PLAN_BACKEND_H_
+#define JAXOFFLOAD_PJRT_PLAN_BACKEND_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "launcher/backend.h"
+#include "pjrt/client.h"
+#include "plan/loaded_plan.h"
+
+namespace jaxoffload {
+
+class PlanBackend : public Backend {
+ public:
+  // Throws std::invalid_argument if the plan does not fit the executables, std::runtime_error if
+  // an arena cannot grow to the plan's size.
+  PlanBackend(std::shared_ptr<Client> client, std::shared_ptr<const LoadedPlan> plan,
+              std::vector<std::shared_ptr<Executable>> executables);
+  ~PlanBackend() override;
+  PlanBackend(const PlanBackend&) = delete;
+  PlanBackend& operator=(const PlanBackend&) = delete;
+
+  char* DeviceBase(int32_t device) override { return client_->device_arena(device).base(); }
+  char* HostBase() override { return client_->host_arena().base(); }
+  void Begin(RunContext& context) override;
+  bool Execute(int32_t vertex_id, RunContext& context, std::string* error) override;
+  void End(RunContext& context) override;
+
+ private:
+  struct Slot {
+    PJRT_Buffer* buffer = nullptr;
+    char* address = nullptr;
+    int32_t version = -1;  // one of those that share it: for dtype and dims
+    int32_t device = 0;
+    bool in_callers_array = false;
+    // The place is not aligned: `address` is a block of the host pool, freed in End.
+    bool is_scratch = false;
+  };
+  // A kernel vertex, ready to be executed; ranges are of the flat arrays below.
+  struct Call {
+    PJRT_LoadedExecutable* executable = nullptr;
+    PJRT_Device* device = nullptr;  // null: the one that it was compiled for
+    Range parameters{0, 0};
+    Range outputs{0, 0};
+  };
+
+  void AddCall(int32_t vertex_id);
+  void CheckOutput(int32_t vertex_id, int64_t position, int32_t version_id) const;
+  int32_t SlotOf(int32_t version_id, int32_t device);
+  void CheckPlace(int32_t version_id, int32_t device) const;
+  PJRT_Error* Import(Slot& slot);
+  void Drop(Slot& slot);
+  void PlaceSlot(Slot& slot, char* place, RunContext& context);
+  bool ExecuteKernel(int32_t vertex_id, RunContext& context, std::string* error);
+  // Takes the outputs of an execution into their slots. False, with *error set, on failure.
+  bool TakeOutputs(const Call& call, RunContext& context, std::string* error);
+  void CopyMisplaced(const Call& call, const std::vector<char*>& found, RunContext& context);
+  void DropDonated(const Call& call);
+
+  const std::shared_ptr<Client> client_;
+  const PJRT_Api* const api_;
+  const std::shared_ptr<const LoadedPlan> plan_;
+  const std::vector<std::shared_ptr<Executable>> executables_;
+  PJRT_ExecuteOptions execute_options_;
+
+  // Of slots in arenas: device, offset, dtype, dims. Empty after construction.
+  std::map<std::tuple<int32_t, int64_t, int32_t, std::vector<int64_t>>, int32_t> slot_of_place_;
+  std::vector<Slot> slots_;
+  std::vector<int32_t> slot_of_version_;
+  std::vector<int32_t> movable_slots_;  // those in the caller's arrays
+  std::vector<Call> calls_;             // by vertex
+  std::vector<int32_t> parameter_slot_;
+  std::vector<PJRT_Buffer*> parameters_;  // written before each execution, by the lane's thread
+  std::vector<int32_t> output_slot_;
+  std::vector<int32_t> donor_slot_;  // whose buffer each output takes over
+  std::vector<int32_t> output_version_;
+  std::vector<PJRT_Buffer*> outputs_;
+};
+
+}  // namespace jaxoffload
+
+#endif  // JAXOFFLOAD_PJRT_PLAN_BACKEND_H_

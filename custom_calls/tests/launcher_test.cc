@@ -1,0 +1,333 @@
+// The launcher on a fake backend: right results in every order, failures that drain, runs that
+// queue. Plans and delays are random, with the seed in every message.
+
+#include "launcher/launcher.h"
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "launcher/callback_threads.h"
+#include "tests/check.h"
+#include "tests/fake_backend.h"
+#include "tests/plan_maker.h"
+
+namespace jaxoffload::testing {
+namespace {
+
+constexpr int32_t kNumLanes = PlanMaker::kDevices * kLanesPerDevice;
+
+RunOptions Options(Policy policy, uint64_t seed = 0, int64_t max_delay_us = 0, bool check = false) {
+  RunOptions options;
+  options.policy = policy;
+  options.seed = seed;
+  options.max_delay_us = max_delay_us;
+  options.check = check;
+  return options;
+}
+
+struct Fixture {
+  explicit Fixture(std::shared_ptr<const LoadedPlan> loaded)
+      : plan(std::move(loaded)),
+        memory(std::make_shared<FakeMemory>()),
+        backend(std::make_shared<FakeBackend>(plan, memory)),
+        launcher(kNumLanes) {}
+
+  std::shared_ptr<Run> Submit(Arrays& arrays, const RunOptions& options) {
+    auto run =
+        std::make_shared<Run>(plan, backend, arrays.arguments(), arrays.results(), options);
+    launcher.Submit(run);
+    return run;
+  }
+  std::shared_ptr<const RunReport> RunAndWait(Arrays& arrays, const RunOptions& options) {
+    const std::shared_ptr<Run> run = Submit(arrays, options);
+    run->Wait();
+    return run->report();
+  }
+
+  std::shared_ptr<const LoadedPlan> plan;
+  std::shared_ptr<FakeMemory> memory;
+  std::shared_ptr<FakeBackend> backend;
+  Launcher launcher;
+};
+
+// Runs random plans under one policy; every result must be right.
+void CheckRandomPlans(Policy policy, int64_t max_delay_us, bool check) {
+  for (uint64_t seed = 0; seed < 8; ++seed) {
+    Fixture f(RandomPlan(seed, 120).Load());
+    for (uint64_t repeat = 0; repeat < 4; ++repeat) {
+      Arrays arrays(*f.plan, Mix(seed, repeat));
+      const auto report = f.RunAndWait(arrays, Options(policy, repeat, max_delay_us, check));
+      if (!report->error_message.empty() || !arrays.right()) {
+        Fail(__FILE__, __LINE__, "seed " + std::to_string(seed) + ": " + report->error_message);
+      }
+      CHECK_EQ(report->error_vertex, -1);
+      for (int32_t v = 0; v < f.plan->num_vertices(); ++v) {
+        CHECK(report->start_ns[v] >= 0 && report->end_ns[v] >= report->start_ns[v]);
+        for (const int32_t* s = f.plan->successors_begin(v); s != f.plan->successors_end(v); ++s) {
+          CHECK(report->start_ns[*s] >= report->end_ns[v]);
+        }
+      }
+    }
+    CHECK_EQ(f.backend->num_ended.load(), 4);
+  }
+}
+
+TEST(LauncherGivesRightResultsWorkConserving) {
+  CheckRandomPlans(Policy::kWorkConserving, 0, false);
+}
+TEST(LauncherGivesRightResultsInFixedOrder) { CheckRandomPlans(Policy::kFixed, 0, false); }
+TEST(LauncherGivesRightResultsInRandomOrder) { CheckRandomPlans(Policy::kRandom, 0, false); }
+TEST(LauncherGivesRightResultsWithDelays) { CheckRandomPlans(Policy::kRandom, 300, false); }
+TEST(LauncherGivesRightResultsWhileChecked) { CheckRandomPlans(Policy::kRandom, 100, true); }
+
+// One gate, then many vertices of one lane: all are ready when the gate completes.
+PlanMaker GateAndMany(const std::vector<double>& priorities) {
+  PlanMaker maker;
+  const int32_t argument = maker.Version(Space::kArgument, 0, 0, 64);
+  const int32_t gate = maker.Version(Space::kDevice, 0, 0, 64);
+  maker.Kernel({argument}, {gate});
+  for (size_t i = 0; i < priorities.size(); ++i) {
+    maker.Kernel({gate}, {maker.Version(Space::kDevice, 0, 64 * (1 + i), 64)}, priorities[i]);
+  }
+  return maker;
+}
+
+std::vector<int32_t> OrderOf(const RunReport& report) {
+  std::vector<int32_t> order(report.start_ns.size());
+  for (size_t v = 0; v < order.size(); ++v) order[v] = static_cast<int32_t>(v);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t x, int32_t y) {
+    return report.start_ns[x] < report.start_ns[y];
+  });
+  return order;
+}
+
+template <typename T>
+std::string Text(const std::vector<T>& values) {
+  std::string text;
+  for (const T& value : values) text += std::to_string(value) + " ";
+  return text;
+}
+
+TEST(LauncherStartsLargestPriorityFirstAndTiesInSerialOrder) {
+  Fixture f(GateAndMany({1, 5, 3, 5, 9}).Load());
+  Arrays arrays(*f.plan, 0);
+  const auto report = f.RunAndWait(arrays, Options(Policy::kWorkConserving));
+  CHECK_EQ(Text(OrderOf(*report)), "0 5 2 4 3 1 ");
+}
+
+TEST(LauncherFixedPolicyKeepsSerialOrder) {
+  Fixture f(GateAndMany({1, 5, 3, 5, 9}).Load());
+  Arrays arrays(*f.plan, 0);
+  CHECK_EQ(Text(OrderOf(*f.RunAndWait(arrays, Options(Policy::kFixed)))), "0 1 2 3 4 5 ");
+}
+
+TEST(LauncherFixedPolicyWaitsForTheNextVertexAlthoughAnotherIsReady) {
+  PlanMaker maker;
+  const int32_t argument = maker.Version(Space::kArgument, 0, 0, 64);
+  const int32_t x = maker.Version(Space::kDevice, 0, 0, 64);
+  maker.Copy(Kind::kReload, argument, x);
+  const int32_t waits = maker.Kernel({x}, {maker.Version(Space::kDevice, 0, 64, 64)});
+  const int32_t ready = maker.Kernel({argument}, {maker.Version(Space::kDevice, 0, 128, 64)});
+  Fixture f(maker.Load());
+  f.backend->on_execute = [](int32_t vertex) {
+    if (vertex == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  };
+  Arrays arrays(*f.plan, 0);
+  const auto fixed = f.RunAndWait(arrays, Options(Policy::kFixed));
+  CHECK(fixed->start_ns[waits] < fixed->start_ns[ready]);
+  const auto free = f.RunAndWait(arrays, Options(Policy::kWorkConserving));
+  CHECK(free->start_ns[waits] > free->start_ns[ready]);
+}
+
+TEST(LauncherRandomPolicyFindsManyOrdersAndRepeatsASeed) {
+  Fixture f(GateAndMany(std::vector<double>(8, 0)).Load());
+  std::set<std::string> orders;
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    Arrays arrays(*f.plan, 0);
+    const std::string order = Text(OrderOf(*f.RunAndWait(arrays, Options(Policy::kRandom, seed))));
+    CHECK_EQ(order, Text(OrderOf(*f.RunAndWait(arrays, Options(Policy::kRandom, seed)))));
+    orders.insert(order);
+  }
+  CHECK(orders.size() > 10);
+}
+
+TEST(LauncherStopsAtTheFirstErrorAndTheNextRunWorks) {
+  for (uint64_t seed = 0; seed < 6; ++seed) {
+    Fixture f(RandomPlan(seed, 100).Load());
+    for (const int32_t failing : {0, 7, 50, f.plan->num_vertices() - 1}) {
+      f.backend->failing = failing;
+      Arrays arrays(*f.plan, seed);
+      const auto report = f.RunAndWait(arrays, Options(Policy::kRandom, seed, 20));
+      CHECK_EQ(report->error_vertex, failing);
+      CHECK_EQ(report->error_message, "vertex fails");
+      CHECK_EQ(report->end_ns[failing], -1);
+      for (const int32_t* s = f.plan->successors_begin(failing);
+           s != f.plan->successors_end(failing); ++s) {
+        CHECK_EQ(report->start_ns[*s], -1);
+      }
+      f.backend->failing = -1;
+      Arrays again(*f.plan, seed + 1);
+      CHECK_EQ(f.RunAndWait(again, Options(Policy::kWorkConserving))->error_message, "");
+      CHECK(again.right());
+    }
+  }
+}
+
+TEST(LauncherReportsAFailedBegin) {
+  Fixture f(RandomPlan(1, 20).Load());
+  f.backend->failing = FakeBackend::kFailsInBegin;
+  Arrays arrays(*f.plan, 0);
+  const auto report = f.RunAndWait(arrays, Options(Policy::kWorkConserving));
+  CHECK_EQ(report->error_message, "begin fails");
+  CHECK_EQ(report->error_vertex, -1);
+  CHECK_EQ(f.backend->num_executed.load(), 0);
+  CHECK_EQ(f.backend->num_ended.load(), 1);
+  f.backend->failing = -1;
+  CHECK_EQ(f.RunAndWait(arrays, Options(Policy::kFixed))->error_message, "");
+  CHECK(arrays.right());
+}
+
+TEST(LauncherCancelsARunAndTheNextOneWorks) {
+  Fixture f(RandomPlan(3, 150).Load());
+  std::atomic<bool> reached{false};
+  f.backend->on_execute = [&](int32_t vertex) {
+    if (vertex == 40) reached = true;
+    if (reached) std::this_thread::sleep_for(std::chrono::microseconds(200));
+  };
+  Arrays arrays(*f.plan, 0);
+  const auto run = f.Submit(arrays, Options(Policy::kFixed));
+  while (!reached) std::this_thread::yield();
+  run->Cancel();
+  run->Wait();
+  CHECK(run->report()->cancelled);
+  CHECK_EQ(run->report()->error_message, "the run was cancelled");
+  CHECK(f.backend->num_executed < f.plan->num_vertices());
+  f.backend->on_execute = nullptr;
+  CHECK_EQ(f.RunAndWait(arrays, Options(Policy::kRandom))->error_message, "");
+  CHECK(arrays.right());
+}
+
+TEST(LauncherCancelsARunThatIsStillQueued) {
+  Fixture f(GateAndMany({0, 0}).Load());
+  std::atomic<bool> release{false};
+  f.backend->on_execute = [&](int32_t) {
+    while (!release) std::this_thread::yield();
+  };
+  Arrays first(*f.plan, 0), second(*f.plan, 1);
+  const auto running = f.Submit(first, Options(Policy::kFixed));
+  const auto queued = f.Submit(second, Options(Policy::kFixed));
+  queued->Cancel();
+  CHECK(!queued->WaitFor(std::chrono::milliseconds(1)));
+  release = true;
+  running->Wait();
+  queued->Wait();
+  CHECK_EQ(running->report()->error_message, "");
+  CHECK(queued->report()->cancelled);
+  CHECK_EQ(f.backend->num_executed.load(), 3);
+}
+
+TEST(LauncherRunsThePlansOfManyThreadsOneAtATime) {
+  auto memory = std::make_shared<FakeMemory>();
+  Launcher launcher(kNumLanes);
+  std::vector<std::shared_ptr<const LoadedPlan>> plans;
+  for (uint64_t seed = 0; seed < 3; ++seed) plans.push_back(RandomPlan(seed, 60).Load());
+  std::vector<std::thread> threads;
+  for (uint64_t t = 0; t < 6; ++t) {
+    threads.emplace_back([&, t] {
+      const auto& plan = plans[t % plans.size()];
+      auto backend = std::make_shared<FakeBackend>(plan, memory);
+      for (uint64_t repeat = 0; repeat < 15; ++repeat) {
+        Arrays arrays(*plan, Mix(t, repeat));
+        auto run = std::make_shared<Run>(plan, backend, arrays.arguments(), arrays.results(),
+                                         Options(static_cast<Policy>((t + repeat) % 3), repeat));
+        launcher.Submit(run);
+        run->Wait();
+        CHECK_EQ(run->report()->error_message, "");
+        CHECK(arrays.right());
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST(LauncherEndsEmptyRunsWithoutRecursion) {
+  PlanMaker maker;
+  Fixture f(maker.Load());
+  Arrays arrays(*f.plan, 0);
+  std::vector<std::shared_ptr<Run>> runs;
+  for (int i = 0; i < 2000; ++i) runs.push_back(f.Submit(arrays, Options(Policy::kFixed)));
+  for (const auto& run : runs) run->Wait();
+  CHECK_EQ(f.backend->num_ended.load(), 2000);
+}
+
+TEST(LauncherShutdownWaitsForQueuedRunsAndRefusesLaterOnes) {
+  Fixture f(RandomPlan(5, 60).Load());
+  std::vector<std::unique_ptr<Arrays>> arrays;
+  std::vector<std::shared_ptr<Run>> runs;
+  for (uint64_t i = 0; i < 10; ++i) {
+    arrays.push_back(std::make_unique<Arrays>(*f.plan, i));
+    runs.push_back(f.Submit(*arrays.back(), Options(Policy::kRandom, i, 50)));
+  }
+  f.launcher.Shutdown();
+  f.launcher.Shutdown();
+  for (size_t i = 0; i < runs.size(); ++i) {
+    CHECK(runs[i]->WaitFor(std::chrono::milliseconds(1000)));
+    CHECK(arrays[i]->right());
+  }
+  CHECK_THROWS(f.Submit(*arrays[0], Options(Policy::kFixed)), "shut down");
+}
+
+TEST(LauncherCallbacksMayWaitForOtherRuns) {
+  Fixture f(RandomPlan(6, 40).Load());
+  Arrays first(*f.plan, 0), second(*f.plan, 1);
+  std::atomic<bool> done{false};
+  auto run = std::make_shared<Run>(f.plan, f.backend, first.arguments(), first.results(),
+                                   Options(Policy::kFixed),
+                                   [&](const std::shared_ptr<const RunReport>& report) {
+                                     CHECK_EQ(report->error_message, "");
+                                     f.RunAndWait(second, Options(Policy::kFixed));
+                                     done = true;
+                                   });
+  f.launcher.Submit(run);
+  while (!done) std::this_thread::yield();
+  CHECK(first.right() && second.right());
+}
+
+TEST(CallbackThreadsRunTasksThatWaitForEachOther) {
+  std::atomic<int> left{8};
+  for (int i = 0; i < 8; ++i) {
+    CallbackThreads::Global().Post([&left] {
+      --left;
+      while (left > 0) std::this_thread::yield();
+    });
+  }
+  while (left > 0) std::this_thread::yield();
+}
+
+TEST(LauncherReportsBytesThatMoved) {
+  PlanMaker maker;
+  const int32_t argument = maker.Version(Space::kArgument, 0, 0, 192);
+  const int32_t up = maker.Version(Space::kDevice, 0, 128, 192);
+  const int32_t away = maker.Version(Space::kHost, 0, 0, 192);
+  const int32_t other = maker.Version(Space::kDevice, 1, 0, 192);
+  maker.Copy(Kind::kReload, argument, up);
+  maker.Copy(Kind::kOffload, up, away);
+  maker.Copy(Kind::kTransfer, up, other, 1);
+  maker.Copy(Kind::kOffload, other, maker.Version(Space::kResult, 0, 0, 192), 1);
+  Fixture f(maker.Load());
+  Arrays arrays(*f.plan, 0);
+  const auto report = f.RunAndWait(arrays, Options(Policy::kWorkConserving, 0, 0, true));
+  CHECK_EQ(report->bytes_reloaded, 192);
+  CHECK_EQ(report->bytes_offloaded, 384);
+  CHECK_EQ(report->bytes_transferred, 192);
+  CHECK_EQ(report->peak_device_bytes, 320);
+  CHECK_EQ(report->peak_live_bytes, 192);
+  CHECK_EQ(Text(report->lane), "1 2 4 5 ");
+  CHECK(arrays.right());
+}
+
+}  // namespace
+}  // namespace jaxoffload::testing
