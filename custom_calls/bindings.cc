@@ -41,8 +41,8 @@ std::vector<T> ToVector(const Array<T>& array) {
 // A read-only view of an array that the report owns.
 template <typename T>
 nb::object View(nb::handle owner, const std::vector<T>& values) {
-  return nb::cast(nb::ndarray<nb::numpy, const T, nb::ndim<1>>(values.data(), {values.size()},
-                                                               owner));
+  return nb::cast(
+      nb::ndarray<nb::numpy, const T, nb::ndim<1>>(values.data(), {values.size()}, owner));
 }
 
 // Memory of the host pool with an address that numpy can look at.
@@ -180,23 +180,25 @@ void BindClient(nb::module_& m) {
           },
           "handlers"_a)
       .def("trim", &Client::Trim, nb::call_guard<nb::gil_scoped_release>())
-      .def("arena_bytes",
-           [](Client& client, int32_t device) {
-             if (device < 0 || device >= client.num_devices()) {
-               throw std::invalid_argument("arena_bytes: no device " + std::to_string(device));
-             }
-             return client.device_arena(device).leased_bytes();
-           },
-           "device"_a = 0)
-      .def("arena_resident_bytes",
-           [](Client& client, int32_t device) {
-             if (device < 0 || device >= client.num_devices()) {
-               throw std::invalid_argument("arena_resident_bytes: no device " +
-                                           std::to_string(device));
-             }
-             return client.device_arena(device).resident_bytes();
-           },
-           "device"_a = 0)
+      .def(
+          "arena_bytes",
+          [](Client& client, int32_t device) {
+            if (device < 0 || device >= client.num_devices()) {
+              throw std::invalid_argument("arena_bytes: no device " + std::to_string(device));
+            }
+            return client.device_arena(device).leased_bytes();
+          },
+          "device"_a = 0)
+      .def(
+          "arena_resident_bytes",
+          [](Client& client, int32_t device) {
+            if (device < 0 || device >= client.num_devices()) {
+              throw std::invalid_argument("arena_resident_bytes: no device " +
+                                          std::to_string(device));
+            }
+            return client.device_arena(device).resident_bytes();
+          },
+          "device"_a = 0)
       .def("host_resident_bytes", [](Client& c) { return c.host_arena().resident_bytes(); });
 
   nb::class_<Executable>(m, "Executable", nb::is_weak_referenceable())
@@ -206,26 +208,28 @@ void BindClient(nb::module_& m) {
       .def_prop_ro("output_bytes", &Executable::output_bytes)
       .def_prop_ro("alias_bytes", &Executable::alias_bytes)
       .def_prop_ro("code_bytes", &Executable::code_bytes)
-      .def_prop_ro("fingerprint",
-                   [](const Executable& e) {
-                     return nb::bytes(e.fingerprint().data(), e.fingerprint().size());
-                   });
+      .def_prop_ro("fingerprint", [](const Executable& e) {
+        return nb::bytes(e.fingerprint().data(), e.fingerprint().size());
+      });
 }
 
 void BindReport(nb::module_& m) {
   nb::class_<RunReport>(m, "RunReport")
-      .def_prop_ro("start_ns", [](nb::handle_t<RunReport> self) {
-        return View(self, nb::cast<RunReport&>(self).start_ns);
-      })
-      .def_prop_ro("end_ns", [](nb::handle_t<RunReport> self) {
-        return View(self, nb::cast<RunReport&>(self).end_ns);
-      })
-      .def_prop_ro("lane", [](nb::handle_t<RunReport> self) {
-        return View(self, nb::cast<RunReport&>(self).lane);
-      })
-      .def_prop_ro("lane_busy_ns", [](nb::handle_t<RunReport> self) {
-        return View(self, nb::cast<RunReport&>(self).lane_busy_ns);
-      })
+      .def_prop_ro("start_ns",
+                   [](nb::handle_t<RunReport> self) {
+                     return View(self, nb::cast<RunReport&>(self).start_ns);
+                   })
+      .def_prop_ro("end_ns",
+                   [](nb::handle_t<RunReport> self) {
+                     return View(self, nb::cast<RunReport&>(self).end_ns);
+                   })
+      .def_prop_ro(
+          "lane",
+          [](nb::handle_t<RunReport> self) { return View(self, nb::cast<RunReport&>(self).lane); })
+      .def_prop_ro("lane_busy_ns",
+                   [](nb::handle_t<RunReport> self) {
+                     return View(self, nb::cast<RunReport&>(self).lane_busy_ns);
+                   })
       .def_ro("wall_ns", &RunReport::wall_ns)
       .def_ro("peak_device_bytes", &RunReport::peak_device_bytes)
       .def_ro("peak_live_bytes", &RunReport::peak_live_bytes)
@@ -250,7 +254,8 @@ std::shared_ptr<Plan> NewPlan(
     const Array<int64_t>& output_offsets, const Array<int32_t>& outputs,
     const Array<int32_t>& overwritten, std::vector<int64_t> arena_bytes, int64_t host_bytes,
     std::vector<int64_t> argument_bytes, std::vector<int64_t> result_bytes,
-    std::vector<std::string> descriptions, const std::vector<std::pair<int32_t, int32_t>>& donated) {
+    std::vector<std::string> descriptions,
+    const std::vector<std::pair<int32_t, int32_t>>& donated) {
   PlanArrays a;
   a.kind = ToVector(kind);
   a.lane = ToVector(lane);
@@ -304,9 +309,8 @@ void BindPlan(nb::module_& m) {
       .def_prop_ro("result_bytes", [](const Plan& p) { return p.loaded().result_bytes(); })
       .def("run", &RunAndWait, "arguments"_a, "results"_a, nb::kw_only(), "policy"_a = 0,
            "seed"_a = 0, "max_delay_us"_a = 0, "check"_a = false)
-      .def("last_report", [](const Plan& plan) {
-        return std::const_pointer_cast<RunReport>(plan.last_report());
-      });
+      .def("last_report",
+           [](const Plan& plan) { return std::const_pointer_cast<RunReport>(plan.last_report()); });
 
   m.def("register_plan", &RegisterPlan, "key"_a, "plan"_a);
   m.def("unregister_plan", &UnregisterPlan, "key"_a, nb::call_guard<nb::gil_scoped_release>());
@@ -335,10 +339,12 @@ void BindHostBuffer(nb::module_& m) {
     found["num_reused"] = stats.num_reused;
     return found;
   });
-  m.def("host_pool_release", [] { HostPool::Global().ReleaseFree(); },
-        nb::call_guard<nb::gil_scoped_release>());
-  m.def("host_pool_set_cap", [](int64_t bytes) { HostPool::Global().SetCap(bytes); }, "nbytes"_a,
-        nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "host_pool_release", [] { HostPool::Global().ReleaseFree(); },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "host_pool_set_cap", [](int64_t bytes) { HostPool::Global().SetCap(bytes); }, "nbytes"_a,
+      nb::call_guard<nb::gil_scoped_release>());
 }
 
 NB_MODULE(_native, m) {

@@ -44,19 +44,17 @@ std::vector<char*> Addresses(const Buffers& buffers, const char* name,
       }
     }();
     if (static_cast<int64_t>(buffer.size_bytes()) != planned[i]) {
-      throw std::invalid_argument("jaxoffload_run: " + std::string(name) + "[" +
-                                  std::to_string(i) + "] has " +
-                                  std::to_string(buffer.size_bytes()) + " bytes, the plan has " +
-                                  std::to_string(planned[i]));
+      throw std::invalid_argument("jaxoffload_run: " + std::string(name) + "[" + std::to_string(i) +
+                                  "] has " + std::to_string(buffer.size_bytes()) +
+                                  " bytes, the plan has " + std::to_string(planned[i]));
     }
     addresses.push_back(static_cast<char*>(buffer.untyped_data()));
   }
   return addresses;
 }
 
-ffi::Future StartRun(ffi::RemainingArgs arguments, ffi::RemainingRets results,
-                     std::string_view key, int64_t policy, int64_t seed, int64_t max_delay_us,
-                     int64_t check) {
+ffi::Future StartRun(ffi::RemainingArgs arguments, ffi::RemainingRets results, std::string_view key,
+                     int64_t policy, int64_t seed, int64_t max_delay_us, int64_t check) {
   const std::shared_ptr<Plan> plan = FindPlan(std::string(key));
   if (plan == nullptr) {
     return Failed("jaxoffload_run: no plan has the key " + std::string(key) +
@@ -88,8 +86,8 @@ ffi::Future StartRun(ffi::RemainingArgs arguments, ffi::RemainingRets results,
 }
 
 ffi::Future StartRunSafely(ffi::RemainingArgs arguments, ffi::RemainingRets results,
-                           std::string_view key, int64_t policy, int64_t seed,
-                           int64_t max_delay_us, int64_t check) {
+                           std::string_view key, int64_t policy, int64_t seed, int64_t max_delay_us,
+                           int64_t check) {
   try {
     return StartRun(arguments, results, key, policy, seed, max_delay_us, check);
   } catch (const std::exception& e) {

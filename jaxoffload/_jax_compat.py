@@ -155,5 +155,10 @@ def int64_attribute(value: int) -> Any:
 
 def jaxpr_of(function: Any, operands: Sequence[Any]) -> Any:
     """A function's closed jaxpr at the shapes of some operands (tracers or arrays)."""
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(_core.get_aval, operands)]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     return jax.make_jaxpr(function)(*shapes)
+
+
+def collect_released_buffers() -> None:
+    """Drops the references to host memory that deleted arrays still hold, which JAX does lazily."""
+    _jax.collect_garbage()

@@ -110,9 +110,13 @@ class Plan:
     @functools.cached_property
     def peak_device_bytes(self) -> int:
         """Device bytes that a run uses at most: the arena and the executables' workspace."""
-        if self.resident:
-            return self.resident_peak_bytes
-        return int((self.memgraph.peak_arena_bytes() + self.memgraph.headroom).max())
+        return int(self.memgraph.peak_arena_bytes().max()) + self.bytes_outside_the_arena
+
+    @functools.cached_property
+    def bytes_outside_the_arena(self) -> int:
+        """Device bytes beside the arena: workspace, and arguments and results read in place."""
+        in_place = self.resident_peak_bytes - intermediates_peak(self.taskgraph)
+        return int(self.memgraph.headroom.max()) + (in_place if self.resident else 0)
 
     @property
     def host_bytes(self) -> int:
@@ -198,11 +202,10 @@ class Planner:
         """
         budget = self._request.options.device_memory
         assert budget is None or isinstance(budget, int)
-        whole = self._compiled(float("inf"), None)
-        if budget is None or resident_peak(whole[0].taskgraph) <= budget:
-            chosen = self._fixed_cut() or whole
-            graph = _keep_everything(chosen[0].taskgraph)
-            return self._finish(chosen, graph, budget, resident=True)
+        whole = self._fixed_cut() or self._compiled(float("inf"), None)
+        kept = _keep_everything(whole[0].taskgraph, budget)
+        if kept is not None:
+            return self._finish(whole, kept, budget, resident=True)
         for captured in self._candidates(budget):
             if min_budget(captured[0].taskgraph)[0] > budget:
                 continue
@@ -303,13 +306,23 @@ _SLACK = (1.25, 2.0, 16.0)
 arena is used again and again, which caches like and page faults do not."""
 
 
-def _keep_everything(graph: TaskGraph) -> MemGraph:
-    """A MemGraph that offloads nothing but what the results' alignment asks for."""
+def _keep_everything(graph: TaskGraph, budget: int | None) -> MemGraph | None:
+    """A MemGraph that offloads no intermediate, or None where the budget does not allow it."""
+    live = intermediates_peak(graph)
+    room = None if budget is None else budget - (resident_peak(graph) - live)
+    if room is not None and room < live:
+        return None
     for slack in _SLACK:
-        need = max(intermediates_peak(graph), min_budget(graph)[0])
-        found = build_memgraph(graph, int(slack * need), in_place_io="always")
+        arena = int(slack * max(live, min_budget(graph)[0]))
+        if room is not None and room < arena:
+            arena = room
+        if arena < min_budget(graph)[0]:
+            return None
+        found = build_memgraph(graph, arena, in_place_io="always")
         if not (found.space == Space.HOST).any():
-            break
+            return found
+        if arena == room:
+            return None
     return found
 
 

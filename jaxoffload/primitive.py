@@ -161,8 +161,7 @@ ad.primitive_jvps[offload_p] = _jvp
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    axes = tuple(None if d is batching.not_mapped else d for d in dims)
-    body = jax.vmap(functools.partial(_evaluate, params["jaxpr"]), in_axes=axes)
+    body = jax.vmap(functools.partial(_evaluate, params["jaxpr"]), in_axes=tuple(dims))
     jaxpr = compat.jaxpr_of(body, operands)
     outs = bind(operands, jaxpr, **{k: v for k, v in params.items() if k != "jaxpr"})
     return outs, [0] * len(outs)

@@ -53,8 +53,8 @@ class CondVar {
     condition_.wait(lock);
     lock.release();
   }
-  void WaitFor(Mutex& mutex, std::chrono::milliseconds limit) REQUIRES(mutex)
-      NO_THREAD_SAFETY_ANALYSIS {
+  void WaitFor(Mutex& mutex, std::chrono::milliseconds limit)
+      REQUIRES(mutex) NO_THREAD_SAFETY_ANALYSIS {
     std::unique_lock<std::mutex> lock(mutex.mutex_, std::adopt_lock);
     // Against the system clock: TSan of GCC 12 does not intercept pthread_cond_clockwait, which a
     // steady deadline would use. A clock that jumps only makes one wait longer or shorter.

@@ -9,9 +9,11 @@
 namespace jaxoffload {
 namespace {
 
-// Rounds of looking before sleeping, about 2 us. Longer spinning steals the core from XLA's own
-// threads on small machines: 50 us of it made no run faster and slowed two-core matrix products.
-constexpr int kSpins = 0;
+// Rounds of looking before sleeping, about 4 us. Measured on two cores: a hop from lane to lane
+// takes 2.1 us without spinning and 0.15 us with this (tests/overhead.cc); a chain of 256x256
+// products with reloads beside it is as fast as without, while 5000 rounds cost it 10%, for they
+// take the core from XLA's own threads.
+constexpr int kSpins = 200;
 
 void Pause() {
 #if defined(__x86_64__)

@@ -22,8 +22,7 @@ void CheckVersion(const PJRT_Api* api, const std::string& path) {
   if (version.major_version != PJRT_API_MAJOR || version.minor_version < kOldestMinor) {
     throw std::runtime_error("Client: plugin_path=" + path + " has PJRT C API " +
                              VersionText(version) + ", but jaxoffload was built for " +
-                             std::to_string(PJRT_API_MAJOR) + "." +
-                             std::to_string(kOldestMinor) +
+                             std::to_string(PJRT_API_MAJOR) + "." + std::to_string(kOldestMinor) +
                              " or newer. Install a newer plugin package.");
   }
 }

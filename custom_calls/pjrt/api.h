@@ -12,9 +12,9 @@
 namespace jaxoffload {
 
 // A zeroed argument struct of a C API function, as the API wants it.
-#define JO_PJRT_ARGS(function, name)       \
-  function##_Args name;                    \
-  std::memset(&name, 0, sizeof(name));     \
+#define JO_PJRT_ARGS(function, name)   \
+  function##_Args name;                \
+  std::memset(&name, 0, sizeof(name)); \
   name.struct_size = function##_Args_STRUCT_SIZE
 
 // Loads a plugin once a process and returns its function table, which is never unloaded: XLA's

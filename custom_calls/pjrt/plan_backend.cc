@@ -61,9 +61,7 @@ std::string ShapeText(int32_t dtype, const int64_t* dims, int64_t num_dims) {
   return text + "]";
 }
 
-[[noreturn]] void Refuse(const std::string& what) {
-  throw std::invalid_argument("Plan: " + what);
-}
+[[noreturn]] void Refuse(const std::string& what) { throw std::invalid_argument("Plan: " + what); }
 
 }  // namespace
 
@@ -153,10 +151,10 @@ void PlanBackend::CheckOutput(int32_t vertex_id, int64_t position, int32_t versi
       std::equal(dims.begin(), dims.end(), planned, planned + num_dims)) {
     return;
   }
-  Refuse("output " + std::to_string(position) + " of " + plan_->Describe(vertex_id) + " is " +
-         ShapeText(plan_->dtype(version_id), planned, num_dims) + ", but that of its executable " +
-         ShapeText(executable.output_type(position), dims.data(),
-                   static_cast<int64_t>(dims.size())));
+  Refuse(
+      "output " + std::to_string(position) + " of " + plan_->Describe(vertex_id) + " is " +
+      ShapeText(plan_->dtype(version_id), planned, num_dims) + ", but that of its executable " +
+      ShapeText(executable.output_type(position), dims.data(), static_cast<int64_t>(dims.size())));
 }
 
 int32_t PlanBackend::SlotOf(int32_t version_id, int32_t device) {
@@ -172,11 +170,10 @@ int32_t PlanBackend::SlotOf(int32_t version_id, int32_t device) {
   const bool in_arena = plan_->space(version_id) == Space::kDevice;
   if (in_arena && plan_->bytes(version_id) > 0) {  // empty ones take no place, so do not share one
     const int64_t* const dims = plan_->dims(version_id);
-    const auto place = std::make_tuple(
-        device, plan_->offset(version_id), plan_->dtype(version_id),
-        std::vector<int64_t>(dims, dims + plan_->num_dims(version_id)));
-    const auto [found, is_new] =
-        slot_of_place_.emplace(place, static_cast<int32_t>(slots_.size()));
+    const auto place =
+        std::make_tuple(device, plan_->offset(version_id), plan_->dtype(version_id),
+                        std::vector<int64_t>(dims, dims + plan_->num_dims(version_id)));
+    const auto [found, is_new] = slot_of_place_.emplace(place, static_cast<int32_t>(slots_.size()));
     if (!is_new) return slot_id = found->second;
   }
   slot_id = static_cast<int32_t>(slots_.size());

@@ -8,9 +8,7 @@
 namespace jaxoffload {
 namespace {
 
-[[noreturn]] void Refuse(const std::string& what) {
-  throw std::invalid_argument("Plan: " + what);
-}
+[[noreturn]] void Refuse(const std::string& what) { throw std::invalid_argument("Plan: " + what); }
 
 std::string Entry(const char* name, int64_t position, int64_t value) {
   return std::string(name) + "[" + std::to_string(position) + "]=" + std::to_string(value);

@@ -35,12 +35,12 @@ struct Range {
 
 // What the caller gives; N vertices, M versions, E edges.
 struct PlanArrays {
-  std::vector<uint8_t> kind;          // [N] Kind
-  std::vector<int32_t> lane;          // [N]
-  std::vector<double> priority;       // [N] larger starts first
-  std::vector<int32_t> executable;    // [N] position in the list of executables, -1 for copies
-  std::vector<int64_t> succ_offsets;  // [N+1]
-  std::vector<int32_t> succ;          // heads of each tail's edges; tail < head: a serial order
+  std::vector<uint8_t> kind;            // [N] Kind
+  std::vector<int32_t> lane;            // [N]
+  std::vector<double> priority;         // [N] larger starts first
+  std::vector<int32_t> executable;      // [N] position in the list of executables, -1 for copies
+  std::vector<int64_t> succ_offsets;    // [N+1]
+  std::vector<int32_t> succ;            // heads of each tail's edges; tail < head: a serial order
   std::vector<int64_t> input_offsets;   // [N+1]
   std::vector<int32_t> inputs;          // versions read, in parameter order
   std::vector<int64_t> output_offsets;  // [N+1]
@@ -53,11 +53,11 @@ struct PlanArrays {
   std::vector<int32_t> dtype;           // [M] PJRT_Buffer_Type; only the backend reads it
   std::vector<int64_t> dims_offsets;    // [M+1]
   std::vector<int64_t> dims;
-  std::vector<int64_t> argument_bytes;  // [number of flat arguments]
-  std::vector<int64_t> result_bytes;    // [number of flat results]
-  std::vector<int64_t> arena_bytes;     // [devices of the plan]
-  int64_t host_bytes = 0;               // of the host arena
-  std::vector<int32_t> donated;         // pairs: argument, the result whose memory it shares
+  std::vector<int64_t> argument_bytes;    // [number of flat arguments]
+  std::vector<int64_t> result_bytes;      // [number of flat results]
+  std::vector<int64_t> arena_bytes;       // [devices of the plan]
+  int64_t host_bytes = 0;                 // of the host arena
+  std::vector<int32_t> donated;           // pairs: argument, the result whose memory it shares
   std::vector<std::string> descriptions;  // [N] or empty: vertices in words, for errors
 };
 

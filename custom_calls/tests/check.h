@@ -2,8 +2,8 @@
 //
 //   TEST(QueueKeepsOrder) { CHECK_EQ(queue.Pop(), 3); }
 //
-// `native_tests --list` prints the names; `native_tests NAME...` runs those, or all. The exit status
-// is 1 if a check failed. tests/test_native.py makes one pytest case of each.
+// `native_tests --list` prints the names; `native_tests NAME...` runs those, or all. The exit
+// status is 1 if a check failed. tests/test_native.py makes one pytest case of each.
 
 #ifndef JAXOFFLOAD_TESTS_CHECK_H_
 #define JAXOFFLOAD_TESTS_CHECK_H_
@@ -50,29 +50,29 @@ void CheckEqual(const A& a, const B& b, const char* text, const char* file, int 
 #define CHECK_EQ(a, b) \
   ::jaxoffload::testing::CheckEqual(a, b, "CHECK_EQ(" #a ", " #b ")", __FILE__, __LINE__)
 
-#define CHECK_CONTAINS(text, part)                                                         \
-  do {                                                                                     \
-    const std::string found_text = (text);                                                 \
-    if (found_text.find(part) == std::string::npos) {                                      \
-      ::jaxoffload::testing::Fail(__FILE__, __LINE__,                                      \
+#define CHECK_CONTAINS(text, part)                                                        \
+  do {                                                                                    \
+    const std::string found_text = (text);                                                \
+    if (found_text.find(part) == std::string::npos) {                                     \
+      ::jaxoffload::testing::Fail(__FILE__, __LINE__,                                     \
                                   "CHECK_CONTAINS(" #text ", " #part "): " + found_text); \
-    }                                                                                      \
+    }                                                                                     \
   } while (false)
 
 // The statement must throw an exception whose text has `part` in it.
-#define CHECK_THROWS(statement, part)                                                     \
-  do {                                                                                    \
-    std::string thrown_text = "(nothing was thrown)";                                     \
-    try {                                                                                 \
-      statement;                                                                          \
-    } catch (const std::exception& e) {                                                   \
-      thrown_text = e.what();                                                             \
-    }                                                                                     \
-    CHECK_CONTAINS(thrown_text, part);                                                    \
+#define CHECK_THROWS(statement, part)                 \
+  do {                                                \
+    std::string thrown_text = "(nothing was thrown)"; \
+    try {                                             \
+      statement;                                      \
+    } catch (const std::exception& e) {               \
+      thrown_text = e.what();                         \
+    }                                                 \
+    CHECK_CONTAINS(thrown_text, part);                \
   } while (false)
 
-#define TEST(name)                                                                      \
-  static void Test##name();                                                             \
+#define TEST(name)                                                                         \
+  static void Test##name();                                                                \
   static const ::jaxoffload::testing::Registration registration_##name(#name, Test##name); \
   static void Test##name()
 

@@ -159,8 +159,7 @@ class Arrays {
     }
     for (int32_t v = 0; v < plan.num_versions(); ++v) {
       if (plan.space(v) != Space::kResult || plan.bytes(v) == 0) continue;
-      std::memcpy(expected_[plan.index(v)].data() + plan.offset(v), value[v].data(),
-                  plan.bytes(v));
+      std::memcpy(expected_[plan.index(v)].data() + plan.offset(v), value[v].data(), plan.bytes(v));
     }
   }
 

@@ -36,8 +36,7 @@ struct Fixture {
         launcher(kNumLanes) {}
 
   std::shared_ptr<Run> Submit(Arrays& arrays, const RunOptions& options) {
-    auto run =
-        std::make_shared<Run>(plan, backend, arrays.arguments(), arrays.results(), options);
+    auto run = std::make_shared<Run>(plan, backend, arrays.arguments(), arrays.results(), options);
     launcher.Submit(run);
     return run;
   }
@@ -98,9 +97,8 @@ PlanMaker GateAndMany(const std::vector<double>& priorities) {
 std::vector<int32_t> OrderOf(const RunReport& report) {
   std::vector<int32_t> order(report.start_ns.size());
   for (size_t v = 0; v < order.size(); ++v) order[v] = static_cast<int32_t>(v);
-  std::stable_sort(order.begin(), order.end(), [&](int32_t x, int32_t y) {
-    return report.start_ns[x] < report.start_ns[y];
-  });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int32_t x, int32_t y) { return report.start_ns[x] < report.start_ns[y]; });
   return order;
 }
 

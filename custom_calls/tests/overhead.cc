@@ -37,8 +37,7 @@ void Measure(const char* name, const PlanMaker& maker) {
     run->Wait();
     best = std::min(best, run->report()->wall_ns);
   }
-  std::printf("%-24s %8.0f ns a vertex\n", name,
-              static_cast<double>(best) / plan->num_vertices());
+  std::printf("%-24s %8.0f ns a vertex\n", name, static_cast<double>(best) / plan->num_vertices());
 }
 
 PlanMaker Chain(int n, bool hop) {

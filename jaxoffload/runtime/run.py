@@ -90,14 +90,13 @@ def make_run(plan: "Plan", report: Any) -> Run:
             vertex,
             report.error_message,
         )
-    resident = plan.peak_device_bytes if plan.resident else 0
     return Run(
         memgraph=graph,
         start_seconds=np.asarray(report.start_ns) * 1e-9,
         end_seconds=np.asarray(report.end_ns) * 1e-9,
         lane=np.asarray(report.lane),
         seconds=report.wall_ns * 1e-9,
-        peak_device_bytes=resident or int(report.peak_device_bytes + graph.headroom.max()),
+        peak_device_bytes=int(report.peak_device_bytes) + plan.bytes_outside_the_arena,
         bytes_offloaded=int(report.bytes_offloaded),
         bytes_reloaded=int(report.bytes_reloaded),
         copied_outputs=int(report.copied_outputs),
@@ -173,6 +172,7 @@ def _take_donated(
     partner = dict(plan.taskgraph.donated)
     reused: dict[int, Any] = {}
     held: list[Any] = []
+    ours: dict[int, Any] = {}
     for i, given in enumerate(donated):
         operand = operands[i]
         if not given or not isinstance(operand, jax.Array):
@@ -182,6 +182,12 @@ def _take_donated(
             held.append(operand)
             continue
         operand.delete()
+        ours[i] = buffer
+    buffer = operand = None
+    if ours:
+        compat.collect_released_buffers()
+    for i in list(ours):
+        buffer = ours.pop(i)
         # Two references are this function's own: the variable and getrefcount's argument. One more
         # is a view that somebody still reads, and the memory must be left alone.
         if i in partner and sys.getrefcount(buffer) == 2:

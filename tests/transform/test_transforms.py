@@ -1,6 +1,7 @@
 """Composition with jit, grad, vmap, scan, pytrees, methods; caches; plans from shapes."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -162,10 +163,10 @@ def test_equal_functions_share_executables():
 
 def test_plan_and_explain_from_shapes_alone():
     shape = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
-    step = jo.offload(lambda a, b: jnp.sin(a @ b) @ b, device_memory="256MiB")
+    step = jo.offload(lambda a, b: jnp.sin(a @ b) @ b, device_memory="224MiB")
     plan = step.plan(shape, shape)
-    assert plan.min_device_memory <= 256 * 2**20
-    assert plan.peak_device_bytes <= 256 * 2**20
+    assert plan.min_device_memory <= 224 * 2**20
+    assert plan.peak_device_bytes <= 224 * 2**20
     assert plan.bytes_reloaded > 0
     plan.verify()
     text = str(step.explain(shape, shape))
@@ -207,8 +208,7 @@ def test_frozen_weights_are_never_written_back():
 
 def test_verify_passes_and_a_wrong_result_is_caught(monkeypatch):
     jo.offload(f, device_memory=None, verify=True)(X)
-    from jaxoffload import offload as module
-
+    module = sys.modules["jaxoffload.offload"]
     run = module.run_plan
     monkeypatch.setattr(
         module, "run_plan", lambda *a: ([x + 1 for x in run(*a)[0]], run(*a)[1])
@@ -218,8 +218,10 @@ def test_verify_passes_and_a_wrong_result_is_caught(monkeypatch):
 
 
 def test_last_run_tells_what_happened():
-    step = jo.offload(lambda x: jnp.sin(x) @ x.T, device_memory="8KiB", vertex_memory=1)
-    step(np.ones((16, 16), np.float32))
+    step = jo.offload(
+        lambda x: (jnp.sin(x) @ x.T) @ jnp.cos(x), device_memory="52KiB", vertex_memory=1
+    )
+    step(np.ones((64, 64), np.float32))
     run = step.last_run
     assert run.bytes_reloaded > 0 and run.bytes_offloaded > 0
     assert (run.end_seconds >= run.start_seconds).all()
