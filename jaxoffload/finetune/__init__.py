@@ -1,0 +1,1 @@
+"""The main job: LoRA fine-tuning of a LLaMA-style model inside a device memory budget."""
