@@ -311,18 +311,21 @@ class SimulatedMemory:
     def finish_arguments(self) -> None:
         """Copies arguments that are results to where the results go."""
         last = max(len(self.graph.vertices) - 1, 0)
-        for tensor_id, tensor in enumerate(self.graph.tensors):
-            if tensor.argument is None:
-                continue
+        copies = [
+            (self._partner.get(span.index) == tensor.argument.index, tensor_id, span)
+            for tensor_id, tensor in enumerate(self.graph.tensors)
+            if tensor.argument is not None
+            for span in tensor.results
+        ]
+        # A result that is the argument's own memory comes last: it ends the argument's life.
+        for same_memory, tensor_id, span in sorted(copies, key=lambda x: x[0]):
             source = self.host_version[tensor_id]
-            for span in tensor.results:
-                version = self.emitter.version(tensor_id, Space.RESULT, span.index, span.offset)
-                after = self._readers_of_overwritten(span, tensor_id)
-                if self._partner.get(span.index) == tensor.argument.index:
-                    self.emitter.over[version] = source
-                self.emitter.vertex(
-                    Kind.OFFLOAD, last, tensor.device, [source], [version], after
-                )
+            after = self._readers_of_overwritten(span, tensor_id)
+            version = self.emitter.version(tensor_id, Space.RESULT, span.index, span.offset)
+            if same_memory:
+                self.emitter.over[version] = source
+            device = self.graph.tensors[tensor_id].device
+            self.emitter.vertex(Kind.OFFLOAD, last, device, [source], [version], after)
 
 
 def _parts_by_argument(graph: TaskGraph) -> dict[int, tuple[list[int], int, list[int]]]:

@@ -21,6 +21,12 @@ _COLOURS = {
     TensorKind.TEMPORARY: ("temporaries", "#009E73"),
 }
 _LANE_COLOUR = "#56B4E9"
+_STYLE = "".join(
+    f".k{int(kind)}{{fill:{colour};fill-opacity:.85;stroke:#fff;stroke-width:.3}}"
+    for kind, (_, colour) in _COLOURS.items()
+) + f".lane{{fill:{_LANE_COLOUR}}}"
+_HINT_AREA = 40.0
+"""A box smaller than this gets no tooltip: nobody could point at it."""
 _WIDTH, _LEFT, _TOP, _MAP, _LANE = 900, 96, 40, 320, 22
 
 
@@ -47,6 +53,7 @@ def place_map_svg(run: Run, title: str = "") -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
         'font-family="sans-serif" font-size="12" fill="currentColor" color="#444">',
+        f"<style>{_STYLE}</style>",
         f'<text x="{_LEFT}" y="16" font-weight="bold">{html.escape(title)}</text>',
     ]
     for version in np.flatnonzero((graph.space == Space.DEVICE) & (graph.index == 0)):
@@ -57,12 +64,8 @@ def place_map_svg(run: Run, title: str = "") -> str:
         length = max(x(until[version]) - x(start), 0.4)
         if tall < 0.3:
             continue
-        hint = html.escape(f"{tensor.name} {format_bytes(tensor.bytes)} {tensor.source}")
-        parts.append(
-            f'<rect x="{x(start):.1f}" y="{low:.1f}" width="{length:.1f}" height="{tall:.1f}" '
-            f'fill="{_COLOURS[tensor.kind][1]}" fill-opacity="0.85" stroke="#fff" '
-            f'stroke-width="0.3"><title>{hint}</title></rect>'
-        )
+        hint = f"{tensor.name} {format_bytes(tensor.bytes)} {tensor.source}"
+        parts.append(_box(x(start), low, length, tall, f"k{int(tensor.kind)}", hint))
     parts.append(
         f'<rect x="{_LEFT}" y="{_TOP}" width="{wide}" height="{_MAP}" fill="none" stroke="#888"/>'
         f'<text x="{_LEFT - 6}" y="{_TOP + 10}" text-anchor="end">{format_bytes(ceiling)}</text>'
@@ -74,11 +77,8 @@ def place_map_svg(run: Run, title: str = "") -> str:
         parts.append(f'<text x="{_LEFT - 6}" y="{top + 15}" text-anchor="end">{name}</text>')
         for vertex_id in np.flatnonzero(run.lane == lane):
             start, end = run.start_seconds[vertex_id], run.end_seconds[vertex_id]
-            hint = html.escape(graph.describe(int(vertex_id)))
-            parts.append(
-                f'<rect x="{x(start):.1f}" y="{top}" width="{max(x(end) - x(start), 0.3):.1f}" '
-                f'height="{_LANE}" fill="{_LANE_COLOUR}"><title>{hint}</title></rect>'
-            )
+            hint = graph.describe(int(vertex_id))
+            parts.append(_box(x(start), top, max(x(end) - x(start), 0.3), _LANE, "lane", hint))
     base = height - 14
     parts.append(f'<text x="{_LEFT + wide}" y="{base}" text-anchor="end">{span:.3g} s</text>')
     at = _LEFT
@@ -89,6 +89,13 @@ def place_map_svg(run: Run, title: str = "") -> str:
         )
         at += 100
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _box(x: float, y: float, wide: float, tall: float, style: str, hint: str) -> str:
+    box = f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{tall:.1f}" class="{style}"'
+    if wide * tall < _HINT_AREA:
+        return box + "/>"
+    return f"{box}><title>{html.escape(hint)}</title></rect>"
 
 
 def _last_use(run: Run) -> np.ndarray:
