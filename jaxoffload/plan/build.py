@@ -18,7 +18,7 @@ Differences from the paper:
   and its working set is placed side by side: any budget that holds the largest working set works.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT, MemGraph
@@ -59,17 +59,20 @@ def build_memgraph(
     _refuse_if_too_small(graph, capacity, spare)
     memory = SimulatedMemory(graph, capacity, in_place_io == "always")
     alloc = execute = 0
-    while execute < len(graph.vertices):
-        if alloc < len(graph.vertices) and memory.place(alloc):
+    count = len(graph.vertices)
+    while execute < count:
+        if alloc < count and memory.place(alloc):
             alloc += 1
         elif alloc == execute:
             _force(memory, alloc)
             alloc += 1
+        elif (
+            alloc < count
+            and alloc - execute < lookahead
+            and memory.place(alloc, _room_maker(memory, alloc))
+        ):
+            alloc += 1
         else:
-            if alloc < len(graph.vertices) and alloc - execute < lookahead:
-                if _make_room(memory, alloc) and memory.place(alloc):
-                    alloc += 1
-                    continue
             memory.execute(execute)
             execute += 1
     memory.finish_arguments()
@@ -91,33 +94,15 @@ def _refuse_if_too_small(graph: TaskGraph, capacity: list[int], spare: list[int]
                 )
 
 
+def _room_maker(memory: SimulatedMemory, vertex_id: int) -> Callable[[int, int], bool]:
+    return lambda device, size: free_a_place(memory, device, size, vertex_id)
+
+
 def _force(memory: SimulatedMemory, vertex_id: int) -> None:
     """Places a vertex at the exec horizon, whatever has to go."""
-    _make_room(memory, vertex_id)
-    if memory.place(vertex_id):
+    if memory.place(vertex_id, _room_maker(memory, vertex_id)):
         return
-    memory.evict_everything(vertex_id)
+    for device in working_set(memory.graph, vertex_id):
+        memory.evict_everything(device, vertex_id)
     placed = memory.place(vertex_id)
     assert placed, "a working set that fits was not placed in empty memory"
-
-
-def _make_room(memory: SimulatedMemory, vertex_id: int) -> bool:
-    """Evicts until each missing place of a vertex could be had; False where that cannot be done.
-
-    Places are tried for in order of size, largest first, and held until all are found, so that
-    two of them do not count on the same room.
-    """
-    held: list[tuple[int, int, int, tuple[int, ...], int]] = []
-    done = True
-    for size, device in sorted(memory.missing(vertex_id), reverse=True):
-        arena = memory.arenas[device]
-        taken = arena.take(size)
-        if taken is None and free_a_place(memory, device, size, vertex_id):
-            taken = arena.take(size)
-        if taken is None:
-            done = False
-            break
-        held.append((device, taken[0], size, taken[1], taken[2]))
-    for device, start, size, after, used in reversed(held):
-        memory.arenas[device].give(start, size, after, used)
-    return done

@@ -1,21 +1,23 @@
 """Simulated memory: where each tensor is at a moment of the serial execution.
 
-`place` and `execute` are what BUILDMEMGRAPH does at its two horizons; `evict` is the offload half of
-simMallocOfffld. Each appends the MemGraph vertices that it implies to the emitter.
+`place` and `execute` are what BUILDMEMGRAPH does at its two horizons (TURNIP, figure 8); `evict` is
+the offload half of simMallocOfffld (figure 9). Each gives the emitter the MemGraph vertices that it
+implies. Unlike the paper's, a tensor keeps its copy in a lower tier until it dies or is
+overwritten, so that it is offloaded at most once.
 """
 
-import bisect
 import heapq
+from collections.abc import Callable
 
 from jaxoffload.graphs.memgraph import Kind, Space
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, VertexKind
+from jaxoffload.plan.callers import CallersMemory
 from jaxoffload.plan.emit import Emitter
 from jaxoffload.plan.limits import align
-from jaxoffload.plan.space import AddressSpace
+from jaxoffload.plan.space import AddressSpace, Place
 
 NEVER = 1 << 60
 """The next use of a tensor that nobody reads any more."""
-_IN_PLACE_ALIGNMENT = 64
 _KINDS = {
     VertexKind.KERNEL: Kind.KERNEL,
     VertexKind.INPUT: Kind.INPUT,
@@ -29,162 +31,118 @@ class SimulatedMemory:
     Args:
       capacity: bytes of each device's arena.
       in_place_io: whether arguments are read and results written where the caller has them.
+
+    Attributes:
+      size: bytes of each tensor's place.
+      device: device of each tensor.
+      start: offset of each tensor's place in its device's arena, -1 if it has none there.
+      arenas: free addresses of each device.
+      at_start, at_end: for each device, which tensor's place starts or ends at an address.
+      victims: for each device a heap of (-next use, tensor id); entries may be out of date.
     """
 
     def __init__(self, graph: TaskGraph, capacity: list[int], in_place_io: bool):
-        self.graph, self.in_place_io = graph, in_place_io
+        self.graph = graph
         self.emitter = Emitter(graph)
-        self.arenas = [AddressSpace(c) for c in capacity]
-        self._host = AddressSpace(None)
-        count = len(graph.tensors)
         self.size = [align(t.bytes) for t in graph.tensors]
-        self.start = [-1] * count
-        self._placed = [False] * count
-        self.produced = [t.argument is not None for t in graph.tensors]
-        self.version = [-1] * count
-        self.host_version = [-1] * count
-        self._uses = graph.readers()
-        self._next = [0] * count
-        self._last_touch = [-1] * count
-        self._pending: dict[int, set[int]] = {}
+        self.device = [t.device for t in graph.tensors]
+        self.start = [-1] * len(graph.tensors)
+        self.arenas = [AddressSpace(c) for c in capacity]
         self.at_start: list[dict[int, int]] = [{} for _ in capacity]
         self.at_end: list[dict[int, int]] = [{} for _ in capacity]
-        self.heaps: list[list[tuple[int, int]]] = [[] for _ in capacity]
-        self._partner = {result: argument for argument, result in graph.donated}
+        self.victims: list[list[tuple[int, int]]] = [[] for _ in capacity]
+        self._callers = CallersMemory(graph, in_place_io)
+        self._host = AddressSpace(None)
+        self._placed = [False] * len(graph.tensors)
+        self._produced = [t.argument is not None for t in graph.tensors]
+        self._version = [-1] * len(graph.tensors)
+        self._lower_version = [-1] * len(graph.tensors)
+        self._uses = [[*readers, NEVER] for readers in graph.readers()]
+        self._next = [0] * len(graph.tensors)
+        self._last_touch = [-1] * len(graph.tensors)
+        self._pending: dict[int, set[int]] = {}
         for tensor_id, tensor in enumerate(graph.tensors):
-            if tensor.argument is not None:
-                span = tensor.argument
-                self.host_version[tensor_id] = self.emitter.version(
+            if (span := tensor.argument) is not None:
+                self._lower_version[tensor_id] = self.emitter.version(
                     tensor_id, Space.ARGUMENT, span.index, span.offset
                 )
-        self._parts = _parts_by_argument(graph)
-
-    # What is asked ----------------------------------------------------------------------------
 
     def next_use(self, tensor_id: int) -> int:
         """Position of the next vertex that reads a tensor."""
-        uses, at = self._uses[tensor_id], self._next[tensor_id]
-        return uses[at] if at < len(uses) else NEVER
+        return self._uses[tensor_id][self._next[tensor_id]]
 
-    def evictable(self, tensor_id: int, beyond: int) -> bool:
-        """Whether a tensor may be evicted for the sake of vertex `beyond`."""
-        return (
-            self._placed[tensor_id] and self.produced[tensor_id] and self.start[tensor_id] >= 0
-            and self.next_use(tensor_id) > beyond
-        )  # fmt: skip
+    def evictable(self, tensor_id: int) -> bool:
+        """Whether a tensor has a place in its device and has been produced."""
+        return self.start[tensor_id] >= 0 and self._produced[tensor_id]
 
     def is_clean(self, tensor_id: int) -> bool:
         """Whether evicting a tensor needs no copy."""
-        return self.host_version[tensor_id] >= 0
-
-    def missing(self, vertex_id: int) -> list[tuple[int, int]]:
-        """(bytes, device) of each place that a vertex still needs."""
-        return [
-            (self.size[t], self.graph.tensors[t].device)
-            for t in (*self._to_reload(vertex_id), *self._to_make(vertex_id))
-        ]
-
-    def _to_reload(self, vertex_id: int) -> list[int]:
-        vertex = self.graph.vertices[vertex_id]
-        return [
-            t for t in vertex.inputs if not self._placed[t] and not self._read_in_place(t, vertex_id)
-        ]
-
-    def _to_make(self, vertex_id: int) -> list[int]:
-        vertex = self.graph.vertices[vertex_id]
-        over = {write for _, write in vertex.overwrites}
-        return [
-            t
-            for k, t in enumerate(vertex.outputs)
-            if k not in over and self._written_in_place(t, vertex_id) is None
-        ]
-
-    def _read_in_place(self, tensor_id: int, vertex_id: int) -> bool:
-        """Whether a vertex reads an argument in the caller's memory."""
-        tensor = self.graph.tensors[tensor_id]
-        if not self.in_place_io or tensor.argument is None:
-            return False
-        if tensor.argument.offset % _IN_PLACE_ALIGNMENT:
-            return False
-        vertex = self.graph.vertices[vertex_id]
-        heir = next((w for r, w in vertex.overwrites if vertex.inputs[r] == tensor_id), None)
-        return heir is None or self._heir_span(vertex.outputs[heir], tensor.argument) is not None
-
-    def _heir_span(self, output: int, argument: Span) -> Span | None:
-        """The result span of an output that is the very memory of an argument part."""
-        for span in self.graph.tensors[output].results:
-            if self._partner.get(span.index) == argument.index and span.offset == argument.offset:
-                return span
-        return None
-
-    def _written_in_place(self, tensor_id: int, vertex_id: int) -> Span | None:
-        """The result span that a vertex writes directly, if it may."""
-        spans = self.graph.tensors[tensor_id].results
-        if not self.in_place_io or not spans or spans[0].offset % _IN_PLACE_ALIGNMENT:
-            return None
-        inputs = self.graph.vertices[vertex_id].inputs
-        if any(t in inputs for t in self._overlapped(spans[0], tensor_id)):
-            return None  # The kernel would write what it still reads.
-        return spans[0]
-
-    def _overlapped(self, span: Span, tensor_id: int) -> list[int]:
-        """Argument tensors whose memory a result part takes."""
-        parts = self._parts.get(self._partner.get(span.index, -1))
-        if not parts:
-            return []
-        stop = span.offset + self.graph.tensors[tensor_id].bytes
-        starts, longest, ids = parts
-        first = bisect.bisect_left(starts, span.offset - longest)
-        last = bisect.bisect_left(starts, stop)
-        found = []
-        for at in range(first, last):
-            if starts[at] + self.graph.tensors[ids[at]].bytes > span.offset:
-                found.append(ids[at])
-        return found
+        return self._lower_version[tensor_id] >= 0
 
     # The alloc horizon --------------------------------------------------------------------------
 
-    def place(self, vertex_id: int) -> bool:
-        """Gives a vertex all its places and emits its reloads; or changes nothing."""
-        reloads = self._to_reload(vertex_id)
-        wanted = [(self.size[t], t) for t in (*reloads, *self._to_make(vertex_id))]
-        wanted.sort(key=lambda x: -x[0])
-        taken: list[tuple[int, tuple[int, tuple[int, ...], int]]] = []
-        for size, tensor_id in wanted:
-            place = self.arenas[self.graph.tensors[tensor_id].device].take(size)
-            if place is None:
+    def place(self, vertex_id: int, make_room: Callable[[int, int], bool] | None = None) -> bool:
+        """Gives a vertex all its places, and emits its reloads.
+
+        Args:
+          make_room: called with a device and the bytes that are needed there where no place is
+            free; evicts, and says whether it could.
+
+        Returns:
+          Whether all could be placed. If not, nothing is changed, but for what was evicted.
+        """
+        vertex, device = self.graph.vertices[vertex_id], self.device
+        reloads = [
+            t
+            for t in vertex.inputs
+            if not self._placed[t] and not self._callers.read_in_place(t, vertex_id)
+        ]
+        over = {write for _, write in vertex.overwrites}
+        wanted = reloads + [
+            t
+            for k, t in enumerate(vertex.outputs)
+            if k not in over and self._callers.written_in_place(t, vertex_id) is None
+        ]
+        wanted.sort(key=lambda t: -self.size[t])
+        taken: list[tuple[int, Place]] = []
+        for tensor_id in wanted:
+            arena, size = self.arenas[device[tensor_id]], self.size[tensor_id]
+            found = arena.take(size)
+            if found is None and make_room is not None and make_room(device[tensor_id], size):
+                found = arena.take(size)
+            if found is None:
                 for other, (start, after, used) in reversed(taken):
-                    arena = self.arenas[self.graph.tensors[other].device]
-                    arena.give(start, self.size[other], after, used)
+                    self.arenas[device[other]].give(start, self.size[other], after, used)
                 return False
-            taken.append((tensor_id, place))
-        pending = self._pending.setdefault(vertex_id, set())
+            taken.append((tensor_id, found))
+        pending = self._pending[vertex_id] = set()
         for tensor_id, (start, after, _) in taken:
-            device = self.graph.tensors[tensor_id].device
-            version = self.emitter.version(tensor_id, Space.DEVICE, device, start)
+            version = self.emitter.version(tensor_id, Space.DEVICE, device[tensor_id], start)
             self._settle(tensor_id, version, start)
             if tensor_id in reloads:
-                source = self.host_version[tensor_id]
-                self.emitter.vertex(Kind.RELOAD, vertex_id, device, [source], [version], after)
-                self._note(tensor_id)
+                source = self._lower_version[tensor_id]
+                self.emitter.vertex(
+                    Kind.RELOAD, vertex_id, device[tensor_id], [source], [version], after
+                )
+                self._enter(tensor_id)
             else:
                 pending.update(after)
-        for tensor_id in self.graph.vertices[vertex_id].outputs:
+        for tensor_id in vertex.outputs:
             self._placed[tensor_id] = True
         return True
 
     def _settle(self, tensor_id: int, version: int, start: int) -> None:
-        device = self.graph.tensors[tensor_id].device
-        self.version[tensor_id], self.start[tensor_id] = version, start
+        self._version[tensor_id], self.start[tensor_id] = version, start
         self._placed[tensor_id] = True
         if self.size[tensor_id]:
+            device = self.device[tensor_id]
             self.at_start[device][start] = tensor_id
             self.at_end[device][start + self.size[tensor_id]] = tensor_id
 
-    def _note(self, tensor_id: int) -> None:
+    def _enter(self, tensor_id: int) -> None:
         """Enters a tensor into the heap of victims, under its present next use."""
         if self.start[tensor_id] >= 0 and self.size[tensor_id]:
-            heap = self.heaps[self.graph.tensors[tensor_id].device]
+            heap = self.victims[self.device[tensor_id]]
             heapq.heappush(heap, (-self.next_use(tensor_id), tensor_id))
 
     # The exec horizon ---------------------------------------------------------------------------
@@ -194,152 +152,124 @@ class SimulatedMemory:
         vertex, emitter = self.graph.vertices[vertex_id], self.emitter
         after = self._pending.pop(vertex_id)
         inputs = [
-            self.version[t] if self._placed[t] else self.host_version[t] for t in vertex.inputs
+            self._version[t] if self._placed[t] else self._lower_version[t] for t in vertex.inputs
         ]
-        heirs = {vertex.outputs[w]: inputs[r] for r, w in vertex.overwrites}
-        outputs = []
+        for read, write in vertex.overwrites:
+            self._inherit(vertex.outputs[write], inputs[read], after)
         for tensor_id in vertex.outputs:
-            if tensor_id in heirs:
-                self._inherit(tensor_id, heirs[tensor_id], after)
-            elif self.version[tensor_id] < 0:
-                span = self._written_in_place(tensor_id, vertex_id)
+            if self._version[tensor_id] < 0:
+                span = self._callers.written_in_place(tensor_id, vertex_id)
                 assert span is not None
                 self._write_result(tensor_id, span, after)
-            outputs.append(self.version[tensor_id])
+        outputs = [self._version[t] for t in vertex.outputs]
         emitter.vertex(_KINDS[vertex.kind], vertex_id, vertex.device, inputs, outputs, after)
         for tensor_id in vertex.outputs:
-            self.produced[tensor_id] = True
-            self._last_touch[tensor_id] = vertex_id
-            self._store_results(tensor_id, vertex_id)
-            self._note(tensor_id)
+            self._produced[tensor_id] = True
+            self._offload_results(tensor_id, vertex_id)
         for tensor_id in vertex.inputs:
             self._next[tensor_id] += 1
-            self._last_touch[tensor_id] = vertex_id
-            if self.next_use(tensor_id) < NEVER:
-                self._note(tensor_id)
         for tensor_id in (*vertex.inputs, *vertex.outputs):
+            self._last_touch[tensor_id] = vertex_id
             if self.next_use(tensor_id) == NEVER:
                 self._retire(tensor_id)
+            else:
+                self._enter(tensor_id)
 
     def _inherit(self, tensor_id: int, old: int, after: set[int]) -> None:
         """Writes an output over the version of a dying operand."""
         emitter = self.emitter
-        operand, space = emitter.tensor[old], Space(emitter.space[old])
+        operand, space = emitter.tensor[old], emitter.space[old]
         after.update(emitter.readers[old])
-        if space is Space.DEVICE:
+        if space == Space.DEVICE:
             start = self.start[operand]
-            version = emitter.version(tensor_id, space, emitter.index[old], emitter.offset[old])
+            version = emitter.version(tensor_id, Space.DEVICE, self.device[tensor_id], start)
             self.start[operand], self._placed[operand] = -1, False
             self._settle(tensor_id, version, start)
         else:
-            span = self._heir_span(tensor_id, Span(emitter.index[old], emitter.offset[old]))
-            assert span is not None
-            self._write_result(tensor_id, span, after)
-        emitter.over[self.version[tensor_id]] = old
+            argument = self.graph.tensors[operand].argument
+            assert argument is not None
+            self._write_result(tensor_id, self._callers.home_of(tensor_id, argument), after)
+        emitter.over[self._version[tensor_id]] = old
 
     def _write_result(self, tensor_id: int, span: Span, after: set[int]) -> None:
         version = self.emitter.version(tensor_id, Space.RESULT, span.index, span.offset)
-        after.update(self._readers_of_overwritten(span, tensor_id))
-        self.version[tensor_id] = self.host_version[tensor_id] = version
+        after.update(self._readers_there(span, tensor_id))
+        self._version[tensor_id] = self._lower_version[tensor_id] = version
 
-    def _readers_of_overwritten(self, span: Span, tensor_id: int) -> set[int]:
+    def _readers_there(self, span: Span, tensor_id: int) -> set[int]:
+        """Readers of the argument bytes that a result part takes."""
         return {
             reader
-            for other in self._overlapped(span, tensor_id)
-            for reader in self._argument_readers(other)
+            for other in self._callers.overwritten(span, tensor_id)
+            for reader in self.emitter.readers[self._lower_version[other]]
         }
 
-    def _argument_readers(self, tensor_id: int) -> list[int]:
-        version = self.host_version[tensor_id]
-        return self.emitter.readers[version]
-
-    def _store_results(self, tensor_id: int, vertex_id: int) -> None:
-        """Copies a tensor to every result span that it is not written to directly."""
-        emitter, tensor = self.emitter, self.graph.tensors[tensor_id]
-        source = self.version[tensor_id]
-        here = (Space(emitter.space[source]), emitter.index[source], emitter.offset[source])
-        for span in tensor.results:
-            if here == (Space.RESULT, span.index, span.offset):
+    def _offload_results(self, tensor_id: int, vertex_id: int) -> None:
+        """Copies a tensor to every result part that it was not written to directly."""
+        emitter, source = self.emitter, self._version[tensor_id]
+        direct = emitter.space[source] == Space.RESULT
+        for span in self.graph.tensors[tensor_id].results:
+            if direct and (emitter.index[source], emitter.offset[source]) == (
+                span.index,
+                span.offset,
+            ):
                 continue
-            after = self._readers_of_overwritten(span, tensor_id)
+            after = self._readers_there(span, tensor_id)
             version = emitter.version(tensor_id, Space.RESULT, span.index, span.offset)
-            emitter.vertex(Kind.OFFLOAD, vertex_id, tensor.device, [source], [version], after)
-            if self.host_version[tensor_id] < 0:
-                self.host_version[tensor_id] = version
+            emitter.vertex(
+                Kind.OFFLOAD, vertex_id, self.device[tensor_id], [source], [version], after
+            )
+            if self._lower_version[tensor_id] < 0:
+                self._lower_version[tensor_id] = version
 
     def _retire(self, tensor_id: int) -> None:
         """Frees a tensor that nobody reads any more."""
-        if self._placed[tensor_id] and self.start[tensor_id] >= 0:
+        if self.start[tensor_id] >= 0:
             self._leave(tensor_id)
-        host = self.host_version[tensor_id]
-        if host >= 0 and self.emitter.space[host] == Space.HOST:
-            after = self.emitter.last_users(host)
-            offset = self.emitter.offset[host]
-            self._host.give(offset, self.size[tensor_id], after, self._last_touch[tensor_id])
-            self.host_version[tensor_id] = -1
+        lower, emitter = self._lower_version[tensor_id], self.emitter
+        if lower >= 0 and emitter.space[lower] == Space.HOST:
+            after, used = emitter.last_users(lower), self._last_touch[tensor_id]
+            self._host.give(emitter.offset[lower], self.size[tensor_id], after, used)
 
     def _leave(self, tensor_id: int) -> None:
         """Gives a tensor's place back."""
-        device, start = self.graph.tensors[tensor_id].device, self.start[tensor_id]
-        size = self.size[tensor_id]
+        device, start, size = self.device[tensor_id], self.start[tensor_id], self.size[tensor_id]
         if size:
             del self.at_start[device][start], self.at_end[device][start + size]
-        after = self.emitter.last_users(self.version[tensor_id])
-        self.arenas[device].give(start, size, after, self._last_touch[tensor_id])
+            after = self.emitter.last_users(self._version[tensor_id])
+            self.arenas[device].give(start, size, after, self._last_touch[tensor_id])
         self.start[tensor_id], self._placed[tensor_id] = -1, False
+
+    def finish_arguments(self) -> None:
+        """Copies arguments that are results to where the results go; onto themselves last."""
+        last = max(len(self.graph.vertices) - 1, 0)
+        for tensor_id, tensor in enumerate(self.graph.tensors):
+            if (home := tensor.argument) is None:
+                continue
+            source = self._lower_version[tensor_id]
+            for span in sorted(tensor.results, key=lambda s: self._callers.is_home(s, home)):
+                after = self._readers_there(span, tensor_id)
+                version = self.emitter.version(tensor_id, Space.RESULT, span.index, span.offset)
+                if self._callers.is_home(span, home):
+                    self.emitter.over[version] = source
+                self.emitter.vertex(
+                    Kind.OFFLOAD, last, tensor.device, [source], [version], after
+                )  # fmt: skip
 
     # Eviction -----------------------------------------------------------------------------------
 
     def evict(self, tensor_id: int, vertex_id: int) -> None:
         """Takes a tensor off its device for the sake of a vertex; copies it only if it is dirty."""
         if not self.is_clean(tensor_id):
-            place = self._host.take(self.size[tensor_id])
-            assert place is not None
-            device = self.graph.tensors[tensor_id].device
-            host = self.emitter.version(tensor_id, Space.HOST, 0, place[0])
-            source = self.version[tensor_id]
-            self.emitter.vertex(Kind.OFFLOAD, vertex_id, device, [source], [host], place[1])
-            self.host_version[tensor_id] = host
+            found = self._host.take(self.size[tensor_id])
+            assert found is not None
+            host = self.emitter.version(tensor_id, Space.HOST, 0, found[0])
+            source, device = self._version[tensor_id], self.device[tensor_id]
+            self.emitter.vertex(Kind.OFFLOAD, vertex_id, device, [source], [host], found[1])
+            self._lower_version[tensor_id] = host
         self._leave(tensor_id)
 
-    def evict_everything(self, vertex_id: int) -> None:
-        """Empties the devices; everything that is placed has been produced."""
-        for device in range(len(self.arenas)):
-            for tensor_id in list(self.at_start[device].values()):
-                self.evict(tensor_id, vertex_id)
-
-    def finish_arguments(self) -> None:
-        """Copies arguments that are results to where the results go."""
-        last = max(len(self.graph.vertices) - 1, 0)
-        copies = [
-            (self._partner.get(span.index) == tensor.argument.index, tensor_id, span)
-            for tensor_id, tensor in enumerate(self.graph.tensors)
-            if tensor.argument is not None
-            for span in tensor.results
-        ]
-        # A result that is the argument's own memory comes last: it ends the argument's life.
-        for same_memory, tensor_id, span in sorted(copies, key=lambda x: x[0]):
-            source = self.host_version[tensor_id]
-            after = self._readers_of_overwritten(span, tensor_id)
-            version = self.emitter.version(tensor_id, Space.RESULT, span.index, span.offset)
-            if same_memory:
-                self.emitter.over[version] = source
-            device = self.graph.tensors[tensor_id].device
-            self.emitter.vertex(Kind.OFFLOAD, last, device, [source], [version], after)
-
-
-def _parts_by_argument(graph: TaskGraph) -> dict[int, tuple[list[int], int, list[int]]]:
-    """For each donated argument: starts of its parts, the longest part, tensor ids; sorted."""
-    donated = {argument for argument, _ in graph.donated}
-    found: dict[int, list[tuple[int, int]]] = {}
-    for tensor_id, tensor in enumerate(graph.tensors):
-        if tensor.argument is not None and tensor.argument.index in donated:
-            found.setdefault(tensor.argument.index, []).append((tensor.argument.offset, tensor_id))
-    return {
-        index: (
-            [start for start, _ in sorted(parts)],
-            max(graph.tensors[t].bytes for _, t in parts),
-            [t for _, t in sorted(parts)],
-        )
-        for index, parts in found.items()
-    }
+    def evict_everything(self, device: int, vertex_id: int) -> None:
+        """Empties a device; legal only where the horizons meet, so that all has been produced."""
+        for tensor_id in list(self.at_start[device].values()):
+            self.evict(tensor_id, vertex_id)

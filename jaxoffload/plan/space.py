@@ -13,6 +13,8 @@ import bisect
 import dataclasses
 
 Dependencies = tuple[int, ...]
+Place = tuple[int, Dependencies, int]
+"""Start, what must be done before it may be used, and the position at which it was last used."""
 
 _CANDIDATES = 4
 """Tightest runs among which the one used longest ago is taken."""
@@ -57,7 +59,7 @@ class AddressSpace:
         if capacity:
             self._insert(_Run(0, capacity, [(0, capacity, (), -1)]))
 
-    def take(self, size: int) -> tuple[int, Dependencies, int] | None:
+    def take(self, size: int) -> Place | None:
         """A free place of `size` bytes, its dependencies and its last use; None if there is none."""
         if size == 0:
             return 0, (), -1
@@ -80,16 +82,20 @@ class AddressSpace:
         """Frees a place; whoever takes it next depends on the vertices in `after`."""
         if size == 0:
             return
-        pieces = [(start, start + size, after, used)]
         left, right = self._by_end.get(start), self._by_start.get(start + size)
-        end = start + size
-        if left is not None:
+        end, piece = start + size, (start, start + size, after, used)
+        if left is None:
+            pieces = [piece]
+        else:
             self._remove(left)
-            pieces, start = left.pieces + pieces, left.start
+            pieces, start = left.pieces, left.start
+            _append(pieces, piece)
         if right is not None:
             self._remove(right)
-            pieces, end = pieces + right.pieces, right.end
-        self._insert(_Run(start, end, _thin(pieces)))
+            _append(pieces, right.pieces[0])
+            pieces += right.pieces[1:]
+            end = right.end
+        self._insert(_Run(start, end, pieces))
 
     def free_before(self, end: int) -> int:
         """Free bytes that end at `end`."""
@@ -105,19 +111,21 @@ class AddressSpace:
         """The longest free run in bytes."""
         return self._by_size[-1][0] if self._by_size else 0
 
-    def _cut(self, run: _Run, size: int) -> tuple[int, Dependencies, int]:
+    def _cut(self, run: _Run, size: int) -> Place:
         self._remove(run)
-        taken, rest, end = [], [], run.start + size
-        for piece in run.pieces:
-            if piece[1] <= end:
-                taken.append(piece)
-            elif piece[0] >= end:
-                rest.append(piece)
-            else:
-                taken.append((piece[0], end, piece[2], piece[3]))
-                rest.append((end, piece[1], piece[2], piece[3]))
-        if rest:
-            self._insert(_Run(end, run.end, rest))
+        end, pieces = run.start + size, run.pieces
+        last = 0
+        while pieces[last][1] < end:
+            last += 1
+        taken = pieces[: last + 1]
+        start, stop, after, used = pieces[last]
+        if stop > end:
+            taken[-1] = (start, end, after, used)
+            pieces = pieces[last:]
+            pieces[0] = (end, stop, after, used)
+            self._insert(_Run(end, run.end, pieces))
+        elif last + 1 < len(pieces):
+            self._insert(_Run(end, run.end, pieces[last + 1 :]))
         return run.start, _merge(taken), max(piece[3] for piece in taken)
 
     def _insert(self, run: _Run) -> None:
@@ -136,17 +144,12 @@ def _merge(pieces: list[tuple[int, int, Dependencies, int]]) -> Dependencies:
     return tuple(sorted({v for _, _, after, _ in pieces for v in after}))
 
 
-def _thin(
-    pieces: list[tuple[int, int, Dependencies, int]],
-) -> list[tuple[int, int, Dependencies, int]]:
-    """Joins neighbours with equal dependencies, so that lists stay short."""
-    if len(pieces) < 3:
-        return pieces
-    thinned = [pieces[0]]
-    for piece in pieces[1:]:
-        last = thinned[-1]
-        if last[2] == piece[2]:
-            thinned[-1] = (last[0], piece[1], last[2], max(last[3], piece[3]))
-        else:
-            thinned.append(piece)
-    return thinned
+def _append(
+    pieces: list[tuple[int, int, Dependencies, int]], piece: tuple[int, int, Dependencies, int]
+) -> None:
+    """Adds a piece behind its neighbour, as one with it where their dependencies are equal."""
+    last = pieces[-1]
+    if last[2] == piece[2]:
+        pieces[-1] = (last[0], piece[1], last[2], max(last[3], piece[3]))
+    else:
+        pieces.append(piece)

@@ -19,39 +19,31 @@ def free_a_place(memory: SimulatedMemory, device: int, size: int, beyond: int) -
     Returns:
       Whether a place could be freed; if not, nothing was evicted.
     """
-    best: tuple[int, int, list[int]] | None = None
-    for seed in _furthest(memory, device, beyond):
+    best: list[int] | None = None
+    best_earliest, best_dirty = -1, 0
+    heap, kept = memory.victims[device], []
+    seen: set[int] = set()
+    while heap and len(seen) < _SEEDS:
+        furthest, seed = -heap[0][0], heap[0][1]
+        if furthest <= beyond or furthest < best_earliest:
+            break  # No window from here on could have a later earliest use.
+        entry = heapq.heappop(heap)
+        if seed in seen or furthest != memory.next_use(seed) or not memory.evictable(seed):
+            continue  # Out of date: the tensor has been read, evicted or freed since.
+        kept.append(entry)
+        seen.add(seed)
         window = _grow(memory, device, seed, size, beyond)
         if window is None:
             continue
         earliest = min(memory.next_use(t) for t in window)
         dirty = sum(memory.size[t] for t in window if not memory.is_clean(t))
-        if best is None or (earliest, -dirty) > (best[0], -best[1]):
-            best = (earliest, dirty, window)
-    if best is None:
-        return False
-    for tensor_id in best[2]:
-        memory.evict(tensor_id, beyond)
-    return True
-
-
-def _furthest(memory: SimulatedMemory, device: int, beyond: int) -> list[int]:
-    """The evictable tensors of the furthest next use; entries of the heap that are out of date go."""
-    heap, kept, found = memory.heaps[device], [], []
-    while heap and len(found) < _SEEDS:
-        entry = heapq.heappop(heap)
-        tensor_id = entry[1]
-        if -entry[0] != memory.next_use(tensor_id) or tensor_id in found:
-            continue
-        if not memory.evictable(tensor_id, -1):
-            continue
-        kept.append(entry)
-        if -entry[0] <= beyond:
-            break
-        found.append(tensor_id)
+        if best is None or (earliest, -dirty) > (best_earliest, -best_dirty):
+            best, best_earliest, best_dirty = window, earliest, dirty
     for entry in kept:
         heapq.heappush(heap, entry)
-    return found
+    for tensor_id in best or ():
+        memory.evict(tensor_id, beyond)
+    return best is not None
 
 
 def _grow(
@@ -66,7 +58,7 @@ def _grow(
     while high - low < size:
         sides = []
         for tensor_id in (memory.at_end[device].get(low), memory.at_start[device].get(high)):
-            if tensor_id is not None and memory.evictable(tensor_id, beyond):
+            if tensor_id is not None and memory.evictable(tensor_id) and memory.next_use(tensor_id) > beyond:
                 sides.append((memory.next_use(tensor_id), tensor_id))
         if not sides:
             return None

@@ -1,0 +1,222 @@
+"""The C++ runtime (custom_calls/bindings.cc). It is imported as `jaxoffload._native`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+class Client:
+    """A PJRT client of our own, with the arenas and lanes that its plans share. Thread-safe.
+
+    Args:
+      plugin_path: shared library of a PJRT plugin; loaded once a process.
+      num_devices: compute lanes; each is a device of the client.
+
+    Raises:
+      RuntimeError: the plugin cannot be loaded, or its C API does not fit.
+    """
+
+    def __init__(self, plugin_path: str, num_devices: int = 1) -> None: ...
+    @property
+    def platform_name(self) -> str: ...
+    @property
+    def platform_version(self) -> str: ...
+    @property
+    def num_devices(self) -> int: ...
+    @property
+    def attributes(self) -> dict[str, str | int | list[int] | float | bool]:
+        """What the plugin tells, `stablehlo_current_version` and `pjrt_c_api_version` among it."""
+    def compile(self, code: bytes, options: bytes) -> Executable:
+        """Compiles StableHLO with a serialized CompileOptionsProto; the GIL is released.
+
+        Raises:
+          RuntimeError: with XLA's message.
+        """
+    def register_ffi_handlers(self, handlers: Sequence[tuple[str, Any]]) -> None:
+        """Makes FFI handlers (capsules) known to the plugin. Names that it knows are left alone."""
+    def trim(self) -> None:
+        """Gives the arenas' pages back to the system, after the runs that are queued."""
+    def arena_bytes(self, device: int = 0) -> int:
+        """Bytes of a device's arena that the largest living plan needs."""
+    def arena_resident_bytes(self, device: int = 0) -> int:
+        """Bytes of a device's arena that are in memory now."""
+    def host_resident_bytes(self) -> int:
+        """Bytes of the host tier's arena that are in memory now."""
+
+class Executable:
+    """A compiled kernel. Sizes are XLA's own, in bytes."""
+
+    @property
+    def num_outputs(self) -> int: ...
+    @property
+    def temp_bytes(self) -> int: ...
+    @property
+    def argument_bytes(self) -> int: ...
+    @property
+    def output_bytes(self) -> int: ...
+    @property
+    def alias_bytes(self) -> int: ...
+    @property
+    def code_bytes(self) -> int: ...
+    @property
+    def fingerprint(self) -> bytes:
+        """Empty where the plugin has none."""
+
+class RunReport:
+    """What happened in a run. Times are nanoseconds from its start, -1 for what did not run."""
+
+    @property
+    def start_ns(self) -> np.ndarray: ...
+    @property
+    def end_ns(self) -> np.ndarray: ...
+    @property
+    def lane(self) -> np.ndarray: ...
+    @property
+    def lane_busy_ns(self) -> np.ndarray: ...
+    @property
+    def wall_ns(self) -> int: ...
+    @property
+    def peak_device_bytes(self) -> int:
+        """Highest address in use in any device's arena."""
+    @property
+    def peak_live_bytes(self) -> int:
+        """Most bytes of one device that were live at once; -1 unless the run was checked."""
+    @property
+    def bytes_offloaded(self) -> int: ...
+    @property
+    def bytes_reloaded(self) -> int: ...
+    @property
+    def bytes_transferred(self) -> int: ...
+    @property
+    def copied_outputs(self) -> int:
+        """Outputs that XLA did not write in place and that were copied there."""
+    @property
+    def realigned_bytes(self) -> int:
+        """Argument bytes that were copied first: unaligned, or donated without being shared."""
+    @property
+    def cancelled(self) -> bool: ...
+    @property
+    def error_vertex(self) -> int:
+        """The first vertex that failed; -1 if none did."""
+    @property
+    def error_message(self) -> str:
+        """Empty if the run succeeded."""
+
+class Plan:
+    """A MemGraph with its executables, checked and copied into flat C++ arrays.
+
+    A kernel's executable takes its input versions in order, then one place for each output that
+    overwrites none, in output order. Lanes of device d are 3d (compute), 3d+1 (to the device),
+    3d+2 (from it).
+
+    Args:
+      executables: indexed by `executable`; None where no vertex needs it.
+      priority: of each vertex; the largest ready one starts first.
+      succ_offsets, succ: heads of each vertex's edges, CSR; a head is after its tail.
+      dtype: PJRT_Buffer_Type of each version.
+      arena_bytes: of each device that the plan uses.
+      donated: pairs of argument and result that are one range of memory.
+      The others are those of MemGraph, or named after its properties.
+
+    Raises:
+      ValueError: an array is wrong; the message names it and the entry.
+    """
+
+    def __init__(
+        self,
+        *,
+        client: Client,
+        executables: Sequence[Executable | None],
+        kind: np.ndarray,
+        lane: np.ndarray,
+        priority: np.ndarray,
+        executable: np.ndarray,
+        succ_offsets: np.ndarray,
+        succ: np.ndarray,
+        space: np.ndarray,
+        index: np.ndarray,
+        offset: np.ndarray,
+        bytes: np.ndarray,
+        dtype: np.ndarray,
+        dims_offsets: np.ndarray,
+        dims: np.ndarray,
+        input_offsets: np.ndarray,
+        inputs: np.ndarray,
+        output_offsets: np.ndarray,
+        outputs: np.ndarray,
+        overwritten: np.ndarray,
+        arena_bytes: Sequence[int],
+        host_bytes: int,
+        argument_bytes: Sequence[int],
+        result_bytes: Sequence[int],
+        descriptions: Sequence[str] = ...,
+        donated: Sequence[tuple[int, int] | list[int]] = ...,
+    ) -> None: ...
+    @property
+    def num_vertices(self) -> int: ...
+    @property
+    def num_versions(self) -> int: ...
+    @property
+    def arena_bytes(self) -> list[int]: ...
+    @property
+    def host_bytes(self) -> int: ...
+    @property
+    def argument_bytes(self) -> list[int]: ...
+    @property
+    def result_bytes(self) -> list[int]: ...
+    def run(
+        self,
+        arguments: Sequence[int],
+        results: Sequence[int],
+        *,
+        policy: int = 0,
+        seed: int = 0,
+        max_delay_us: int = 0,
+        check: bool = False,
+    ) -> RunReport:
+        """Runs the plan and waits, without the GIL. Failures are in the report.
+
+        Args:
+          arguments, results: addresses of the flat arrays' bytes.
+          policy: 0 work-conserving, 1 fixed order, 2 random.
+          max_delay_us: with policy 2, vertices sleep up to this long before and after.
+          check: watch the ranges in use and stop at the first race.
+
+        Raises:
+          ValueError: arrays or options are wrong. KeyboardInterrupt: the run was cancelled, and
+          has ended.
+        """
+    def last_report(self) -> RunReport | None:
+        """Of the latest run that ended, from Python or from a custom call."""
+
+class HostBuffer:
+    """Page-aligned host memory from a pool that reuses pages; `numpy.asarray` views it.
+
+    Args:
+      nbytes: size. The contents are anything.
+    """
+
+    def __init__(self, nbytes: int) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+
+def register_plan(key: str, plan: Plan) -> None:
+    """Lets custom calls find a plan, which stays alive until it is unregistered."""
+
+def unregister_plan(key: str) -> None: ...
+def ffi_handlers() -> dict[str, Any]:
+    """Capsules by XLA FFI target name: "jaxoffload_run"."""
+
+def host_pool_stats() -> dict[str, int]:
+    """in_use_bytes, free_bytes, num_mapped, num_reused."""
+
+def host_pool_release() -> None: ...
+def host_pool_set_cap(nbytes: int) -> None: ...
+
+ffi_api_version: tuple[int, int]
+"""XLA FFI API of the headers that this was built with: (major, minor)."""
