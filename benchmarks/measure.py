@@ -35,7 +35,9 @@ class Timing:
         return (self.high - self.low) / self.median
 
 
-def interleaved(ways: dict[str, Callable[[], Any]], rounds: int, warm: int = 1) -> dict[str, Timing]:
+def interleaved(
+    ways: dict[str, Callable[[], Any]], rounds: int, warm: int = 1
+) -> dict[str, Timing]:
     """Times each way once a round.
 
     Args:

@@ -10,11 +10,15 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -29,6 +33,35 @@ using nb::literals::operator""_a;
 
 namespace jaxoffload {
 namespace {
+
+// Until Python 3.14 a daemon thread that asks for the GIL while the interpreter ends is unwound by
+// force, which C++ answers by ending the process. So once the end has begun, threads that come
+// back from work without the GIL stay away for good; those already past that gate are waited for.
+struct ExitState {
+  std::atomic<bool> exiting{false};
+  std::atomic<int> num_returning{0};
+  std::thread::id thread;  // the one that ends the interpreter; written before `exiting`
+} exit_state;
+
+// Lets go of the GIL for a scope.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() {
+    ++exit_state.num_returning;
+    if (exit_state.exiting && std::this_thread::get_id() != exit_state.thread) {
+      --exit_state.num_returning;
+      for (;;) pause();
+    }
+    PyEval_RestoreThread(state_);
+    --exit_state.num_returning;
+  }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
 
 template <typename T>
 using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -88,8 +121,12 @@ std::shared_ptr<Client> NewClient(const std::string& plugin_path, int32_t num_de
   return client;
 }
 
-// Called by Python's atexit: no lane may be running when static objects of XLA are destroyed.
+// Called by Python's atexit: no lane may be running when static objects of XLA are destroyed, and
+// no thread may be about to ask for the GIL when the interpreter goes away.
 void ShutdownClients() {
+  const WithoutGil without_gil;
+  exit_state.thread = std::this_thread::get_id();
+  exit_state.exiting = true;
   std::vector<std::shared_ptr<Client>> alive;
   {
     Clients& clients = AllClients();
@@ -99,6 +136,10 @@ void ShutdownClients() {
     }
   }
   for (const std::shared_ptr<Client>& client : alive) client->Shutdown();
+  // Bounded, for such a thread may be behind one that never lets go of the GIL.
+  for (int i = 0; i < 2000 && exit_state.num_returning > 0; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 RunOptions MakeOptions(int32_t policy, uint64_t seed, int64_t max_delay_us, bool check) {
@@ -121,17 +162,22 @@ std::vector<char*> ToPointers(const std::vector<uintptr_t>& addresses) {
   return pointers;
 }
 
+unsigned long main_thread = 0;  // Python's identifier of it
+
 // Waits with the GIL released, and takes it now and then to see whether the user pressed Ctrl-C.
 std::shared_ptr<const RunReport> RunAndWait(Plan& plan, const std::vector<uintptr_t>& arguments,
                                             const std::vector<uintptr_t>& results, int32_t policy,
                                             uint64_t seed, int64_t max_delay_us, bool check) {
   const RunOptions options = MakeOptions(policy, seed, max_delay_us, check);
+  // Signals are Python's main thread's business; others need not wake up for them.
+  const bool is_main = PyThread_get_thread_ident() == main_thread;
   bool interrupted = false;
   std::shared_ptr<Run> run;
   {
-    nb::gil_scoped_release release;
+    const WithoutGil without_gil;
     run = plan.Submit(ToPointers(arguments), ToPointers(results), options);
     while (!interrupted && !run->WaitFor(std::chrono::milliseconds(50))) {
+      if (!is_main) continue;
       nb::gil_scoped_acquire acquire;
       interrupted = PyErr_CheckSignals() != 0;
     }
@@ -147,8 +193,7 @@ std::shared_ptr<const RunReport> RunAndWait(Plan& plan, const std::vector<uintpt
 
 void BindClient(nb::module_& m) {
   nb::class_<Client>(m, "Client", nb::is_weak_referenceable())
-      .def(nb::new_(&NewClient), "plugin_path"_a, "num_devices"_a = 1,
-           nb::call_guard<nb::gil_scoped_release>())
+      .def(nb::new_(&NewClient), "plugin_path"_a, "num_devices"_a = 1, nb::call_guard<WithoutGil>())
       .def_prop_ro("platform_name", &Client::platform_name)
       .def_prop_ro("platform_version", &Client::platform_version)
       .def_prop_ro("num_devices", &Client::num_devices)
@@ -165,7 +210,7 @@ void BindClient(nb::module_& m) {
           [](Client& client, const nb::bytes& code, const nb::bytes& options) {
             const std::string code_text(code.c_str(), code.size());
             const std::string options_text(options.c_str(), options.size());
-            nb::gil_scoped_release release;
+            const WithoutGil without_gil;
             return client.Compile(code_text, options_text);
           },
           "code"_a, "options"_a)
@@ -179,7 +224,7 @@ void BindClient(nb::module_& m) {
             client.RegisterFfiHandlers(pointers);
           },
           "handlers"_a)
-      .def("trim", &Client::Trim, nb::call_guard<nb::gil_scoped_release>())
+      .def("trim", &Client::Trim, nb::call_guard<WithoutGil>())
       .def(
           "arena_bytes",
           [](Client& client, int32_t device) {
@@ -288,7 +333,7 @@ std::shared_ptr<Plan> NewPlan(
   for (const nb::object& each : executables) {
     list.push_back(each.is_none() ? nullptr : nb::cast<std::shared_ptr<Executable>>(each));
   }
-  nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   return Plan::Create(std::move(client), std::move(list), std::move(a));
 }
 
@@ -313,7 +358,7 @@ void BindPlan(nb::module_& m) {
            [](const Plan& plan) { return std::const_pointer_cast<RunReport>(plan.last_report()); });
 
   m.def("register_plan", &RegisterPlan, "key"_a, "plan"_a);
-  m.def("unregister_plan", &UnregisterPlan, "key"_a, nb::call_guard<nb::gil_scoped_release>());
+  m.def("unregister_plan", &UnregisterPlan, "key"_a, nb::call_guard<WithoutGil>());
 }
 
 void BindHostBuffer(nb::module_& m) {
@@ -340,16 +385,17 @@ void BindHostBuffer(nb::module_& m) {
     return found;
   });
   m.def(
-      "host_pool_release", [] { HostPool::Global().ReleaseFree(); },
-      nb::call_guard<nb::gil_scoped_release>());
+      "host_pool_release", [] { HostPool::Global().ReleaseFree(); }, nb::call_guard<WithoutGil>());
   m.def(
       "host_pool_set_cap", [](int64_t bytes) { HostPool::Global().SetCap(bytes); }, "nbytes"_a,
-      nb::call_guard<nb::gil_scoped_release>());
+      nb::call_guard<WithoutGil>());
 }
 
 NB_MODULE(_native, m) {
   // Caches of the package hold clients and plans until the interpreter is gone.
   nb::set_leak_warnings(false);
+  main_thread = nb::cast<unsigned long>(
+      nb::module_::import_("threading").attr("main_thread")().attr("ident"));
   BindClient(m);
   BindReport(m);
   BindPlan(m);
@@ -362,7 +408,7 @@ NB_MODULE(_native, m) {
     return found;
   });
   m.attr("ffi_api_version") = nb::cast(FfiApiVersion());
-  m.def("_shutdown", &ShutdownClients, nb::call_guard<nb::gil_scoped_release>());
+  m.def("_shutdown", &ShutdownClients);
   nb::module_::import_("atexit").attr("register")(m.attr("_shutdown"));
 }
 

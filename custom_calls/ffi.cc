@@ -8,8 +8,11 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <string_view>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "pjrt/plan.h"
@@ -59,6 +62,9 @@ ffi::Future StartRun(ffi::RemainingArgs arguments, ffi::RemainingRets results, s
   if (plan == nullptr) {
     return Failed("jaxoffload_run: no plan has the key " + std::string(key) +
                   ". It has been dropped, or this program was compiled in another process.");
+  }
+  if (policy < 0 || policy > 2) {
+    return Failed("jaxoffload_run: policy=" + std::to_string(policy) + " is unknown");
   }
   RunOptions options;
   options.policy = static_cast<Policy>(policy);

@@ -38,7 +38,7 @@ def hide_frames_of(file: str) -> None:
 
 
 def source_line(source_info: Any) -> str:
-    """The user's line that made an equation, "file.py:6:8 (f)"; the path is relative where it can be."""
+    """The user's line that made an equation, "file.py:6:8 (f)"; relative where it can be."""
     text = _source_info_util.summarize(source_info)
     here = os.getcwd() + os.sep
     return text[len(here) :] if text.startswith(here) else text

@@ -6,7 +6,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import jax
 
@@ -131,7 +131,9 @@ class Offloaded:
                 options, asked = self._options, self._options.device_memory != "auto"
                 if not asked:
                     free = backends.cpu().free_memory()
-                    options = dataclasses.replace(options, device_memory=int(free * (1 - AUTO_MARGIN)))
+                    options = dataclasses.replace(
+                        options, device_memory=int(free * (1 - AUTO_MARGIN))
+                    )
                 body = self._spec.caller(self._function, call.signature)
                 program = _Program(self._spec.name, body, call.signature, options, asked)
                 self._programs[call.signature] = program
@@ -148,9 +150,7 @@ class Offloaded:
         expected = None
         if program.options.verify and not program.verified:
             expected = compare_with_jit(program.traced.jaxpr, call.leaves)
-        flat, self.last_run = run_plan(
-            plan, call.leaves, program.options, call.signature.donated
-        )
+        flat, self.last_run = run_plan(plan, call.leaves, program.options, call.signature.donated)
         if expected is not None:
             expected.check(self._spec.name, flat)
             program.verified = True
@@ -163,10 +163,6 @@ class Offloaded:
         return f"offload({self._spec.name}, device_memory={self._options.device_memory!r})"
 
 
-@overload
-def offload(function: Callable[..., Any], **options: Any) -> Offloaded: ...
-@overload
-def offload(**options: Any) -> Callable[[Callable[..., Any]], Offloaded]: ...
 def offload(
     function: Callable[..., Any] | None = None,
     *,

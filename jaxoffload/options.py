@@ -32,7 +32,7 @@ class Options:
 
 
 def make_options(
-    device_memory: object, vertex_memory: object, launch: object, check: object, verify: object
+    device_memory: object, vertex_memory: object, launch: object, check: bool, verify: bool
 ) -> Options:
     """Options from what the user typed.
 

@@ -206,6 +206,7 @@ class Planner:
         kept = _keep_everything(whole[0].taskgraph, budget)
         if kept is not None:
             return self._finish(whole, kept, budget, resident=True)
+        assert budget is not None, "without a limit everything is kept"
         for captured in self._candidates(budget):
             if min_budget(captured[0].taskgraph)[0] > budget:
                 continue
@@ -312,6 +313,7 @@ def _keep_everything(graph: TaskGraph, budget: int | None) -> MemGraph | None:
     room = None if budget is None else budget - (resident_peak(graph) - live)
     if room is not None and room < live:
         return None
+    found = None
     for slack in _SLACK:
         arena = int(slack * max(live, min_budget(graph)[0]))
         if room is not None and room < arena:
@@ -351,5 +353,3 @@ def pair_donated(
         if queue:
             pairs.append((queue.pop(), j))
     return tuple(pairs)
-
-

@@ -47,7 +47,9 @@ def random(seed: int = 0, delays: float = 0.0) -> LaunchPolicy:
       ValueError: a negative seed or delay.
     """
     if not 0 <= seed < 2**63:
-        raise ValueError(f"policies.random: seed={seed} is not within 0 to 2**63 - 1. Pass another.")
+        raise ValueError(
+            f"policies.random: seed={seed} is not within 0 to 2**63 - 1. Pass another."
+        )
     if not 0 <= delays <= 10:
         raise ValueError(f"policies.random: delays={delays} is not within 0 to 10 seconds.")
     return LaunchPolicy("random", seed, delays)

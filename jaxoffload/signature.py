@@ -100,15 +100,15 @@ class ArgumentSpec:
         for position in positions:
             if not self._open and not -count <= position < count:
                 raise ValueError(
-                    f"offload({self.name}): {what}_argnums={position} is out of range: the function "
-                    f"takes {count} positional arguments. Pass 0 to {count - 1}."
+                    f"offload({self.name}): {what}_argnums={position} is out of range: the "
+                    f"function takes {count} positional arguments. Pass 0 to {count - 1}."
                 )
             fixed.add(position % count if position < 0 else position)
         for name in names:
             if name not in known and not self._any_name:
                 raise ValueError(
-                    f"offload({self.name}): {what}_argnames={name!r} is not an argument. Pass one of "
-                    f"{', '.join(sorted(known))}."
+                    f"offload({self.name}): {what}_argnames={name!r} is not an argument. Pass "
+                    f"one of {', '.join(sorted(known))}."
                 )
         fixed |= {self.names.index(n) for n in names if n in self.names}
         names |= {self.names[p] for p in fixed if p < count}
@@ -190,7 +190,7 @@ class ArgumentSpec:
 
     def _array(self, leaf: Any, path: Any, positions: Sequence[int]) -> tuple[Any, Any]:
         if isinstance(leaf, jax.ShapeDtypeStruct | compat.Tracer | jax.Array):
-            shape, dtype = compat.physical(leaf if hasattr(leaf, "dtype") else leaf.aval)
+            shape, dtype = compat.physical(leaf)
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
             return leaf, (shape, dtype, bool(getattr(leaf, "weak_type", False)))

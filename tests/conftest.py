@@ -1,4 +1,7 @@
-"""Strictness for every test: no silent rank promotion (optax itself needs dtype promotion), no stray warning, two devices."""
+"""Strictness for every test: no silent rank promotion, no stray warning, two devices.
+
+Optax itself needs dtype promotion.
+"""
 
 import os
 

@@ -51,7 +51,7 @@ def binary(variant):
 
 @functools.cache
 def without_address_randomization():
-    """GCC 12's TSan stops at the wide randomization of newer kernels; some containers forbid this."""
+    """GCC 12's TSan stops at wide randomization; some containers forbid switching it off."""
     command = ["setarch", "-R"]
     allowed = shutil.which("setarch") and not subprocess.run([*command, "true"]).returncode
     return command if allowed else []
@@ -75,7 +75,11 @@ def test_native_sources_are_formatted():
 
 @pytest.mark.parametrize(
     "source",
-    [p for folder in ("plan", "launcher", "tiers", "pjrt") for p in (SOURCES / folder).glob("*.cc")],
+    [
+        p
+        for folder in ("plan", "launcher", "tiers", "pjrt")
+        for p in (SOURCES / folder).glob("*.cc")
+    ],
     ids=lambda path: path.name,
 )
 def test_native_locks_are_held(source):

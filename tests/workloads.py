@@ -22,8 +22,11 @@ def mlp():
 
 
 def scan_train_step():
-    params = {"w": _normal(5, 48, 48) / 7, "b": np.zeros((5, 48), np.float32),
-              "out": _normal(48, 16, seed=1)}
+    params = {
+        "w": _normal(5, 48, 48) / 7,
+        "b": np.zeros((5, 48), np.float32),
+        "out": _normal(48, 16, seed=1),
+    }
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
     def loss(params, x, y):

@@ -9,7 +9,6 @@ LiveRanges::LiveRanges(const LoadedPlan& plan, const std::vector<char*>& address
       address_(address),
       state_(plan.num_versions(), State::kAbsent),
       readers_left_(plan.num_versions()),
-      overwritten_by_(plan.num_versions(), -1),
       completed_(plan.num_vertices(), false),
       device_bytes_(plan.arena_bytes().size(), 0) {
   MutexLock lock(mutex_);
@@ -43,12 +42,7 @@ bool LiveRanges::Start(int32_t vertex_id, std::string* error) {
   const Range outputs = plan_.outputs(vertex_id);
   for (int64_t o = outputs.begin; o < outputs.end; ++o) {
     if (!CheckWrite(vertex_id, o, error)) return false;
-    const int32_t overwritten = plan_.overwritten(o);
-    if (overwritten >= 0) {
-      Remove(overwritten);
-      state_[overwritten] = State::kOverwritten;
-      overwritten_by_[overwritten] = vertex_id;
-    }
+    if (plan_.overwritten(o) >= 0) Remove(plan_.overwritten(o));
     state_[plan_.output(o)] = State::kBeingWritten;
     Insert(plan_.output(o));
   }
@@ -60,12 +54,8 @@ bool LiveRanges::CheckReads(int32_t vertex_id, std::string* error) {
   for (int64_t i = inputs.begin; i < inputs.end; ++i) {
     const int32_t version = plan_.input(i);
     if (state_[version] == State::kIntact) continue;
-    *error = "race: " + plan_.Describe(vertex_id) + " reads " + DescribeVersion(version);
-    if (state_[version] == State::kOverwritten) {
-      *error += ", which " + plan_.Describe(overwritten_by_[version]) + " has overwritten";
-    } else {
-      *error += ", before its writer, " + plan_.Describe(plan_.writer(version)) + ", has completed";
-    }
+    *error = "race: " + plan_.Describe(vertex_id) + " reads " + DescribeVersion(version) +
+             " before its writer, " + plan_.Describe(plan_.writer(version)) + ", has completed";
     return false;
   }
   return true;

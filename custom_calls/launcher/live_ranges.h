@@ -3,8 +3,9 @@
 //
 // A version is live from the start of its writer until its last reader has completed; an argument
 // from the start of the run until then; a result for ever. Taking a range that overlaps a live
-// version is an error, and so is reading a version whose bytes are not there (its writer has not
-// completed, or something was written over it). A vertex may overwrite an input in place once all
+// version is an error, and so is reading a version before its writer has completed. (Reading one
+// that was overwritten cannot happen: while it has readers to come, overwriting it is refused.) A
+// vertex may overwrite an input in place once all
 // other readers have completed. Arguments may overlap each other: a caller may pass an array twice.
 //
 // Works on addresses, so it also sees clashes between the arenas and the caller's own arrays.
@@ -38,7 +39,7 @@ class LiveRanges {
   int64_t peak_device_bytes() const EXCLUDES(mutex_);
 
  private:
-  enum class State : uint8_t { kAbsent, kBeingWritten, kIntact, kOverwritten };
+  enum class State : uint8_t { kAbsent, kBeingWritten, kIntact };
 
   uintptr_t Begin(int32_t version_id) const {
     return reinterpret_cast<uintptr_t>(address_[version_id]);
@@ -62,7 +63,6 @@ class LiveRanges {
   std::map<std::pair<uintptr_t, int32_t>, int32_t> live_ GUARDED_BY(mutex_);  // by begin, version
   std::vector<State> state_ GUARDED_BY(mutex_);
   std::vector<int32_t> readers_left_ GUARDED_BY(mutex_);
-  std::vector<int32_t> overwritten_by_ GUARDED_BY(mutex_);  // vertex
   std::vector<bool> completed_ GUARDED_BY(mutex_);
   std::vector<int64_t> device_bytes_ GUARDED_BY(mutex_);
   int64_t peak_device_bytes_ GUARDED_BY(mutex_) = 0;

@@ -14,16 +14,17 @@ std::string VersionText(const PJRT_Api_Version& version) {
   return std::to_string(version.major_version) + "." + std::to_string(version.minor_version);
 }
 
-// The newest function that we call is PJRT_Executable_GetCompiledMemoryStats (minor version 40).
-constexpr int kOldestMinor = 54;
+// Functions are only ever added at the end of the table, so a table that reaches to the newest one
+// that we call has them all.
+constexpr size_t kNeededSize = PJRT_STRUCT_SIZE(PJRT_Api, PJRT_Executable_GetCompiledMemoryStats);
 
 void CheckVersion(const PJRT_Api* api, const std::string& path) {
   const PJRT_Api_Version& version = api->pjrt_api_version;
-  if (version.major_version != PJRT_API_MAJOR || version.minor_version < kOldestMinor) {
+  if (version.major_version != PJRT_API_MAJOR || api->struct_size < kNeededSize) {
     throw std::runtime_error("Client: plugin_path=" + path + " has PJRT C API " +
-                             VersionText(version) + ", but jaxoffload was built for " +
-                             std::to_string(PJRT_API_MAJOR) + "." + std::to_string(kOldestMinor) +
-                             " or newer. Install a newer plugin package.");
+                             VersionText(version) + ", which does not fit the " +
+                             std::to_string(PJRT_API_MAJOR) + "." + std::to_string(PJRT_API_MINOR) +
+                             " that jaxoffload was built with. Install another plugin package.");
   }
 }
 

@@ -7,6 +7,7 @@ by an update in place (accumulators, scatter, dynamic_update_slice, donated argu
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +19,17 @@ from jaxoffload.capture.kernel import Kernel, kernel_of, main_source
 from jaxoffload.capture.order import live_equations, serial_order
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, TensorKind, Vertex, VertexKind
 
-_UPDATES = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add",
-                      "scatter_mul", "scatter_min", "scatter_max"})
+_UPDATES = frozenset(
+    {
+        "dynamic_update_slice",
+        "scatter",
+        "scatter-add",
+        "scatter_add",
+        "scatter_mul",
+        "scatter_min",
+        "scatter_max",
+    }
+)
 _ACTIVATION_DISTANCE = 0.1
 """A tensor that lives through more than this share of the vertices is called an activation."""
 
@@ -54,7 +64,7 @@ def order_program(program: Program) -> Ordered:
     return Ordered(equations, program)
 
 
-def _materialize(literal: object, program: Program) -> Value:
+def _materialize(literal: Any, program: Program) -> Value:
     value = Value(compat.ShapedArray(literal.aval.shape, literal.aval.dtype))
     array = np.asarray(literal.val, dtype=value.aval.dtype)
     operation = Operation.of_function(f"literal[{array.dtype},{array!r}]", lambda: array, None)
@@ -115,11 +125,12 @@ class _Builder:
                 self.last_reader[self._identity(v)] = i
             for v in cluster.outputs:
                 self.writer[v] = i
-        parts = {self._identity(v): v for c in clusters for v in c.inputs if v.argument is not None}
+        parts = {self._identity(v): v for c in clusters for v in c.inputs}
         for identity, v in parts.items():
-            span, stop = v.argument, v.argument.offset + v.num_bytes()
-            read = (identity, span.offset, stop, self.last_reader[identity])
-            self.argument_reads.setdefault(span.index, []).append(read)
+            if (span := v.argument) is not None:
+                stop = span.offset + v.num_bytes()
+                read = (identity, span.offset, stop, self.last_reader[identity])
+                self.argument_reads.setdefault(span.index, []).append(read)
 
     @staticmethod
     def _identity(value: Value) -> object:
@@ -239,10 +250,12 @@ class _Builder:
                 if self._identity(v) in self.results or v.num_bytes() == 0:
                     continue
                 if v.argument is not None:
-                    spans = [s for s in self.results.get(out, ()) if partner.get(s.index) is not None]
+                    spans = [
+                        s for s in self.results.get(out, ()) if partner.get(s.index) is not None
+                    ]
                     if not any(
                         Span(partner[s.index], s.offset) == v.argument for s in spans
-                    ) or self._also_read_whole(v, i):
+                    ) or self._read_later_in_part(v, v.argument, i):
                         continue
                 taken[v] = out
                 break
@@ -252,13 +265,13 @@ class _Builder:
         outputs += [v for v in cluster.outputs if v not in set(outputs)]
         return outputs, tuple((position[v], k) for k, v in enumerate(over))
 
-    def _also_read_whole(self, value: Value, i: int) -> bool:
-        """Whether a later cluster reads bytes of this argument part through another tensor."""
-        start, stop = value.argument.offset, value.argument.offset + value.num_bytes()
+    def _read_later_in_part(self, value: Value, span: Span, i: int) -> bool:
+        """Whether a cluster after `i` reads bytes of this argument part through another tensor."""
+        start, stop = span.offset, span.offset + value.num_bytes()
         mine = self._identity(value)
         return any(
             a < stop and start < b and last > i
-            for other, a, b, last in self.argument_reads[value.argument.index]
+            for other, a, b, last in self.argument_reads[span.index]
             if other != mine
         )
 

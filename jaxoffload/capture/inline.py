@@ -32,9 +32,9 @@ _IDENTITIES = frozenset({"sharding_constraint", "mesh_cast", "name", "copy", "st
 _CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print", "infeed"})
 
 
-def inline(jaxpr: Any, constants: Sequence[Operand], operands: Sequence[Operand]) -> tuple[
-    list[Equation], list[Operand]
-]:
+def inline(
+    jaxpr: Any, constants: Sequence[Operand], operands: Sequence[Operand]
+) -> tuple[list[Equation], list[Operand]]:
     """The equations of an open jaxpr with every call inlined, and its results.
 
     Args:
@@ -83,8 +83,6 @@ def _inline(jaxpr: Any, constants: Any, operands: Any, equations: list[Equation]
 
 class Constant(Value):
     """An array that the function closes over; it becomes an argument of its own."""
-
-    __slots__ = ("array",)
 
     def __init__(self, array: Any):
         super().__init__(compat.ShapedArray(array.shape, array.dtype))

@@ -86,7 +86,12 @@ def _reference(operand: Any, slot: dict[Value, int]) -> Any:
 def _literal_key(operand: Any) -> Any:
     if type(operand) is int:
         return operand
-    return ("literal", str(operand.aval), getattr(operand.aval, "weak_type", False), repr(operand.val))
+    return (
+        "literal",
+        str(operand.aval),
+        getattr(operand.aval, "weak_type", False),
+        repr(operand.val),
+    )
 
 
 def main_source(equations: Sequence[Equation], seconds: Sequence[float]) -> str:

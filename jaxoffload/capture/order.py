@@ -97,7 +97,9 @@ def _chains(equations: list[Equation], moves: list[bool]) -> list[int]:
         return x
 
     def name(value: Value) -> object:
-        return ("argument", value.argument.index, value.argument.offset) if value.argument else value
+        return (
+            ("argument", value.argument.index, value.argument.offset) if value.argument else value
+        )
 
     for eqn, moved in zip(equations, moves, strict=True):
         if moved and eqn.outputs[0].shape:

@@ -26,7 +26,7 @@ from jaxoffload.capture.inline import Constant, inline
 from jaxoffload.graphs.taskgraph import Span
 
 MAX_EQUATIONS = 200_000
-"""Unrolled equations of one scan beyond which it stays whole: planning takes seconds at this size."""
+"""Unrolled equations of one scan beyond which it stays whole: planning takes seconds then."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)

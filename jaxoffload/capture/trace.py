@@ -26,9 +26,7 @@ class Traced:
     out_key_impls: tuple[Any, ...]
 
 
-def trace(
-    call: Callable[..., Any], avals: Sequence[Any], key_impls: Sequence[Any]
-) -> Traced:
+def trace(call: Callable[..., Any], avals: Sequence[Any], key_impls: Sequence[Any]) -> Traced:
     """Traces `call(*flat)`.
 
     Args:
@@ -56,9 +54,7 @@ def trace(
         )
 
     closed = jax.make_jaxpr(on_words)(*avals)
-    outs = tuple(
-        jax.ShapeDtypeStruct(*compat.physical(a)) for a in closed.out_avals
-    )
+    outs = tuple(jax.ShapeDtypeStruct(*compat.physical(a)) for a in closed.out_avals)
     return Traced(closed, trees[-1], outs, tuple(impls))
 
 

@@ -9,8 +9,18 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.flat import Equation
 
-_ALWAYS = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "iota", "random_wrap",
-                     "random_unwrap", "rev"})
+_ALWAYS = frozenset(
+    {
+        "reshape",
+        "transpose",
+        "squeeze",
+        "expand_dims",
+        "iota",
+        "random_wrap",
+        "random_unwrap",
+        "rev",
+    }
+)
 
 
 def is_view(equation: Equation) -> bool:

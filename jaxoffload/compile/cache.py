@@ -71,7 +71,9 @@ class ExecutableCache:
                     fresh[digests[kernel.key]] = code
             if fresh:
                 with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-                    built = pool.map(lambda c: self._client.compile(c, self._options), fresh.values())
+                    built = pool.map(
+                        lambda c: self._client.compile(c, self._options), fresh.values()
+                    )
                     self._by_code.update(zip(fresh, built, strict=True))
             for key, digest in digests.items():
                 self._by_kernel[key] = self._by_code[digest]

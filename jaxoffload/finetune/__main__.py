@@ -3,8 +3,8 @@
     python -m jaxoffload.finetune
 
 Text and tokenizer come from the running Python's standard library. There are no pretrained weights
-to download, so the frozen base is random: what the adapters can learn is limited, and the loss falls
-all the same. Both ways take the same steps on the same batches, in turn.
+to download, so the frozen base is random: what the adapters can learn is limited, and the loss
+falls all the same. Both ways take the same steps on the same batches, in turn.
 """
 
 import sys
@@ -45,13 +45,17 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"arguments are not understood: {argv[1:]}. Use --flags.")
     logging.set_verbosity(logging.WARNING)
     config = model.PRESETS[FLAGS.preset]
-    say(f"LoRA fine-tuning, preset {FLAGS.preset!r}: {config.num_params() / 1e6:.1f} M frozen "
-        f"weights (random), rank {FLAGS.rank}, {FLAGS.batch} x {FLAGS.length} tokens a step")
+    say(
+        f"LoRA fine-tuning, preset {FLAGS.preset!r}: {config.num_params() / 1e6:.1f} M frozen "
+        f"weights (random), rank {FLAGS.rank}, {FLAGS.batch} x {FLAGS.length} tokens a step"
+    )
     text = data.standard_library_text(FLAGS.text_bytes)
     tokenizer = Tokenizer.train(text, config.vocab_size, _bar("tokenizer"))
     seen, held_out = data.split(tokenizer.encode(text))
-    say(f"text: {len(text) / 1e6:.1f} MB of the standard library, {len(seen)} tokens to train on, "
-        f"vocabulary {tokenizer.vocab_size}")
+    say(
+        f"text: {len(text) / 1e6:.1f} MB of the standard library, {len(seen)} tokens to train on, "
+        f"vocabulary {tokenizer.vocab_size}"
+    )
 
     lora_config = lora.LoraConfig(FLAGS.rank)
     base_key, adapter_key = jax.random.split(jax.random.key(FLAGS.seed))
@@ -68,9 +72,11 @@ def main(argv: list[str]) -> None:
     offloaded = jo.offload(step, device_memory=budget, donate_argnums=(1, 2))
     start = time.perf_counter()
     plan = offloaded.plan(*args)
-    say(f"plain jax.jit needs {format_bytes(needed)}; budget {format_bytes(plan.budget or 0)}; "
+    say(
+        f"plain jax.jit needs {format_bytes(needed)}; budget {format_bytes(plan.budget or 0)}; "
         f"planned and compiled in {time.perf_counter() - start:.1f} s: "
-        f"{len(plan.taskgraph.vertices)} vertices, {plan.compile_report.kernels} kernels")
+        f"{len(plan.taskgraph.vertices)} vertices, {plan.compile_report.kernels} kernels"
+    )
 
     ours = train.Runner.start(offloaded, base, adapters, opt_state)
     theirs = train.Runner.start(plain, base, adapters, opt_state) if FLAGS.compare else None
@@ -84,21 +90,24 @@ def main(argv: list[str]) -> None:
     if FLAGS.trace:
         from jaxoffload.report.place_map import place_map_svg
 
-        title = f"One LoRA step in {format_bytes(plan.budget or 0)}; jax.jit: {format_bytes(needed)}"
+        title = (
+            f"One LoRA step in {format_bytes(plan.budget or 0)}; jax.jit: {format_bytes(needed)}"
+        )
         assert offloaded.last_run is not None
         with open(FLAGS.trace, "w") as file:
             file.write(place_map_svg(offloaded.last_run, title))
         say(f"place map: {FLAGS.trace}")
     if FLAGS.out:
         leaves = jax.tree_util.tree_leaves_with_path(ours.adapters)
-        np.savez(FLAGS.out, **{jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves})
+        named: dict[str, Any] = {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+        np.savez(FLAGS.out, **named)
         say(f"adapters: {FLAGS.out}")
 
 
 def _plain_jit(step: train.Step, args: Any) -> tuple[Any, int]:
     """The step under plain `jax.jit`, and the bytes that XLA plans for it."""
     plain = jax.jit(step, donate_argnums=(1, 2)).lower(*args).compile()
-    found = plain.memory_analysis()
+    found: Any = plain.memory_analysis()
     needed = found.argument_size_in_bytes + found.output_size_in_bytes
     return plain, needed + found.temp_size_in_bytes - found.alias_size_in_bytes
 
@@ -123,8 +132,10 @@ def _train(ours: train.Runner, theirs: train.Runner | None, windows: Any) -> Non
             theirs.advance(tokens)
         if i % every == 0 or i == FLAGS.steps - 1:
             beside = f", plain jit {theirs.losses[-1]:.4f}" if theirs else ""
-            say(f"step {i + 1:>4}/{FLAGS.steps}  loss {value:.4f}{beside}  "
-                f"{ours.seconds[-1]:.2f} s a step")
+            say(
+                f"step {i + 1:>4}/{FLAGS.steps}  loss {value:.4f}{beside}  "
+                f"{ours.seconds[-1]:.2f} s a step"
+            )
 
 
 def _report(
@@ -140,21 +151,29 @@ def _report(
     run = offloaded.last_run
     assert run is not None
     say()
-    say(f"loss              {ours.losses[0]:.4f} -> {ours.losses[-1]:.4f}; "
-        f"held out {before:.4f} -> {after:.4f}")
+    say(
+        f"loss              {ours.losses[0]:.4f} -> {ours.losses[-1]:.4f}; "
+        f"held out {before:.4f} -> {after:.4f}"
+    )
     if theirs is not None:
         other = theirs.tokens_per_second(tokens)
         apart = max(abs(a - b) for a, b in zip(ours.losses, theirs.losses, strict=True))
-        say(f"tokens a second   {rate:.0f} offloaded, {other:.0f} plain jax.jit "
-            f"({rate / other:.2f} times its speed)")
+        say(
+            f"tokens a second   {rate:.0f} offloaded, {other:.0f} plain jax.jit "
+            f"({rate / other:.2f} times its speed)"
+        )
         say(f"difference        {apart:.1e} at most between the losses of the two")
     else:
         say(f"tokens a second   {rate:.0f}")
-    say(f"device memory     {format_bytes(run.peak_device_bytes)} at the peak, budget "
+    say(
+        f"device memory     {format_bytes(run.peak_device_bytes)} at the peak, budget "
         f"{format_bytes(plan.budget or 0)}, smallest that can work "
-        f"{format_bytes(plan.min_device_memory)}")
-    say(f"moved each step   {format_bytes(run.bytes_reloaded)} to the device, "
-        f"{format_bytes(run.bytes_offloaded)} away from it")
+        f"{format_bytes(plan.min_device_memory)}"
+    )
+    say(
+        f"moved each step   {format_bytes(run.bytes_reloaded)} to the device, "
+        f"{format_bytes(run.bytes_offloaded)} away from it"
+    )
 
 
 def _sample(
@@ -167,8 +186,10 @@ def _sample(
 ) -> None:
     tokens = generate(config, base, adapters, lora_config, held_out[:16], 24, FLAGS.seed)
     prompt, rest = tokenizer.decode(tokens[:16]), tokenizer.decode(tokens[16:])
-    say(f"sample            {prompt.decode(errors='replace')!r} -> "
-        f"{rest.decode(errors='replace')!r}")
+    say(
+        f"sample            {prompt.decode(errors='replace')!r} -> "
+        f"{rest.decode(errors='replace')!r}"
+    )
 
 
 if __name__ == "__main__":

@@ -114,8 +114,9 @@ def forward(
     def layer(x: jax.Array, weights: tuple[Params, Params | None]) -> tuple[jax.Array, None]:
         own, adapter = weights
         apply = multiply if project is None or adapter is None else project(adapter)
-        x = x + attention(config, own, rms_norm(x, own["attention_norm"], config.norm_eps),
-                          cos, sin, apply)
+        x = x + attention(
+            config, own, rms_norm(x, own["attention_norm"], config.norm_eps), cos, sin, apply
+        )
         h = rms_norm(x, own["ffn_norm"], config.norm_eps)
         gate = jax.nn.silu(apply("w_gate", h, own["w_gate"]))
         return x + apply("w_down", gate * apply("w_up", h, own["w_up"]), own["w_down"]), None

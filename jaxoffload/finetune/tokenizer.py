@@ -104,9 +104,7 @@ class Tokenizer:
         tokens = list(word)
         while len(tokens) > 1:
             ranked = [
-                (self._rank[p], p)
-                for p in zip(tokens, tokens[1:], strict=False)
-                if p in self._rank
+                (self._rank[p], p) for p in zip(tokens, tokens[1:], strict=False) if p in self._rank
             ]
             if not ranked:
                 break

@@ -58,7 +58,7 @@ class Runner:
       losses, seconds: of each step so far.
     """
 
-    step: Step
+    step: Callable[..., Any]
     base: Params
     adapters: Params
     opt_state: Any

@@ -1,1 +1,1 @@
-"""The two data structures, their laws, and nothing else: every stage imports these, none imports another's insides."""
+"""The two data structures and their laws: every stage imports these, none another's insides."""

@@ -68,7 +68,8 @@ class MemGraph:
       capacity: bytes of the arena of each device, int64[num_devices] (the budget less headroom).
       headroom: bytes of each device kept for executables' own scratch, int64[num_devices].
       kind: Kind of each vertex, uint8[N].
-      task_vertex: TaskGraph vertex id; for copies, the vertex for whose sake it was added, int32[N].
+      task_vertex: TaskGraph vertex id; for copies, the vertex for whose sake it was added,
+        int32[N].
       device: device of each vertex (for copies, the device end), int32[N].
       tensor: tensor id of each version, int32[M].
       space, index, offset: place of each version, uint8[M], int32[M], int64[M]. Its size is that
@@ -142,5 +143,7 @@ class MemGraph:
         if kind in (Kind.RELOAD, Kind.OFFLOAD):
             version = self.inputs[self.input_offsets[vertex_id]]
             tensor = self.taskgraph.tensors[self.tensor[version]]
-            return f"{kind.name.lower()} of {tensor.name or f'tensor {self.tensor[version]}'}{source}"
+            return (
+                f"{kind.name.lower()} of {tensor.name or f'tensor {self.tensor[version]}'}{source}"
+            )
         return f"{task.name or kind.name.lower()}{source}"

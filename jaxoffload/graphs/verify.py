@@ -189,7 +189,7 @@ def _check_bytes(graph: MemGraph, violations: list[Violation]) -> None:
     tensors = graph.taskgraph.tensors
     written: dict[tuple[int, int, int], int] = {}
     for vertex in np.flatnonzero((graph.kind == Kind.OFFLOAD) | (graph.kind == Kind.RELOAD)):
-        source, target = _reads(graph, vertex)[0], _writes(graph, vertex)[0]
+        source, target = _reads(graph, int(vertex))[0], _writes(graph, int(vertex))[0]
         if graph.tensor[source] != graph.tensor[target]:
             text = f"{graph.describe(int(vertex))} copies one tensor to another"
             violations.append(Violation(Law.BYTES, text))
@@ -243,8 +243,11 @@ def _check_reachability(graph: MemGraph, order: np.ndarray, violations: list[Vio
             continue
         names = [
             f"version {v} ({graph.taskgraph.tensors[graph.tensor[v]].name or graph.tensor[v]}, "
-            + (f"written by {graph.describe(int(graph.writer[v]))})"
-               if graph.writer[v] >= 0 else "an argument)")
+            + (
+                f"written by {graph.describe(int(graph.writer[v]))})"
+                if graph.writer[v] >= 0
+                else "an argument)"
+            )
             for v in (a, b)
         ]
         violations.append(Violation(Law.RACE, " and ".join(names)))

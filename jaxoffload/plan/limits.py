@@ -84,7 +84,9 @@ def _fixed_and_live(graph: TaskGraph) -> tuple[list[int], list[int]]:
             if not tensor.results and k not in over:
                 live[tensor.device] += align(tensor.bytes)
         peak[vertex.device] = max(peak[vertex.device], live[vertex.device])
-        overwritten = {vertex.inputs[read]: vertex.outputs[write] for read, write in vertex.overwrites}
+        overwritten = {
+            vertex.inputs[read]: vertex.outputs[write] for read, write in vertex.overwrites
+        }
         for tensor_id in dies.get(vertex_id, ()):
             heir = overwritten.get(tensor_id)
             if heir is None or graph.tensors[heir].results:

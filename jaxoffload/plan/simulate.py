@@ -38,7 +38,9 @@ class Timeline:
     def busy(self, kind: Kind) -> float:
         """Seconds that the busiest lane of one kind works."""
         work = np.bincount(self.lane_of, self.end - self.start, minlength=len(self.lanes))
-        return max((float(w) for w, k in zip(work, self.lanes, strict=True) if k[0] == kind), default=0.0)
+        return max(
+            (float(w) for w, k in zip(work, self.lanes, strict=True) if k[0] == kind), default=0.0
+        )
 
 
 def lanes_of(memgraph: MemGraph) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:

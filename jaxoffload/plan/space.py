@@ -60,7 +60,7 @@ class AddressSpace:
             self._insert(_Run(0, capacity, [(0, capacity, (), -1)]))
 
     def take(self, size: int) -> Place | None:
-        """A free place of `size` bytes, its dependencies and its last use; None if there is none."""
+        """A free place of `size` bytes, its dependencies and its last use, or None."""
         if size == 0:
             return 0, (), -1
         first = bisect.bisect_left(self._by_size, (size, -1))

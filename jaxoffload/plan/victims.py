@@ -2,7 +2,8 @@
 
 With tensors of any size a place needs neighbours: from each of the few tensors whose next use is
 furthest, a window grows over free memory and evictable neighbours until it is large enough; the
-window whose earliest next use is latest is emptied, of equals the one with the fewest bytes to copy.
+window whose earliest next use is latest is emptied, of equals the one with the fewest bytes to
+copy.
 """
 
 import heapq
@@ -58,7 +59,11 @@ def _grow(
     while high - low < size:
         sides = []
         for tensor_id in (memory.at_end[device].get(low), memory.at_start[device].get(high)):
-            if tensor_id is not None and memory.evictable(tensor_id) and memory.next_use(tensor_id) > beyond:
+            if (
+                tensor_id is not None
+                and memory.evictable(tensor_id)
+                and memory.next_use(tensor_id) > beyond
+            ):
                 sides.append((memory.next_use(tensor_id), tensor_id))
         if not sides:
             return None

@@ -179,9 +179,7 @@ def _where(graph: TaskGraph, vertex_id: int) -> str:
     return f"{vertex.name} at {vertex.source}" if vertex.source else vertex.name
 
 
-def _verdict(
-    budget: int | None, asked: Any, peak: int, least: int, plan: Plan | None
-) -> str:
+def _verdict(budget: int | None, asked: Any, peak: int, least: int, plan: Plan | None) -> str:
     if budget is None:
         return f"fits: no limit was set; it needs {format_bytes(peak)}."
     free = " (what the device has free, less a margin)" if asked == "auto" else ""

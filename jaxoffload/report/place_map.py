@@ -21,10 +21,13 @@ _COLOURS = {
     TensorKind.TEMPORARY: ("temporaries", "#009E73"),
 }
 _LANE_COLOUR = "#56B4E9"
-_STYLE = "".join(
-    f".k{int(kind)}{{fill:{colour};fill-opacity:.85;stroke:#fff;stroke-width:.3}}"
-    for kind, (_, colour) in _COLOURS.items()
-) + f".lane{{fill:{_LANE_COLOUR}}}"
+_STYLE = (
+    "".join(
+        f".k{int(kind)}{{fill:{colour};fill-opacity:.85;stroke:#fff;stroke-width:.3}}"
+        for kind, (_, colour) in _COLOURS.items()
+    )
+    + f".lane{{fill:{_LANE_COLOUR}}}"
+)
 _HINT_AREA = 40.0
 """A box smaller than this gets no tooltip: nobody could point at it."""
 _WIDTH, _LEFT, _TOP, _MAP, _LANE = 900, 96, 40, 320, 22

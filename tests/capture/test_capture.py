@@ -54,9 +54,7 @@ def test_gradients_and_optimizer_work_slice_by_slice(interpret):
         return optax.apply_updates(params, updates), state, loss
 
     params = layers(jax.random.key(0))
-    captured = assert_same(
-        step, (params, optimizer.init(params), X), interpret, max_equations=1
-    )
+    captured = assert_same(step, (params, optimizer.init(params), X), interpret, max_equations=1)
     stack = 3 * 8 * 8 * 4
     assert max(t.bytes for t in captured.taskgraph.tensors) < stack
 
@@ -87,8 +85,9 @@ def test_calls_are_inlined(interpret, max_equations):
         inner = jax.checkpoint(lambda y: jax.nn.silu(jnp.sin(square(y))))
         return jnp.sum(jax.jit(inner)(x) + cube(x))
 
-    captured = assert_same(jax.value_and_grad(function), (X,), interpret,
-                           max_equations=max_equations)
+    captured = assert_same(
+        jax.value_and_grad(function), (X,), interpret, max_equations=max_equations
+    )
     for kernel in captured.kernels:
         assert not {s.operation.name for s in kernel.steps} & {"jit", "remat2", "custom_jvp_call"}
 
@@ -98,8 +97,10 @@ def test_reverse_and_nested_scans_match(interpret):
         def outer(c, block):
             def inner(d, w):
                 return d * w + 1.0, d
+
             d, seen = jax.lax.scan(inner, c, block, reverse=True)
             return d, seen * 2.0
+
         return jax.lax.scan(outer, x, stack)
 
     stack = np.arange(24, dtype=np.float32).reshape(2, 3, 4) / 10
@@ -158,8 +159,7 @@ def test_donation_that_a_later_reader_forbids_is_dropped(interpret):
         return new, jnp.sum(jnp.sin(new) * acc)
 
     square = np.eye(8, dtype=np.float32)
-    captured = assert_same(function, (square, square), interpret, donate=((0, 0),),
-                           max_equations=1)
+    captured = assert_same(function, (square, square), interpret, donate=((0, 0),), max_equations=1)
     assert captured.taskgraph.donated == ()
 
 
@@ -193,9 +193,11 @@ def test_effects_are_refused_with_the_line(effect):
         elif effect == "io":
             return jax.experimental.io_callback(np.sin, shape, x)
         else:
+
             def body(c):
                 jax.debug.print("{}", c)
                 return c * 2.0
+
             return jax.lax.while_loop(lambda c: jnp.sum(c) < 9.0, body, x)
         return x
 

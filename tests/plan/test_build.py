@@ -108,8 +108,9 @@ def chain(count, size=256, weights=True):
 
 def test_clean_arguments_are_dropped_without_a_copy():
     memgraph = build_memgraph(chain(10), 3 * 256)
-    copied = memgraph.tensor[memgraph.inputs[
-        memgraph.input_offsets[np.flatnonzero(memgraph.kind == Kind.OFFLOAD)]]]
+    copied = memgraph.tensor[
+        memgraph.inputs[memgraph.input_offsets[np.flatnonzero(memgraph.kind == Kind.OFFLOAD)]]
+    ]
     assert {memgraph.taskgraph.tensors[t].name for t in copied} == {"x9"}
     check(memgraph.taskgraph, memgraph)
 
@@ -132,7 +133,9 @@ def random_layers(seed, layers=12, width=4):
         fresh = []
         for k in range(width):
             count = min(len(last), int(source.integers(1, 4)))
-            inputs = tuple(int(t) for t in source.choice(last, count, replace=False)) if last else ()
+            inputs = (
+                tuple(int(t) for t in source.choice(last, count, replace=False)) if last else ()
+            )
             tensors.append(Tensor(int(source.integers(1, 5)) * 256, f"{layer}.{k}"))
             vertices.append(
                 Vertex(VertexKind.KERNEL, inputs, (len(tensors) - 1,), f"{layer}.{k}", kernel=0)
@@ -209,8 +212,13 @@ def _spilling(count=6):
                 continue
             tensors.append(Tensor(256, f"s{round_}.{i}"))
             vertices.append(
-                Vertex(VertexKind.KERNEL, (last, i) if last != i else (i,), (len(tensors) - 1,),
-                       f"sum{round_}.{i}", kernel=0)
+                Vertex(
+                    VertexKind.KERNEL,
+                    (last, i) if last != i else (i,),
+                    (len(tensors) - 1,),
+                    f"sum{round_}.{i}",
+                    kernel=0,
+                )
             )
             last = len(tensors) - 1
     tensors[last] = dataclasses.replace(tensors[last], results=(Span(0, 0),))

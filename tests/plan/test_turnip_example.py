@@ -3,9 +3,9 @@
 The figures are drawings; the text fixes what is asserted here. On GPU 1 live the inputs A and B and
 the results of 1, 2, 3, 4 and 8. A and 1 are read by 3 alone, 2 by 4 alone, and 8 reads 3.
 
-Five places: 4 takes the place of A and 8 that of 1, so the memory edges are 3 → 4 and 3 → 8, and the
-second is superfluous because 3 → 8 is a data edge. Four places: A is offloaded so that 4 can run,
-and reloaded for 3. The second figure runs 4 before 3, which is another serial order of one graph.
+Five places: 4 takes the place of A and 8 that of 1, so the memory edges are 3 → 4 and 3 → 8, and
+the second is superfluous because 3 → 8 is a data edge. Four places: A is offloaded so that 4 can
+run, and reloaded for 3. The second figure runs 4 before 3, another serial order of the same graph.
 """
 
 import numpy as np

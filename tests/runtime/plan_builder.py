@@ -21,13 +21,11 @@ _TYPES = {
 }  # fmt: skip
 
 
-def compile_options():
-    """A serialized CompileOptionsProto: one device, whichever executes it."""
-    from jaxlib import xla_client
-
-    options = xla_client.CompileOptions()
+def compile_options(num_devices=1):
+    """A serialized CompileOptionsProto: one device; with several in the client, any of them."""
+    options = compat.xla_client().CompileOptions()
     options.num_replicas = options.num_partitions = 1
-    options.compile_portable_executable = True
+    options.compile_portable_executable = num_devices > 1
     return options.SerializeAsString()
 
 
@@ -105,7 +103,7 @@ class PlanBuilder:
         if key not in self._compiled:
             self._compiled[key] = len(self.executables)
             code = lower(function, shapes, overwrites)
-            self.executables.append(self.client.compile(code, compile_options()))
+            self.executables.append(self.client.compile(code, compile_options(self.num_devices)))
         over = {write: inputs[read] for read, write in overwrites}
         overwritten = [over.get(j, -1) for j in range(len(outputs))]
         name = getattr(function, "__name__", "kernel")
@@ -138,7 +136,9 @@ class PlanBuilder:
         def csr(lists, dtype=np.int32):
             lists = [list(each) for each in lists]
             offsets = np.concatenate([[0], np.cumsum([len(each) for each in lists])])
-            return offsets.astype(np.int32), np.array([x for each in lists for x in each], dtype=dtype)
+            return offsets.astype(np.int32), np.array(
+                [x for each in lists for x in each], dtype=dtype
+            )
 
         def field(i, dtype):
             return np.array([v[i] for v in self.versions], dtype=dtype)
@@ -154,7 +154,11 @@ class PlanBuilder:
 
         def high_water(space, index):
             return max(
-                (v[2] + s for v, s in zip(self.versions, sizes) if v[:2] == (space, index)),
+                (
+                    v[2] + s
+                    for v, s in zip(self.versions, sizes, strict=True)
+                    if v[:2] == (space, index)
+                ),
                 default=0,
             )
 

@@ -108,8 +108,9 @@ def test_typed_keys_go_in_and_out():
 
     key = jax.random.key(3)
     new, noise = g(key)
-    want_new, want = jax.jit(lambda k: (lambda a, b: (a, jax.random.normal(b, (3,))))(
-        *jax.random.split(k)))(key)
+    want_new, want = jax.jit(
+        lambda k: (lambda a, b: (a, jax.random.normal(b, (3,))))(*jax.random.split(k))
+    )(key)
     assert jnp.array_equal(jax.random.key_data(new), jax.random.key_data(want_new))
     np.testing.assert_allclose(noise, want, rtol=1e-6)
 
@@ -210,9 +211,7 @@ def test_verify_passes_and_a_wrong_result_is_caught(monkeypatch):
     jo.offload(f, device_memory=None, verify=True)(X)
     module = sys.modules["jaxoffload.offload"]
     run = module.run_plan
-    monkeypatch.setattr(
-        module, "run_plan", lambda *a: ([x + 1 for x in run(*a)[0]], run(*a)[1])
-    )
+    monkeypatch.setattr(module, "run_plan", lambda *a: ([x + 1 for x in run(*a)[0]], run(*a)[1]))
     with pytest.raises(jo.VerificationError, match="result 0 differs"):
         jo.offload(f, device_memory=None, verify=True)(X)
 

@@ -1,0 +1,61 @@
+"""Named workloads: each gives (function, arguments, donate_argnums), at full size or small.
+
+A donated argument's new value is the result at the same position among the donated.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxoffload.finetune import lora, model, train
+
+Workload = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]
+
+
+def lora_step(small: bool = False) -> Workload:
+    """The main job's step: LoRA on a frozen LLaMA-style model, 1,024 tokens."""
+    config = model.PRESETS["tiny" if small else "small"]
+    batch, length = (2, 32) if small else (4, 256)
+    adapters_config = lora.LoraConfig()
+    base = model.init(config, jax.random.key(0))
+    adapters = lora.init_adapters(config, adapters_config, jax.random.key(1))
+    optimizer = train.optimizer(1e-3, 100)
+    step = train.make_step(config, adapters_config, optimizer)
+    tokens = _tokens(batch, length, config.vocab_size)
+
+    def reordered(adapters: Any, state: Any, base: Any, tokens: Any) -> Any:
+        return step(base, adapters, state, tokens)
+
+    return reordered, (adapters, optimizer.init(adapters), base, tokens), (0, 1)
+
+
+def train_step(small: bool = False) -> Workload:
+    """A full training step with AdamW: 4 layers under scan, width 384, 1,536 tokens."""
+    shape = (512, 64, 2, 4, 4, 128) if small else (2048, 384, 4, 6, 6, 1024)
+    config = model.Config(*shape)
+    batch, length = (2, 32) if small else (6, 256)
+    params = model.init(config, jax.random.key(0))
+    optimizer = optax.adamw(1e-3)
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        def loss(p: Any) -> jax.Array:
+            return model.loss(model.forward(config, p, tokens[:, :-1]), tokens[:, 1:])
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    tokens = _tokens(batch, length, config.vocab_size)
+    return step, (params, optimizer.init(params), tokens), (0, 1)
+
+
+def _tokens(batch: int, length: int, vocab_size: int) -> jax.Array:
+    draw = np.random.default_rng(0).integers(0, vocab_size, (batch, length + 1))
+    return jnp.asarray(draw, jnp.int32)
+
+
+WORKLOADS: dict[str, Callable[..., Workload]] = {"lora_step": lora_step, "train_step": train_step}

@@ -1,0 +1,37 @@
+"""The public names: every one is documented, and there are no others."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import jaxoffload as jo
+
+NAMES = """CaptureError Explanation OffloadError OffloadWarning Offloaded Plan PlanError Run
+RunError VerificationError VerifyError clear_caches offload policies""".split()
+
+
+def test_public_names():
+    found = {n for n in dir(jo) if not n.startswith("_") and not inspect.ismodule(getattr(jo, n))}
+    assert found | {"policies"} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_public_names_are_documented(name):
+    thing = getattr(jo, name)
+    assert inspect.getdoc(thing)
+    if inspect.isclass(thing):
+        for member, value in vars(thing).items():
+            if not member.startswith("_") and callable(value):
+                assert inspect.getdoc(value), f"{name}.{member}"
+
+
+@pytest.mark.parametrize(
+    "module", [m.name for m in pkgutil.walk_packages(jo.__path__, "jaxoffload.")]
+)
+def test_docstring_examples(module):
+    if module.endswith(("__main__", "_native")):
+        pytest.skip("a program, and compiled code: no docstring examples")
+    assert not doctest.testmod(importlib.import_module(module)).failed
