@@ -1,6 +1,6 @@
 // Python's view: arrays in, exceptions out, and the GIL let go around everything that can wait.
 // Nothing here is on a hot path (nanobind compiles it for size). Documented in
-// jaxoffload/runtime/_native.pyi.
+// jaxoffload/_native.pyi.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

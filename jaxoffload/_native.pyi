@@ -1,4 +1,4 @@
-"""The C++ runtime (custom_calls/bindings.cc). It is imported as `jaxoffload._native`."""
+"""The C++ runtime: custom_calls/bindings.cc."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,6 @@
 """What the process keeps between calls, and how to let it go."""
 
+from jaxoffload import _native
 from jaxoffload.primitive import plans
 from jaxoffload.runtime import backends
 
@@ -12,3 +13,4 @@ def clear_caches() -> None:
     plans.clear()
     backends.cpu().executables.clear()
     backends.cpu().client.trim()
+    _native.host_pool_release()
