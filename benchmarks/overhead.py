@@ -27,10 +27,10 @@ def chain(count: int) -> Any:
 
 
 def fan_out(count: int) -> Any:
-    """`count` sums of two arguments, independent of one another."""
+    """x + 1, `count` times over, independent of one another."""
 
     def function(x: jax.Array) -> list[jax.Array]:
-        return [x + float(i) for i in range(count)]
+        return [x + 1.0 for _ in range(count)]
 
     return function
 
