@@ -18,7 +18,9 @@ Differences from the paper:
   and its working set is placed side by side: any budget that holds the largest working set works.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT, MemGraph
@@ -57,26 +59,41 @@ def build_memgraph(
         (b - s) // PLACE_ALIGNMENT * PLACE_ALIGNMENT for b, s in zip(budgets, spare, strict=True)
     ]
     _refuse_if_too_small(graph, capacity, spare)
+    with _no_garbage_collection():
+        memory = _simulate(graph, capacity, in_place_io, lookahead)
+        return memory.emitter.finish([max(c, 0) for c in capacity], spare)
+
+
+def _simulate(
+    graph: TaskGraph, capacity: list[int], in_place_io: str, lookahead: int
+) -> SimulatedMemory:
     memory = SimulatedMemory(graph, capacity, in_place_io == "always")
     alloc = execute = 0
     count = len(graph.vertices)
     while execute < count:
-        if alloc < count and memory.place(alloc):
+        near = alloc - execute < lookahead
+        if alloc < count and memory.place(alloc, _room_maker(memory, alloc) if near else None):
             alloc += 1
         elif alloc == execute:
             _force(memory, alloc)
-            alloc += 1
-        elif (
-            alloc < count
-            and alloc - execute < lookahead
-            and memory.place(alloc, _room_maker(memory, alloc))
-        ):
             alloc += 1
         else:
             memory.execute(execute)
             execute += 1
     memory.finish_arguments()
-    return memory.emitter.finish([max(c, 0) for c in capacity], spare)
+    return memory
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Millions of small containers, none of them garbage: looking for cycles took a quarter."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _refuse_if_too_small(graph: TaskGraph, capacity: list[int], spare: list[int]) -> None:

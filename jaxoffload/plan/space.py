@@ -84,17 +84,19 @@ class AddressSpace:
             return
         left, right = self._by_end.get(start), self._by_start.get(start + size)
         end, piece = start + size, (start, start + size, after, used)
-        if left is None:
-            pieces = [piece]
-        else:
+        pieces = [piece]
+        if left is not None:
             self._remove(left)
             pieces, start = left.pieces, left.start
             _append(pieces, piece)
         if right is not None:
             self._remove(right)
-            _append(pieces, right.pieces[0])
-            pieces += right.pieces[1:]
             end = right.end
+            if len(pieces) < len(right.pieces):
+                right.pieces[:0] = pieces
+                pieces = right.pieces
+            else:
+                pieces += right.pieces
         self._insert(_Run(start, end, pieces))
 
     def free_before(self, end: int) -> int:

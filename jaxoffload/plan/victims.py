@@ -10,8 +10,8 @@ import heapq
 
 from jaxoffload.plan.memory import SimulatedMemory
 
-_SEEDS = 6
-"""Tensors from which a window is grown."""
+_SEEDS = 3
+"""Tensors from which a window is grown (6 move 0 to 5% less and take 10% longer to plan)."""
 
 
 def free_a_place(memory: SimulatedMemory, device: int, size: int, beyond: int) -> bool:
