@@ -124,9 +124,12 @@ void CheckVertex(const PlanArrays& a, int64_t v) {
   if (a.bytes[a.inputs[a.input_offsets[v]]] != a.bytes[a.outputs[a.output_offsets[v]]]) {
     Refuse("vertex " + std::to_string(v) + " copies between versions of different sizes");
   }
-  if (a.overwritten[a.output_offsets[v]] >= 0) {
-    Refuse(Entry("overwritten", a.output_offsets[v], a.overwritten[a.output_offsets[v]]) +
-           ", but the vertex is a copy");
+  // An argument that is returned in its own donated memory is "copied" to where it is.
+  const int32_t overwritten = a.overwritten[a.output_offsets[v]];
+  const bool stays = a.kind[v] == static_cast<uint8_t>(Kind::kOffload) &&
+                     overwritten == a.inputs[a.input_offsets[v]];
+  if (overwritten >= 0 && !stays) {
+    Refuse(Entry("overwritten", a.output_offsets[v], overwritten) + ", but the vertex is a copy");
   }
 }
 
