@@ -1,0 +1,60 @@
+"""Pictures and traces of a run that really moved something."""
+
+import json
+import xml.etree.ElementTree
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxoffload as jo
+from jaxoffload.graphs.memgraph import Kind
+from jaxoffload.report.perfetto import perfetto_json
+from jaxoffload.report.place_map import place_map_svg
+
+
+@pytest.fixture(scope="module")
+def run():
+    def function(x):
+        parts = [jnp.sin(x * (i + 1)) @ x for i in range(6)]
+        for part in reversed(parts):
+            x = jnp.tanh(x @ part)
+        return x
+
+    step = jo.offload(function, device_memory="70KiB", vertex_memory=1)
+    step(np.ones((64, 64), np.float32))
+    return step.last_run
+
+
+def test_place_map_draws_every_place_and_vertex(run):
+    root = xml.etree.ElementTree.fromstring(place_map_svg(run, "a <title> & more"))
+    boxes = [e for e in root if e.tag.endswith("rect")]
+    lanes = [e for e in boxes if e.get("class") == "lane"]
+    assert len(lanes) == run.memgraph.num_vertices
+    places = [e for e in boxes if (e.get("class") or "").startswith("k")]
+    assert len(places) == (run.memgraph.space == 0).sum()
+    frame = next(e for e in boxes if e.get("fill") == "none")
+    low, high = float(frame.get("y")), float(frame.get("y")) + float(frame.get("height"))
+    for box in places:
+        top = float(box.get("y"))
+        assert low - 0.2 <= top and top + float(box.get("height")) <= high + 0.2
+
+
+def test_trace_has_a_slice_for_every_vertex_and_the_bytes_that_moved(run):
+    events = json.loads(perfetto_json(run))["traceEvents"]
+    slices = [e for e in events if e["ph"] == "X"]
+    assert len(slices) == run.memgraph.num_vertices
+    moved = sum(e["args"]["bytes"] for e in slices if e["cat"] == Kind.RELOAD.name.lower())
+    assert moved == run.bytes_reloaded > 0
+    assert {e["args"]["name"] for e in events if e["ph"] == "M"} == {
+        "device 0: compute",
+        "device 0: host to device",
+        "device 0: device to host",
+    }
+    starts = [e["id"] for e in events if e["ph"] == "s"]
+    assert starts and sorted(starts) == sorted(e["id"] for e in events if e["ph"] == "f")
+
+
+def test_bytes_by_tensor_add_up(run):
+    down, up = (sum(column) for column in zip(*run.bytes_by_tensor.values(), strict=True))
+    assert (down, up) == (run.bytes_offloaded, run.bytes_reloaded)
