@@ -162,3 +162,15 @@ def jaxpr_of(function: Any, operands: Sequence[Any]) -> Any:
 def collect_released_buffers() -> None:
     """Drops the references to host memory that deleted arrays still hold, which JAX does lazily."""
     _jax.collect_garbage()
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """Numbers of constants and of carried values among a scan's operands.
+
+    jax 0.10 writes them into the params, jax 0.11 a tree of the operands.
+    """
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].update(tuple(range(len(eqn.invars)))).unpack()
+    return len(list(consts)), len(list(carry))

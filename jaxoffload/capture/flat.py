@@ -48,12 +48,13 @@ class Operation:
     Attributes:
       name: the primitive's name, for reports and rules.
       params: the primitive's params (empty for a function of ours).
+      eqn: the JAX equation that it comes from, for its source line and settings; may be None.
     """
 
-    __slots__ = ("_eqn", "_function", "_key", "name", "params")
+    __slots__ = ("_function", "_key", "eqn", "name", "params")
 
     def __init__(self, eqn: Any, params: dict[str, Any] | None = None):
-        self._eqn = eqn
+        self.eqn = eqn
         self._function = None
         self.name = eqn.primitive.name
         self.params = eqn.params if params is None else params
@@ -63,14 +64,14 @@ class Operation:
     def of_function(cls, name: str, function: Any, eqn: Any) -> "Operation":
         """An operation that calls `function(*operands) -> array`; `name` must tell it apart."""
         self = cls.__new__(cls)
-        self._eqn, self._function, self.params = eqn, function, {}
+        self.eqn, self._function, self.params = eqn, function, {}
         self.name, self._key = name, (name,)
         return self
 
     @property
     def source(self) -> str:
         """The user's line, or "" where none is known."""
-        return compat.source_line(self._eqn.source_info) if self._eqn is not None else ""
+        return compat.source_line(self.eqn.source_info) if self.eqn is not None else ""
 
     @property
     def key(self) -> Any:
@@ -84,7 +85,7 @@ class Operation:
         """Applies the operation to arrays or tracers."""
         if self._function is not None:
             return [self._function(*operands)]
-        return compat.evaluate(self._eqn, operands, self.params)
+        return compat.evaluate(self.eqn, operands, self.params)
 
 
 def _param_key(value: Any) -> Any:

@@ -87,10 +87,10 @@ def _demand(equations: Sequence[Equation]) -> dict[Value, int]:
     wanted: dict[Value, int] = {}
     for equation in equations:
         if _unrolls(equation):
-            params = equation.operation.params
-            first = params["num_consts"] + params["num_carry"]
-            stacked = (*equation.inputs[first:], *equation.outputs[params["num_carry"] :])
-            wanted.update((v, params["length"]) for v in stacked if isinstance(v, Value))
+            num_consts, num_carry = compat.scan_counts(equation.operation.eqn)
+            stacked = equation.inputs[num_consts + num_carry :] + equation.outputs[num_carry:]
+            length = equation.operation.params["length"]
+            wanted.update((v, length) for v in stacked if isinstance(v, Value))
     todo = [e for e in equations if len(e.outputs) == 1 and not _unrolls(e)]
     before = -1
     while before != len(wanted):
@@ -206,7 +206,7 @@ class _Unroller:
         self._segment = outer
 
     def _whole(self, equation: Equation, operands: list[Any], environment: dict) -> None:
-        eqn = equation.operation._eqn
+        eqn = equation.operation.eqn
         inputs = tuple(self.join(x, eqn) for x in operands)
         part = _part_of_argument(equation, inputs)
         if part is not None:
@@ -233,7 +233,7 @@ class _Unroller:
             if sliced and isinstance(x, Value)
         ):
             return False  # Slicing what is computed whole anyway would gain nothing.
-        eqn = equation.operation._eqn
+        eqn = equation.operation.eqn
         columns = [
             self.slices_of(x, length, eqn) if sliced else [self.join(x, eqn)] * length
             for x, sliced in zip(operands, mapped.sliced, strict=True)
@@ -259,8 +259,9 @@ class _Unroller:
         return True
 
     def _scan(self, equation: Equation, operands: list[Any]) -> list[Operand | Stack]:
-        params, eqn = equation.operation.params, equation.operation._eqn
-        num_consts, num_carry, length = params["num_consts"], params["num_carry"], params["length"]
+        params, eqn = equation.operation.params, equation.operation.eqn
+        num_consts, num_carry = compat.scan_counts(eqn)
+        length = params["length"]
         body, inputs, equations, outputs, wanted = self._body(params["jaxpr"])
         consts = operands[:num_consts]
         carry: list[Any] = operands[num_consts : num_consts + num_carry]

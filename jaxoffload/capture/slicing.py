@@ -59,7 +59,7 @@ def is_elementwise(name: str) -> bool:
 def map_over_stack(equation: Equation, length: int) -> Mapped | None:
     """The operation on one slice of (length, ...), or None when it cannot be had slice by slice."""
     operation, operands = equation.operation, equation.inputs
-    name, params, eqn = operation.name, operation.params, operation._eqn
+    name, params, eqn = operation.name, operation.params, operation.eqn
     if len(equation.outputs) != 1:
         return None
     shape = tuple(equation.outputs[0].aval.shape)
