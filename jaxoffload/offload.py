@@ -24,8 +24,9 @@ from jaxoffload.signature import ArgumentSpec, Call, Signature, shapes_of
 from jaxoffload.verification import compare_with_jit
 
 AUTO_MARGIN = 0.1
-"""Share of the free memory that device_memory="auto" leaves: XLA's own threads, allocator slack and
-the executables took up to 4% in the measurements of docs/limits.md; the rest is for neighbours."""
+"""Share of the free memory that device_memory="auto" leaves. Beside arena, workspace, host tier and
+results, the first runs of the two steps of benchmarks/ratios.py took 38 and 92 MiB (thread stacks,
+buffers of XLA's products, allocator slack); the rest is for neighbours."""
 
 
 class _Program:

@@ -122,8 +122,15 @@ def tiny_and_empty():
     return f, (_normal(3), np.zeros(0, np.float32), np.float32(2)), ()
 
 
+def no_work():
+    def f(x, y):
+        return y, x, y
+
+    return f, (_normal(3), _normal(5)), (0, 1)
+
+
 ALL = {
     f.__name__: f
     for f in (mlp, scan_train_step, attention, mixed_dtypes, linear_algebra, loops, updates,
-              random_numbers, tiny_and_empty)
+              random_numbers, tiny_and_empty, no_work)
 }  # fmt: skip

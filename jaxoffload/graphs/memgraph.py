@@ -138,9 +138,10 @@ class MemGraph:
     def describe(self, vertex_id: int) -> str:
         """One vertex in words, for errors and reports."""
         kind = Kind(self.kind[vertex_id])
-        task = self.taskgraph.vertices[self.task_vertex[vertex_id]]
-        source = f" at {task.source}" if task.source else ""
-        if kind in (Kind.RELOAD, Kind.OFFLOAD):
+        vertices = self.taskgraph.vertices
+        task = vertices[self.task_vertex[vertex_id]] if vertices else None
+        source = f" at {task.source}" if task is not None and task.source else ""
+        if kind in (Kind.RELOAD, Kind.OFFLOAD) or task is None:
             version = self.inputs[self.input_offsets[vertex_id]]
             tensor = self.taskgraph.tensors[self.tensor[version]]
             return (

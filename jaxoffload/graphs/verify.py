@@ -3,20 +3,37 @@
 It shares no code with the builder and believes nothing that the builder says but the arrays: not
 the numbering of vertices, not the kinds of edges. The law of places is TURNIP's (section 4): of two
 versions whose places overlap, one safely overwrites the other, by reachability.
+
+Not every pair of overlapping versions is looked at. Let w(x) write x. If y safely overwrites x then
+w(x) reaches w(y), so in any topological order of the writers the versions that hold one address
+must each safely overwrite the one before; and if each does, so does each all those before it,
+because w(x) is among what must reach w(y). Neighbours in that order are therefore enough.
 """
 
+import bisect
 import dataclasses
 import enum
 
 import numpy as np
 
 from jaxoffload.errors import OffloadError
-from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT, Kind, MemGraph, Space
+from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT, EdgeKind, Kind, MemGraph, Space
+from jaxoffload.graphs.reachability import Reachability
 from jaxoffload.graphs.taskgraph import VertexKind
 
-_COLUMNS = 1 << 14
-"""Vertices whose ancestors are held at once, as bits: bounds the memory of the closure."""
+_IN_PLACE_ALIGNMENT = 64
+"""What a kernel asks of the address of an argument or a result that it reads or writes."""
 _SHOWN = 20
+_KINDS = {
+    VertexKind.KERNEL: Kind.KERNEL,
+    VertexKind.TRANSFER: Kind.TRANSFER,
+    VertexKind.INPUT: Kind.INPUT,
+}
+_LOWER = (Space.HOST, Space.ARGUMENT, Space.RESULT)
+_READS = {Kind.RELOAD: _LOWER, Kind.OFFLOAD: (Space.DEVICE, Space.ARGUMENT, Space.RESULT)}
+_WRITES = {Kind.RELOAD: (Space.DEVICE,), Kind.OFFLOAD: (Space.HOST, Space.RESULT)}
+_KERNEL_READS = (Space.DEVICE, Space.ARGUMENT, Space.RESULT)
+_KERNEL_WRITES = (Space.DEVICE, Space.RESULT)
 
 
 class Law(enum.Enum):
@@ -26,6 +43,7 @@ class Law(enum.Enum):
     BYTES = "a version holds its tensor's bytes"
     DATA = "a writer precedes its readers"
     RESULT = "every result part is written once"
+    EDGES = "edges point forward, no pair twice, and data edges carry data"
     CYCLE = "there is no cycle"
     ROOM = "every place is inside its arena and aligned"
     RACE = "of two versions in overlapping places one safely overwrites the other"
@@ -60,278 +78,242 @@ def verify(memgraph: MemGraph) -> None:
     Raises:
       VerifyError: lists the violations.
     """
-    violations: list[Violation] = []
-    _check_shape(memgraph, violations)
-    _check_room(memgraph, violations)
-    order = _topological_order(memgraph)
-    if order is None:
-        violations.append(Violation(Law.CYCLE, "some vertices wait for one another"))
-    if violations:
-        raise VerifyError(violations)
-    assert order is not None
-    _check_bytes(memgraph, violations)
-    _check_reachability(memgraph, order, violations)
-    if violations:
-        raise VerifyError(violations)
+    reach = Reachability(memgraph.num_vertices, memgraph.edge_tail, memgraph.edge_head)
+    check = _Check(memgraph)
+    check.shape()
+    check.room()
+    check.bytes()
+    check.edges()
+    if reach.order is None:
+        check.broken(Law.CYCLE, "some vertices wait for one another")
+    elif not check.violations:
+        check.order(reach)
+    if check.violations:
+        raise VerifyError(check.violations)
 
 
-def _reads(graph: MemGraph, vertex: int) -> list[int]:
-    return graph.inputs[graph.input_offsets[vertex] : graph.input_offsets[vertex + 1]].tolist()
+class _Check:
+    """One MemGraph as plain lists, and the violations found so far."""
 
-
-def _writes(graph: MemGraph, vertex: int) -> list[int]:
-    return graph.outputs[graph.output_offsets[vertex] : graph.output_offsets[vertex + 1]].tolist()
-
-
-def _check_shape(graph: MemGraph, violations: list[Violation]) -> None:
-    def broken(text: str) -> None:
-        violations.append(Violation(Law.SHAPE, text))
-
-    expected = {VertexKind.KERNEL: Kind.KERNEL, VertexKind.INPUT: Kind.INPUT}
-    expected[VertexKind.TRANSFER] = Kind.TRANSFER
-    seen = [0] * len(graph.taskgraph.vertices)
-    written = np.zeros(graph.num_versions, dtype=int)
-    for vertex in range(graph.num_vertices):
-        reads, writes = _reads(graph, vertex), _writes(graph, vertex)
-        for version in writes:
-            written[version] += 1
-            if graph.writer[version] != vertex:
-                broken(f"version {version} names another writer than {graph.describe(vertex)}")
-        kind = Kind(graph.kind[vertex])
-        if kind in (Kind.OFFLOAD, Kind.RELOAD):
-            if len(reads) != 1 or len(writes) != 1:
-                broken(f"{graph.describe(vertex)} does not copy one version")
-                continue
-            device = Space(graph.space[writes[0]]) is Space.DEVICE
-            if device != (kind is Kind.RELOAD):
-                broken(f"{graph.describe(vertex)} copies the wrong way")
-            continue
-        task_id = int(graph.task_vertex[vertex])
-        task = graph.taskgraph.vertices[task_id]
-        seen[task_id] += 1
-        if expected[task.kind] is not kind:
-            broken(f"{graph.describe(vertex)} is of kind {kind.name}")
-        if graph.tensor[reads].tolist() != list(task.inputs):
-            broken(f"{graph.describe(vertex)} does not read its tensors")
-        if graph.tensor[writes].tolist() != list(task.outputs):
-            broken(f"{graph.describe(vertex)} does not write its tensors")
-        first = graph.output_offsets[vertex]
-        over = {write: reads[read] for read, write in task.overwrites if read < len(reads)}
-        for k, version in enumerate(writes):
-            told = int(graph.overwritten[first + k])
-            if told != over.get(k, -1):
-                broken(f"{graph.describe(vertex)} output {k} overwrites version {told}")
-            elif told >= 0 and not _same_place(graph, told, version):
-                broken(f"{graph.describe(vertex)} output {k} is not where its operand is")
-    for task_id, count in enumerate(seen):
-        if count != 1:
-            broken(f"vertex {task_id} of the TaskGraph occurs {count} times")
-    for version in range(graph.num_versions):
-        initial = Space(graph.space[version]) is Space.ARGUMENT
-        if written[version] != (0 if initial else 1):
-            broken(f"version {version} has {written[version]} writers")
-
-
-def _range_of(graph: MemGraph) -> list[tuple[int, int]]:
-    """For each version the range of addresses it is in; donated pairs are one range."""
-    argument_of = {result: argument for argument, result in graph.taskgraph.donated}
-    found = []
-    for space, index in zip(graph.space.tolist(), graph.index.tolist(), strict=True):
-        if space == Space.RESULT and index in argument_of:
-            space, index = int(Space.ARGUMENT), argument_of[index]
-        found.append((space, index))
-    return found
-
-
-def _same_place(graph: MemGraph, one: int, other: int) -> bool:
-    ranges = _range_of(graph) if graph.taskgraph.donated else None
-    if ranges is None:
-        same = graph.space[one] == graph.space[other] and graph.index[one] == graph.index[other]
-    else:
-        same = ranges[one] == ranges[other]
-    return bool(same and graph.offset[one] == graph.offset[other])
-
-
-def _check_room(graph: MemGraph, violations: list[Violation]) -> None:
-    end = graph.offset + graph.version_bytes()
-    for version in np.flatnonzero(graph.space == Space.DEVICE):
-        capacity = graph.capacity[graph.index[version]]
-        if graph.offset[version] < 0 or end[version] > capacity:
-            text = f"version {version} ends at {end[version]} of {capacity} bytes"
-            violations.append(Violation(Law.ROOM, text))
-        if graph.offset[version] % PLACE_ALIGNMENT:
-            text = f"version {version} begins at {graph.offset[version]}"
-            violations.append(Violation(Law.ROOM, text))
-        if graph.index[version] != graph.taskgraph.tensors[graph.tensor[version]].device:
-            text = f"version {version} is on device {graph.index[version]}"
-            violations.append(Violation(Law.ROOM, text))
-
-
-def _topological_order(graph: MemGraph) -> np.ndarray | None:
-    missing = np.bincount(graph.edge_head, minlength=graph.num_vertices)
-    by_tail = np.argsort(graph.edge_tail, kind="stable")
-    heads = graph.edge_head[by_tail]
-    starts = np.searchsorted(graph.edge_tail[by_tail], np.arange(graph.num_vertices + 1))
-    ready = np.flatnonzero(missing == 0).tolist()
-    order = []
-    while ready:
-        vertex = ready.pop()
-        order.append(vertex)
-        for head in heads[starts[vertex] : starts[vertex + 1]].tolist():
-            missing[head] -= 1
-            if not missing[head]:
-                ready.append(head)
-    return np.array(order, dtype=int) if len(order) == graph.num_vertices else None
-
-
-def _check_bytes(graph: MemGraph, violations: list[Violation]) -> None:
-    """Copies copy one tensor, and arguments and results are at their spans."""
-    tensors = graph.taskgraph.tensors
-    written: dict[tuple[int, int, int], int] = {}
-    for vertex in np.flatnonzero((graph.kind == Kind.OFFLOAD) | (graph.kind == Kind.RELOAD)):
-        source, target = _reads(graph, int(vertex))[0], _writes(graph, int(vertex))[0]
-        if graph.tensor[source] != graph.tensor[target]:
-            text = f"{graph.describe(int(vertex))} copies one tensor to another"
-            violations.append(Violation(Law.BYTES, text))
-    for version in range(graph.num_versions):
-        tensor_id, space = int(graph.tensor[version]), Space(graph.space[version])
-        tensor = tensors[tensor_id]
-        at = (int(graph.index[version]), int(graph.offset[version]))
-        if space is Space.ARGUMENT:
-            span = tensor.argument
-            if span is None or (span.index, span.offset) != at:
-                text = f"version {version} is not where its argument is"
-                violations.append(Violation(Law.BYTES, text))
-        if space is Space.RESULT:
-            key = (tensor_id, *at)
-            written[key] = written.get(key, 0) + 1
-    wanted = {
-        (tensor_id, span.index, span.offset)
-        for tensor_id, tensor in enumerate(tensors)
-        for span in tensor.results
-    }
-    for key in wanted | set(written):
-        if written.get(key, 0) != (key in wanted):
-            text = f"tensor {key[0]} reaches result {key[1]}+{key[2]} {written.get(key, 0)} times"
-            violations.append(Violation(Law.RESULT, text))
-
-
-def _check_reachability(graph: MemGraph, order: np.ndarray, violations: list[Violation]) -> None:
-    """Data dependencies and safe overwrites, by the transitive closure of the edges."""
-    readers: list[list[int]] = [[] for _ in range(graph.num_versions)]
-    needs: list[tuple[int, int, Violation]] = []  # tail must reach head
-    for vertex in range(graph.num_vertices):
-        for version in _reads(graph, vertex):
-            readers[version].append(vertex)
-            if graph.writer[version] >= 0:
-                text = f"{graph.describe(vertex)} may run before version {version} is written"
-                needs.append((int(graph.writer[version]), vertex, Violation(Law.DATA, text)))
-    pairs = _overlapping_pairs(graph)
-    either = [
-        (_overwrite_needs(graph, readers, a, b), _overwrite_needs(graph, readers, b, a), a, b)
-        for a, b in pairs
-    ]
-    heads = {head for _, head, _ in needs}
-    heads |= {h for first, second, _, _ in either for n in (first, second) if n for _, h in n}
-    reach = _Reach(graph, order, np.array(sorted(heads), dtype=int))
-    asked = {(t, h) for t, h, _ in needs}
-    asked |= {e for first, second, _, _ in either for n in (first, second) if n for e in n}
-    known = reach.answer(asked)
-    violations.extend(v for t, h, v in needs if not known[t, h])
-    for first, second, a, b in either:
-        if any(n is not None and all(known[e] for e in n) for n in (first, second)):
-            continue
-        names = [
-            f"version {v} ({graph.taskgraph.tensors[graph.tensor[v]].name or graph.tensor[v]}, "
-            + (
-                f"written by {graph.describe(int(graph.writer[v]))})"
-                if graph.writer[v] >= 0
-                else "an argument)"
-            )
-            for v in (a, b)
+    def __init__(self, graph: MemGraph):
+        self.graph, self.tensors = graph, graph.taskgraph.tensors
+        self.violations: list[Violation] = []
+        self.reads = _rows(graph.input_offsets, graph.inputs)
+        self.writes = _rows(graph.output_offsets, graph.outputs)
+        self.over = _rows(graph.output_offsets, graph.overwritten)
+        self.space, self.writer = graph.space.tolist(), graph.writer.tolist()
+        self.start, self.sizes = graph.offset.tolist(), graph.version_bytes().tolist()
+        partner = {result: argument for argument, result in graph.taskgraph.donated}
+        self.range = [
+            (int(Space.ARGUMENT), partner[i]) if s == Space.RESULT and i in partner else (s, i)
+            for s, i in zip(self.space, graph.index.tolist(), strict=True)
         ]
-        violations.append(Violation(Law.RACE, " and ".join(names)))
 
+    def broken(self, law: Law, text: str) -> None:
+        self.violations.append(Violation(law, text))
 
-def _overwrite_needs(
-    graph: MemGraph, readers: list[list[int]], old: int, new: int
-) -> list[tuple[int, int]] | None:
-    """Paths that must exist for `new` to overwrite `old` safely; None where it never may."""
-    writer = int(graph.writer[new])
-    if writer < 0 or Space(graph.space[old]) is Space.RESULT:
-        return None
-    first = graph.output_offsets[writer]
-    slot = _writes(graph, writer).index(new)
-    in_place = int(graph.overwritten[first + slot]) == old
-    copies_itself = Kind(graph.kind[writer]) is Kind.OFFLOAD and _same_place(graph, old, new)
-    before = set(readers[old])
-    if graph.writer[old] >= 0:
-        before.add(int(graph.writer[old]))
-    if writer in before:
-        if not (in_place or copies_itself):
+    def name(self, version: int) -> str:
+        writer, tensor_id = self.writer[version], int(self.graph.tensor[version])
+        by = f"written by {self.graph.describe(writer)}" if writer >= 0 else "an argument"
+        return f"version {version} ({self.tensors[tensor_id].name or f'tensor {tensor_id}'}, {by})"
+
+    def shape(self) -> None:
+        """Vertices are the TaskGraph's and copies; versions have the writers that they name."""
+        graph, tasks = self.graph, self.graph.taskgraph.vertices
+        seen, written = [0] * len(tasks), [0] * graph.num_versions
+        for vertex, (reads, writes) in enumerate(zip(self.reads, self.writes, strict=True)):
+            who, kind = graph.describe(vertex), Kind(graph.kind[vertex])
+            for version in writes:
+                written[version] += 1
+                if self.writer[version] != vertex:
+                    self.broken(Law.SHAPE, f"version {version} names another writer than {who}")
+            copies = kind in (Kind.OFFLOAD, Kind.RELOAD)
+            if any(self.space[v] not in _READS.get(kind, _KERNEL_READS) for v in reads) or any(
+                self.space[v] not in _WRITES.get(kind, _KERNEL_WRITES) for v in writes
+            ):
+                self.broken(Law.SHAPE, f"{who} reads or writes a tier that it cannot")
+            if copies:
+                if len(reads) != 1 or len(writes) != 1:
+                    self.broken(Law.SHAPE, f"{who} does not copy one version")
+                    continue
+                legal = [{-1, reads[0]}]
+            else:
+                task_id = int(graph.task_vertex[vertex])
+                seen[task_id] += 1
+                legal = self._kernel(vertex, who, tasks[task_id])
+            for k, (version, old) in enumerate(zip(writes, self.over[vertex], strict=True)):
+                same = old >= 0 and (self.range[old], self.start[old]) == (
+                    self.range[version],
+                    self.start[version],
+                )
+                if k >= len(legal) or old not in legal[k] or (old >= 0 and not same):
+                    text = f"{who} output {k} overwrites version {old}"
+                    self.broken(Law.SHAPE, text + ("" if same else ", which is elsewhere"))
+        for task_id, count in enumerate(seen):
+            if count != 1:
+                self.broken(Law.SHAPE, f"vertex {task_id} of the TaskGraph occurs {count} times")
+        for version, count in enumerate(written):
+            initial = self.space[version] == Space.ARGUMENT
+            if count != (not initial) or (initial and self.writer[version] >= 0):
+                self.broken(Law.SHAPE, f"version {version} has {count} writers")
+
+    def _kernel(self, vertex, who, task) -> list[set[int]]:
+        """A vertex of the TaskGraph; returns what each output may, and must, overwrite."""
+        graph, reads = self.graph, self.reads[vertex]
+        if _KINDS[task.kind] != graph.kind[vertex] or graph.device[vertex] != task.device:
+            self.broken(Law.SHAPE, f"{who} is of another kind or on another device")
+        if graph.tensor[reads].tolist() != list(task.inputs):
+            self.broken(Law.SHAPE, f"{who} does not read its tensors")
+        if graph.tensor[self.writes[vertex]].tolist() != list(task.outputs):
+            self.broken(Law.SHAPE, f"{who} does not write its tensors")
+        for version in (*reads, *self.writes[vertex]):
+            if self.start[version] % _IN_PLACE_ALIGNMENT:
+                self.broken(Law.ROOM, f"{who} works on offset {self.start[version]}")
+        over = {write: reads[read] for read, write in task.overwrites if read < len(reads)}
+        return [{over.get(k, -1)} for k in range(len(task.outputs))]
+
+    def room(self) -> None:
+        """Places are in their arenas; executables' scratch has room beside them."""
+        graph = self.graph
+        for version, tensor_id in enumerate(graph.tensor.tolist()):
+            end, device = self.start[version] + self.sizes[version], int(graph.index[version])
+            if self.start[version] < 0:
+                self.broken(Law.ROOM, f"version {version} begins at {self.start[version]}")
+            if self.space[version] != Space.DEVICE:
+                continue
+            if end > graph.capacity[device]:
+                text = f"version {version} ends at {end} of {graph.capacity[device]} bytes"
+                self.broken(Law.ROOM, text)
+            if self.start[version] % PLACE_ALIGNMENT:
+                self.broken(Law.ROOM, f"version {version} begins at {self.start[version]}")
+            if device != self.tensors[tensor_id].device:
+                self.broken(Law.ROOM, f"version {version} is on device {device}")
+        for task in graph.taskgraph.vertices:
+            if (
+                task.kind is VertexKind.KERNEL
+                and task.workspace_bytes > graph.headroom[task.device]
+            ):
+                self.broken(Law.ROOM, f"{task.name} needs {task.workspace_bytes} bytes of scratch")
+
+    def bytes(self) -> None:
+        """Copies copy one tensor; arguments and results are at their spans."""
+        graph = self.graph
+        written: dict[tuple[int, int, int], int] = {}
+        for vertex in np.flatnonzero((graph.kind == Kind.OFFLOAD) | (graph.kind == Kind.RELOAD)):
+            moved = self.reads[vertex] + self.writes[vertex]
+            if len(set(graph.tensor[moved].tolist())) != 1:
+                self.broken(Law.BYTES, f"{graph.describe(int(vertex))} mixes up tensors")
+        for version, tensor_id in enumerate(graph.tensor.tolist()):
+            at = (int(graph.index[version]), self.start[version])
+            if self.space[version] == Space.ARGUMENT:
+                span = self.tensors[tensor_id].argument
+                if span is None or (span.index, span.offset) != at:
+                    self.broken(Law.BYTES, f"{self.name(version)} is not where its argument is")
+            elif self.space[version] == Space.RESULT:
+                written[tensor_id, *at] = written.get((tensor_id, *at), 0) + 1
+        wanted = {
+            (tensor_id, span.index, span.offset)
+            for tensor_id, tensor in enumerate(self.tensors)
+            for span in tensor.results
+        }
+        for key in wanted | set(written):
+            if written.get(key, 0) != (key in wanted):
+                text = f"tensor {key[0]} reaches result {key[1]}+{key[2]} {written.get(key, 0)}"
+                self.broken(Law.RESULT, text + " times")
+
+    def edges(self) -> None:
+        """What MemGraph says of its edges."""
+        graph, count = self.graph, self.graph.num_vertices
+        if (graph.edge_tail >= graph.edge_head).any():
+            self.broken(Law.EDGES, "an edge does not point forward")
+        keys = graph.edge_tail.astype(np.int64) * count + graph.edge_head
+        if len(np.unique(keys)) != len(keys):
+            self.broken(Law.EDGES, "a pair of vertices has two edges")
+        carried = [
+            self.writer[version] * count + vertex
+            for vertex, reads in enumerate(self.reads)
+            for version in reads
+        ]
+        told = keys[graph.edge_kind == EdgeKind.DATA]
+        if not np.isin(told, np.array(carried, dtype=np.int64)).all():
+            self.broken(Law.EDGES, "a data edge carries nothing")
+
+    def order(self, reach: Reachability) -> None:
+        """Data dependencies and safe overwrites, by reachability."""
+        asked: list[tuple[int, int]] = []
+        violations: list[Violation] = []
+        readers: list[list[int]] = [[] for _ in self.writer]
+        for vertex, reads in enumerate(self.reads):
+            for version in reads:
+                readers[version].append(vertex)
+                if self.writer[version] >= 0:
+                    text = f"{self.graph.describe(vertex)} may run before {self.name(version)}"
+                    asked.append((self.writer[version], vertex))
+                    violations.append(Violation(Law.DATA, text))
+        for old, new in self._successors(reach):
+            needs = self._overwrite_needs(readers, old, new)
+            violation = Violation(Law.RACE, f"{self.name(old)} and {self.name(new)}")
+            if needs is None:
+                self.violations.append(violation)
+                continue
+            asked += needs
+            violations += [violation] * len(needs)
+        if asked:
+            tail, head = np.array(asked, dtype=np.int64).T
+            missing = np.flatnonzero(~reach.reaches(tail, head)).tolist()
+            self.violations += list(dict.fromkeys(violations[k] for k in missing))
+
+    def _overwrite_needs(
+        self, readers: list[list[int]], old: int, new: int
+    ) -> list[tuple[int, int]] | None:
+        """Paths that `new` needs to overwrite `old` safely; None where it never may."""
+        writer = self.writer[new]
+        if writer < 0 or self.space[old] == Space.RESULT:
             return None
-        before.discard(writer)
-    return [(vertex, writer) for vertex in before]
+        before = {*readers[old], self.writer[old]} - {-1}
+        if writer in before:
+            if self.over[writer][self.writes[writer].index(new)] != old:
+                return None
+            before.discard(writer)
+        return [(vertex, writer) for vertex in before]
+
+    def _successors(self, reach: Reachability) -> list[tuple[int, int]]:
+        """(old, new): overlapping versions, neighbours in the order of writers at some address.
+
+        What is there from the start is before all else: each is a neighbour of the first written.
+        """
+        assert reach.order is not None
+        position = {vertex: at for at, vertex in enumerate(reach.order)} | {-1: -1}
+        by_range: dict[tuple[int, int], list[tuple[int, bool, int]]] = {}
+        for version, key in enumerate(self.range):
+            if self.sizes[version]:
+                events = by_range.setdefault(key, [])
+                events.append((self.start[version], True, version))
+                events.append((self.start[version] + self.sizes[version], False, version))
+        pairs: set[tuple[int, int]] = set()
+        for events in by_range.values():
+            here: list[tuple[int, int]] = []  # (position of the writer, version)
+            initial: set[int] = set()
+            for _, begins, version in sorted(events):
+                if self.writer[version] < 0:
+                    (initial.add if begins else initial.remove)(version)
+                    if begins and here:
+                        pairs.add((version, here[0][1]))
+                    continue
+                entry = (position[self.writer[version]], version)
+                at = bisect.bisect_left(here, entry)
+                if begins:
+                    here.insert(at, entry)
+                else:
+                    here.pop(at)
+                for k in (at - 1, at):
+                    if 0 <= k and k + 1 < len(here):
+                        pairs.add((here[k][1], here[k + 1][1]))
+                if at == 0 and here:
+                    pairs.update((old, here[0][1]) for old in initial)
+        return sorted(pairs)
 
 
-def _overlapping_pairs(graph: MemGraph) -> list[tuple[int, int]]:
-    """Pairs of versions that share an address; pairs of two arguments are left out."""
-    ranges = _range_of(graph)
-    sizes = graph.version_bytes()
-    by_range: dict[tuple[int, int], list[int]] = {}
-    for version, key in enumerate(ranges):
-        if sizes[version]:
-            by_range.setdefault(key, []).append(version)
-    pairs = []
-    for versions in by_range.values():
-        versions.sort(key=lambda v: int(graph.offset[v]))
-        active: list[int] = []
-        for version in versions:
-            start = graph.offset[version]
-            active = [v for v in active if graph.offset[v] + sizes[v] > start]
-            for other in active:
-                if graph.writer[version] >= 0 or graph.writer[other] >= 0:
-                    pairs.append((other, version))
-            active.append(version)
-    return pairs
-
-
-class _Reach:
-    """Answers "does u reach v" for chosen v, by bit sets of ancestors in chunks of columns."""
-
-    def __init__(self, graph: MemGraph, order: np.ndarray, heads: np.ndarray):
-        self._order, self._heads = order, heads
-        self._count = graph.num_vertices
-        by_tail = np.argsort(graph.edge_tail, kind="stable")
-        self._next = graph.edge_head[by_tail]
-        self._starts = np.searchsorted(graph.edge_tail[by_tail], np.arange(self._count + 1))
-
-    def answer(self, asked: set[tuple[int, int]]) -> dict[tuple[int, int], bool]:
-        found: dict[tuple[int, int], bool] = {}
-        by_head: dict[int, list[int]] = {}
-        for tail, head in asked:
-            by_head.setdefault(head, []).append(tail)
-        for first in range(0, len(self._heads), _COLUMNS):
-            chunk = self._heads[first : first + _COLUMNS]
-            rows = self._descendants(chunk)
-            for column, head in enumerate(chunk.tolist()):
-                word, bit = column >> 6, np.uint64(1 << (column & 63))
-                for tail in by_head.get(head, ()):
-                    found[tail, head] = bool(rows[tail, word] & bit)
-        return found
-
-    def _descendants(self, chunk: np.ndarray) -> np.ndarray:
-        """For each vertex, which of the chunk's vertices it reaches (itself not counted)."""
-        words = -(-len(chunk) // 64)
-        own = np.full(self._count, -1)
-        own[chunk] = np.arange(len(chunk))
-        rows = np.zeros((self._count, words), dtype=np.uint64)
-        for vertex in self._order[::-1].tolist():
-            heads = self._next[self._starts[vertex] : self._starts[vertex + 1]]
-            if len(heads):
-                row = np.bitwise_or.reduce(rows[heads], axis=0)
-                for column in own[heads]:
-                    if column >= 0:
-                        row[column >> 6] |= np.uint64(1 << (int(column) & 63))
-                rows[vertex] = row
-        return rows
+def _rows(offsets: np.ndarray, values: np.ndarray) -> list[list[int]]:
+    bounds, flat = offsets.tolist(), values.tolist()
+    return [flat[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]

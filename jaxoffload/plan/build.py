@@ -12,25 +12,24 @@ Differences from the paper:
   point backwards).
 - Arguments start in the caller's memory and are clean. A clean tensor is evicted without a copy; a
   tensor is offloaded at most once.
-- A few vertices ahead of the exec horizon, victims whose next use comes later still are evicted
-  already (`lookahead`), so that reloads need not wait for the vertex just before.
+- Victims are windows of neighbours, chosen by what their copies cost (victims.py).
+- With `lookahead` above 1, victims are taken already some vertices ahead of the exec horizon. It is
+  1 by default: what a far victim's place waits for is long done, so that reloads come early as it
+  is, and holding more at once makes more traffic (on a captured training step, 5 to 20 %).
 - If what is left is splintered so that a vertex's operands block one another, everything is evicted
   and its working set is placed side by side: any budget that holds the largest working set works.
 """
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT, MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph
-from jaxoffload.plan.limits import headroom, min_budget, num_devices, working_set
+from jaxoffload.plan.limits import headroom, min_budget, min_budgets, num_devices, working_set
 from jaxoffload.plan.memory import SimulatedMemory
-from jaxoffload.plan.victims import free_a_place
-
-LOOKAHEAD = 2
-"""Vertices ahead of the exec horizon for which tensors are evicted."""
+from jaxoffload.plan.victims import CHOICES, Victims
 
 
 def build_memgraph(
@@ -38,7 +37,8 @@ def build_memgraph(
     budget: int | Sequence[int],
     *,
     in_place_io: str = "never",
-    lookahead: int = LOOKAHEAD,
+    victims: str = "cheapest",
+    lookahead: int = 1,
 ) -> MemGraph:
     """Plans a TaskGraph for a budget.
 
@@ -47,46 +47,91 @@ def build_memgraph(
       in_place_io: "never": arguments are reloaded into the arena, results offloaded from it.
         "always": kernels read arguments and write results where the caller has them, wherever
         alignment and aliasing allow it.
-      lookahead: vertices ahead of the exec horizon for which tensors are evicted.
+      victims: what is evicted. "cheapest": the window whose copies cost least over the time until
+        its next use; "furthest": the window whose next use is furthest away, as in the paper.
+      lookahead: vertices, from the exec horizon on, for whose sake tensors are evicted.
 
     Raises:
       PlanError: the budget is below the smallest that can work.
+
+    References:
+      TURNIP, section 6, figures 8 and 9.
     """
+    _check_choice("in_place_io", in_place_io, ("never", "always"))
+    _check_choice("victims", victims, CHOICES)
     devices = num_devices(graph)
     budgets = [budget] * devices if isinstance(budget, int) else list(budget)
+    if len(budgets) != devices:
+        raise ValueError(
+            f"build_memgraph: budget={budget} names {len(budgets)} devices, the graph has "
+            f"{devices}. Give one number for each device, or one for all."
+        )
+    _refuse_if_too_small(graph, budgets)
     spare = headroom(graph, devices)
     capacity = [
-        (b - s) // PLACE_ALIGNMENT * PLACE_ALIGNMENT for b, s in zip(budgets, spare, strict=True)
+        max(b - s, 0) // PLACE_ALIGNMENT * PLACE_ALIGNMENT
+        for b, s in zip(budgets, spare, strict=True)
     ]
-    _refuse_if_too_small(graph, capacity, spare)
-    with _no_garbage_collection():
-        memory = _simulate(graph, capacity, in_place_io, lookahead)
-        return memory.emitter.finish([max(c, 0) for c in capacity], spare)
+    with _no_collections():
+        memory = SimulatedMemory(graph, capacity, in_place_io == "always")
+        _simulate(memory, Victims(memory, victims), lookahead)
+        return memory.emitter.finish(capacity, spare)
 
 
-def _simulate(
-    graph: TaskGraph, capacity: list[int], in_place_io: str, lookahead: int
-) -> SimulatedMemory:
-    memory = SimulatedMemory(graph, capacity, in_place_io == "always")
+def _simulate(memory: SimulatedMemory, victims: Victims, lookahead: int) -> None:
+    """The loop of figure 8."""
     alloc = execute = 0
-    count = len(graph.vertices)
+    count = len(memory.graph.vertices)
     while execute < count:
-        near = alloc - execute < lookahead
-        if alloc < count and memory.place(alloc, _room_maker(memory, alloc) if near else None):
+        make_room = victims.room_maker(alloc) if alloc - execute < lookahead else None
+        if alloc < count and memory.place(alloc, make_room):
             alloc += 1
         elif alloc == execute:
-            _force(memory, alloc)
+            _force(memory, victims, alloc)
             alloc += 1
         else:
             memory.execute(execute)
             execute += 1
     memory.finish_arguments()
-    return memory
+
+
+def _force(memory: SimulatedMemory, victims: Victims, vertex_id: int) -> None:
+    """Places a vertex at the exec horizon, whatever has to go."""
+    if memory.place(vertex_id, victims.room_maker(vertex_id)):
+        return
+    for device in working_set(memory.graph, vertex_id):
+        memory.evict_everything(device, vertex_id)
+    placed = memory.place(vertex_id)
+    assert placed, "a working set that fits was not placed in empty memory"
+
+
+def _refuse_if_too_small(graph: TaskGraph, budgets: list[int]) -> None:
+    for device, (least, where) in enumerate(min_budgets(graph)):
+        if least <= budgets[device]:
+            continue
+        if len(set(budgets)) == 1:
+            least, where = min_budget(graph)
+        vertex = graph.vertices[where]
+        source = f" at {vertex.source}" if vertex.source else ""
+        raise PlanError(
+            f"build_memgraph: budget={budgets[device]} bytes of device {device} is below the "
+            f"smallest feasible {least} bytes, needed by {vertex.name or f'vertex {where}'}"
+            f"{source}. Pass at least {least}.",
+            least,
+        )
+
+
+def _check_choice(name: str, value: str, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise ValueError(
+            f"build_memgraph: {name}={value!r} is not known. Pass one of {', '.join(legal)}."
+        )
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Millions of small containers, none of them garbage: looking for cycles took a quarter."""
+def _no_collections() -> Iterator[None]:
+    """No garbage collection meanwhile: a plan is millions of small objects and no cycles, and
+    looking for some is a fifth of the planning time of a large graph (benchmarks/planner.py)."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -94,32 +139,3 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _refuse_if_too_small(graph: TaskGraph, capacity: list[int], spare: list[int]) -> None:
-    for vertex_id in range(len(graph.vertices)):
-        for device, need in working_set(graph, vertex_id).items():
-            if need > capacity[device]:
-                least, where = min_budget(graph)
-                vertex = graph.vertices[where]
-                source = f" at {vertex.source}" if vertex.source else ""
-                raise PlanError(
-                    f"build_memgraph: budget={capacity[device] + spare[device]} bytes of device "
-                    f"{device} is below the smallest feasible {least} bytes, needed by "
-                    f"{vertex.name or f'vertex {where}'}{source}. Pass at least {least}.",
-                    least,
-                )
-
-
-def _room_maker(memory: SimulatedMemory, vertex_id: int) -> Callable[[int, int], bool]:
-    return lambda device, size: free_a_place(memory, device, size, vertex_id)
-
-
-def _force(memory: SimulatedMemory, vertex_id: int) -> None:
-    """Places a vertex at the exec horizon, whatever has to go."""
-    if memory.place(vertex_id, _room_maker(memory, vertex_id)):
-        return
-    for device in working_set(memory.graph, vertex_id):
-        memory.evict_everything(device, vertex_id)
-    placed = memory.place(vertex_id)
-    assert placed, "a working set that fits was not placed in empty memory"

@@ -1,14 +1,19 @@
 """Drops superfluous memory edges.
 
 An edge u → v is superfluous when another path leads from u to v (TURNIP, figure 5's dashed edge).
-Finding all of them costs more than it saves; here a memory edge goes when some other predecessor of
-v has u as its own predecessor, which catches nearly all of those that places give rise to.
+Finding all of them takes quadratic time, so the search from each vertex back to its memory
+predecessors is cut off: those two steps away are always found, and for graphs of up to some
+thousand vertices nearly all others are.
 """
 
 from jaxoffload.graphs.memgraph import EdgeKind
 
 _MOST = 64
 """Predecessors of a predecessor looked at; more would make a wide reduction quadratic."""
+_STEPS = (16, 512)
+"""Vertices visited beyond those two steps away: not worth it below, not needed above."""
+_STEP_WORK = 2_000_000
+"""Vertices times steps: bounds the time."""
 
 
 def drop_superfluous(before: list[dict[int, int]]) -> None:
@@ -18,6 +23,7 @@ def drop_superfluous(before: list[dict[int, int]]) -> None:
       before: for each vertex, its predecessors and the kind of each edge; predecessors have
         smaller numbers.
     """
+    steps = min(_STEPS[1], _STEP_WORK // max(len(before), 1))
     data = int(EdgeKind.DATA)
     for mine in before:
         memory = {tail for tail, kind in mine.items() if kind != data}
@@ -32,3 +38,23 @@ def drop_superfluous(before: list[dict[int, int]]) -> None:
                 for gone in memory.intersection(theirs):
                     memory.discard(gone)
                     del mine[gone]
+        if steps >= _STEPS[0] and memory and len(mine) > 1:
+            _search(before, mine, memory, steps)
+
+
+def _search(
+    before: list[dict[int, int]], mine: dict[int, int], memory: set[int], steps: int
+) -> None:
+    """Removes edges to predecessors that a bounded search from the others comes upon."""
+    oldest = min(memory)
+    seen: set[int] = set()
+    stack = sorted(tail for tail in mine if tail > oldest)
+    while stack and steps and memory:
+        steps -= 1
+        for tail in before[stack.pop()]:
+            if tail in memory:
+                memory.discard(tail)
+                del mine[tail]
+            if tail > oldest and tail not in seen:
+                seen.add(tail)
+                stack.append(tail)

@@ -36,13 +36,21 @@ def working_set(graph: TaskGraph, vertex_id: int) -> dict[int, int]:
 
 def min_budget(graph: TaskGraph) -> tuple[int, int]:
     """The smallest budget in bytes a device that can work, and the vertex that sets it."""
-    spare = headroom(graph, num_devices(graph))
-    best, where = 0, 0
+    return max(min_budgets(graph), key=lambda found: found[0], default=(0, 0))
+
+
+def min_budgets(graph: TaskGraph) -> list[tuple[int, int]]:
+    """The same for each device by itself."""
+    devices = num_devices(graph)
+    found = [(0, 0)] * devices
     for vertex_id in range(len(graph.vertices)):
-        for device, count in working_set(graph, vertex_id).items():
-            if count + spare[device] > best:
-                best, where = count + spare[device], vertex_id
-    return best, where
+        for device, need in working_set(graph, vertex_id).items():
+            if need > found[device][0]:
+                found[device] = (need, vertex_id)
+    return [
+        (need + spare, vertex_id)
+        for (need, vertex_id), spare in zip(found, headroom(graph, devices), strict=True)
+    ]
 
 
 def resident_peak(graph: TaskGraph) -> int:

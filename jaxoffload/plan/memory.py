@@ -38,7 +38,10 @@ class SimulatedMemory:
       start: offset of each tensor's place in its device's arena, -1 if it has none there.
       arenas: free addresses of each device.
       at_start, at_end: for each device, which tensor's place starts or ends at an address.
-      victims: for each device a heap of (-next use, tensor id); entries may be out of date.
+      use: position of the next vertex that reads a tensor, if the tensor may be evicted: it has a
+        place in its device, and has been produced; else -1.
+      toll: bytes that evicting a tensor makes us copy: a clean one up, a dirty one down and up.
+      victims: for each device a heap of (-use, tensor id); entries may be out of date.
     """
 
     def __init__(self, graph: TaskGraph, capacity: list[int], in_place_io: bool):
@@ -47,6 +50,8 @@ class SimulatedMemory:
         self.size = [align(t.bytes) for t in graph.tensors]
         self.device = [t.device for t in graph.tensors]
         self.start = [-1] * len(graph.tensors)
+        self.use = [-1] * len(graph.tensors)
+        self.toll = [2 * size for size in self.size]
         self.arenas = [AddressSpace(c) for c in capacity]
         self.at_start: list[dict[int, int]] = [{} for _ in capacity]
         self.at_end: list[dict[int, int]] = [{} for _ in capacity]
@@ -54,30 +59,23 @@ class SimulatedMemory:
         self._callers = CallersMemory(graph, in_place_io)
         self._host = AddressSpace(None)
         self._placed = [False] * len(graph.tensors)
-        self._produced = [t.argument is not None for t in graph.tensors]
         self._version = [-1] * len(graph.tensors)
         self._lower_version = [-1] * len(graph.tensors)
         self._uses = [[*readers, NEVER] for readers in graph.readers()]
         self._next = [0] * len(graph.tensors)
         self._last_touch = [-1] * len(graph.tensors)
         self._pending: dict[int, set[int]] = {}
+        self._needed: tuple[int, list[int], list[int]] = (-1, [], [])
         for tensor_id, tensor in enumerate(graph.tensors):
             if (span := tensor.argument) is not None:
-                self._lower_version[tensor_id] = self.emitter.version(
+                version = self.emitter.version(
                     tensor_id, Space.ARGUMENT, span.index, span.offset
-                )
+                )  # fmt: skip
+                self._keep_copy(tensor_id, version)
 
-    def next_use(self, tensor_id: int) -> int:
-        """Position of the next vertex that reads a tensor."""
-        return self._uses[tensor_id][self._next[tensor_id]]
-
-    def evictable(self, tensor_id: int) -> bool:
-        """Whether a tensor has a place in its device and has been produced."""
-        return self.start[tensor_id] >= 0 and self._produced[tensor_id]
-
-    def is_clean(self, tensor_id: int) -> bool:
-        """Whether evicting a tensor needs no copy."""
-        return self._lower_version[tensor_id] >= 0
+    def _keep_copy(self, tensor_id: int, version: int) -> None:
+        """Notes that a tensor's bytes are in a lower tier: from now on it is clean."""
+        self._lower_version[tensor_id], self.toll[tensor_id] = version, self.size[tensor_id]
 
     # The alloc horizon --------------------------------------------------------------------------
 
@@ -91,19 +89,7 @@ class SimulatedMemory:
         Returns:
           Whether all could be placed. If not, nothing is changed, but for what was evicted.
         """
-        vertex, device = self.graph.vertices[vertex_id], self.device
-        reloads = [
-            t
-            for t in vertex.inputs
-            if not self._placed[t] and not self._callers.read_in_place(t, vertex_id)
-        ]
-        over = {write for _, write in vertex.overwrites}
-        wanted = reloads + [
-            t
-            for k, t in enumerate(vertex.outputs)
-            if k not in over and self._callers.written_in_place(t, vertex_id) is None
-        ]
-        wanted.sort(key=lambda t: -self.size[t])
+        device, (reloads, wanted) = self.device, self._needs(vertex_id)
         taken: list[tuple[int, Place]] = []
         for tensor_id in wanted:
             arena, size = self.arenas[device[tensor_id]], self.size[tensor_id]
@@ -127,9 +113,32 @@ class SimulatedMemory:
                 self._enter(tensor_id)
             else:
                 pending.update(after)
-        for tensor_id in vertex.outputs:
+        for tensor_id in self.graph.vertices[vertex_id].outputs:
             self._placed[tensor_id] = True
         return True
+
+    def _needs(self, vertex_id: int) -> tuple[list[int], list[int]]:
+        """The tensors that a vertex needs reloaded, and all that it needs placed, largest first.
+
+        Until the vertex is placed this changes only where everything is evicted: its operands are
+        no victims.
+        """
+        if self._needed[0] != vertex_id:
+            vertex, placed, callers = self.graph.vertices[vertex_id], self._placed, self._callers
+            reloads = [
+                t
+                for t in vertex.inputs
+                if not placed[t] and not callers.read_in_place(t, vertex_id)
+            ]
+            over = {write for _, write in vertex.overwrites}
+            wanted = reloads + [
+                t
+                for k, t in enumerate(vertex.outputs)
+                if k not in over and callers.written_in_place(t, vertex_id) is None
+            ]
+            wanted.sort(key=lambda t: -self.size[t])
+            self._needed = (vertex_id, reloads, wanted)
+        return self._needed[1:]
 
     def _settle(self, tensor_id: int, version: int, start: int) -> None:
         self._version[tensor_id], self.start[tensor_id] = version, start
@@ -140,10 +149,10 @@ class SimulatedMemory:
             self.at_end[device][start + self.size[tensor_id]] = tensor_id
 
     def _enter(self, tensor_id: int) -> None:
-        """Enters a tensor into the heap of victims, under its present next use."""
+        """Makes a tensor a possible victim, with its present next use."""
         if self.start[tensor_id] >= 0 and self.size[tensor_id]:
-            heap = self.victims[self.device[tensor_id]]
-            heapq.heappush(heap, (-self.next_use(tensor_id), tensor_id))
+            use = self.use[tensor_id] = self._uses[tensor_id][self._next[tensor_id]]
+            heapq.heappush(self.victims[self.device[tensor_id]], (-use, tensor_id))
 
     # The exec horizon ---------------------------------------------------------------------------
 
@@ -164,13 +173,12 @@ class SimulatedMemory:
         outputs = [self._version[t] for t in vertex.outputs]
         emitter.vertex(_KINDS[vertex.kind], vertex_id, vertex.device, inputs, outputs, after)
         for tensor_id in vertex.outputs:
-            self._produced[tensor_id] = True
             self._offload_results(tensor_id, vertex_id)
         for tensor_id in vertex.inputs:
             self._next[tensor_id] += 1
         for tensor_id in (*vertex.inputs, *vertex.outputs):
             self._last_touch[tensor_id] = vertex_id
-            if self.next_use(tensor_id) == NEVER:
+            if self._uses[tensor_id][self._next[tensor_id]] == NEVER:
                 self._retire(tensor_id)
             else:
                 self._enter(tensor_id)
@@ -183,7 +191,8 @@ class SimulatedMemory:
         if space == Space.DEVICE:
             start = self.start[operand]
             version = emitter.version(tensor_id, Space.DEVICE, self.device[tensor_id], start)
-            self.start[operand], self._placed[operand] = -1, False
+            self.start[operand] = self.use[operand] = -1
+            self._placed[operand] = False
             self._settle(tensor_id, version, start)
         else:
             argument = self.graph.tensors[operand].argument
@@ -194,7 +203,8 @@ class SimulatedMemory:
     def _write_result(self, tensor_id: int, span: Span, after: set[int]) -> None:
         version = self.emitter.version(tensor_id, Space.RESULT, span.index, span.offset)
         after.update(self._readers_there(span, tensor_id))
-        self._version[tensor_id] = self._lower_version[tensor_id] = version
+        self._version[tensor_id] = version
+        self._keep_copy(tensor_id, version)
 
     def _readers_there(self, span: Span, tensor_id: int) -> set[int]:
         """Readers of the argument bytes that a result part takes."""
@@ -220,7 +230,7 @@ class SimulatedMemory:
                 Kind.OFFLOAD, vertex_id, self.device[tensor_id], [source], [version], after
             )
             if self._lower_version[tensor_id] < 0:
-                self._lower_version[tensor_id] = version
+                self._keep_copy(tensor_id, version)
 
     def _retire(self, tensor_id: int) -> None:
         """Frees a tensor that nobody reads any more."""
@@ -238,7 +248,8 @@ class SimulatedMemory:
             del self.at_start[device][start], self.at_end[device][start + size]
             after = self.emitter.last_users(self._version[tensor_id])
             self.arenas[device].give(start, size, after, self._last_touch[tensor_id])
-        self.start[tensor_id], self._placed[tensor_id] = -1, False
+        self.start[tensor_id] = self.use[tensor_id] = -1
+        self._placed[tensor_id] = False
 
     def finish_arguments(self) -> None:
         """Copies arguments that are results to where the results go; onto themselves last."""
@@ -260,16 +271,17 @@ class SimulatedMemory:
 
     def evict(self, tensor_id: int, vertex_id: int) -> None:
         """Takes a tensor off its device for the sake of a vertex; copies it only if it is dirty."""
-        if not self.is_clean(tensor_id):
+        if self._lower_version[tensor_id] < 0:
             found = self._host.take(self.size[tensor_id])
             assert found is not None
             host = self.emitter.version(tensor_id, Space.HOST, 0, found[0])
             source, device = self._version[tensor_id], self.device[tensor_id]
             self.emitter.vertex(Kind.OFFLOAD, vertex_id, device, [source], [host], found[1])
-            self._lower_version[tensor_id] = host
+            self._keep_copy(tensor_id, host)
         self._leave(tensor_id)
 
     def evict_everything(self, device: int, vertex_id: int) -> None:
         """Empties a device; legal only where the horizons meet, so that all has been produced."""
         for tensor_id in list(self.at_start[device].values()):
             self.evict(tensor_id, vertex_id)
+        self._needed = (-1, [], [])

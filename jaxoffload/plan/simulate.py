@@ -47,14 +47,14 @@ def lanes_of(memgraph: MemGraph) -> tuple[np.ndarray, tuple[tuple[int, ...], ...
     """The lane of each vertex, and what the lanes are."""
     names: dict[tuple[int, ...], int] = {}
     tensors = memgraph.taskgraph.tensors
-    first = memgraph.inputs[memgraph.input_offsets[:-1].clip(max=len(memgraph.inputs) - 1)]
+    first = memgraph.input_offsets.tolist()
     lane_of = []
     for vertex, (kind, device) in enumerate(
         zip(memgraph.kind.tolist(), memgraph.device.tolist(), strict=True)
     ):
         key = (int(Kind.KERNEL) if kind == Kind.INPUT else kind, device)
         if kind == Kind.TRANSFER:
-            key = (kind, tensors[memgraph.tensor[first[vertex]]].device, device)
+            key = (kind, tensors[memgraph.tensor[memgraph.inputs[first[vertex]]]].device, device)
         lane_of.append(names.setdefault(key, len(names)))
     return np.array(lane_of, dtype=np.int64), tuple(names)
 

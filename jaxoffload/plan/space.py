@@ -1,8 +1,8 @@
 """A simulated range of addresses: places, and who must be done before a place is used again.
 
-This is the memory under TURNIP's malloc variants (figure 9). Free addresses are kept as runs of
-pieces; each piece remembers the MemGraph vertices that its last occupant still needs, which are the
-memory edges of whoever takes it next.
+This is the memory under TURNIP's malloc variants (figure 9). Free addresses form runs. A run is
+tiled by pieces, one for each former occupant that it still shows; a piece remembers the MemGraph
+vertices that must be done with that occupant, which are the memory edges of whoever comes next.
 
 Slots follow section 6 of the paper (the free slot whose last use is furthest in the past), but only
 among the few tightest runs that fit: with tensors of any size, age alone would leave memory in
@@ -10,7 +10,6 @@ splinters.
 """
 
 import bisect
-import dataclasses
 
 Dependencies = tuple[int, ...]
 Place = tuple[int, Dependencies, int]
@@ -18,29 +17,8 @@ Place = tuple[int, Dependencies, int]
 
 _CANDIDATES = 4
 """Tightest runs among which the one used longest ago is taken."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Run:
-    """Consecutive free addresses.
-
-    Attributes:
-      pieces: (start, end, dependencies, last use) in address order; `last use` is the position in
-        the serial order at which the piece was freed, -1 if it never held anything.
-    """
-
-    start: int
-    end: int
-    pieces: list[tuple[int, int, Dependencies, int]]
-
-    def last_use(self, size: int) -> int:
-        """The latest last use of the pieces that the first `size` bytes touch."""
-        latest = -1
-        for start, _, _, used in self.pieces:
-            if start >= self.start + size:
-                break
-            latest = max(latest, used)
-        return latest
+_PIECES = 8
+"""Pieces of a candidate whose age is looked at."""
 
 
 class AddressSpace:
@@ -48,110 +26,92 @@ class AddressSpace:
 
     Args:
       capacity: bytes; None for a range that grows (the host tier).
+
+    Attributes:
+      end_of, start_of: where a free run that starts (ends) at an address ends (starts).
     """
 
     def __init__(self, capacity: int | None):
-        self._by_start: dict[int, _Run] = {}
-        self._by_end: dict[int, _Run] = {}
+        self.end_of: dict[int, int] = {}
+        self.start_of: dict[int, int] = {}
         self._by_size: list[tuple[int, int]] = []
+        self._pieces: dict[int, tuple[int, Dependencies, int]] = {}
         self._grows = capacity is None
         self._top = capacity or 0
         if capacity:
-            self._insert(_Run(0, capacity, [(0, capacity, (), -1)]))
+            self._pieces[0] = (capacity, (), -1)
+            self._insert(0, capacity)
 
     def take(self, size: int) -> Place | None:
-        """A free place of `size` bytes, its dependencies and its last use, or None."""
+        """Takes `size` free bytes; None if no run is long enough."""
         if size == 0:
             return 0, (), -1
-        first = bisect.bisect_left(self._by_size, (size, -1))
-        best: _Run | None = None
-        oldest = 0
-        for _, start in self._by_size[first : first + _CANDIDATES]:
-            run = self._by_start[start]
-            used = run.last_use(size)
-            if best is None or used < oldest:
-                best, oldest = run, used
-        if best is None:
+        by_size = self._by_size
+        first = bisect.bisect_left(by_size, (size, -1))
+        if first == len(by_size):
             if not self._grows:
                 return None
             self._top += size
             return self._top - size, (), -1
-        return self._cut(best, size)
+        start = by_size[first][1]
+        if by_size[first][0] != size or len(by_size) - first > 1:
+            oldest = self._last_use(start, size)
+            for _, other in by_size[first + 1 : first + _CANDIDATES]:
+                used = self._last_use(other, size)
+                if used < oldest:
+                    start, oldest = other, used
+        return self._cut(start, size)
 
     def give(self, start: int, size: int, after: Dependencies, used: int) -> None:
         """Frees a place; whoever takes it next depends on the vertices in `after`."""
         if size == 0:
             return
-        left, right = self._by_end.get(start), self._by_start.get(start + size)
-        end, piece = start + size, (start, start + size, after, used)
-        pieces = [piece]
+        end = start + size
+        self._pieces[start] = (end, after, used)
+        left, right = self.start_of.get(start), self.end_of.get(end)
         if left is not None:
-            self._remove(left)
-            pieces, start = left.pieces, left.start
-            _append(pieces, piece)
+            self._remove(left, start)
+            start = left
         if right is not None:
-            self._remove(right)
-            end = right.end
-            if len(pieces) < len(right.pieces):
-                right.pieces[:0] = pieces
-                pieces = right.pieces
-            else:
-                pieces += right.pieces
-        self._insert(_Run(start, end, pieces))
+            self._remove(end, right)
+            end = right
+        self._insert(start, end)
 
-    def free_before(self, end: int) -> int:
-        """Free bytes that end at `end`."""
-        run = self._by_end.get(end)
-        return run.end - run.start if run else 0
+    def _last_use(self, start: int, size: int) -> int:
+        """The latest last use of the pieces that a place would cover."""
+        latest, stop = -1, start + size
+        for _ in range(_PIECES):
+            start, _, used = self._pieces[start]
+            latest = max(latest, used)
+            if start >= stop:
+                break
+        return latest
 
-    def free_after(self, start: int) -> int:
-        """Free bytes that begin at `start`."""
-        run = self._by_start.get(start)
-        return run.end - run.start if run else 0
+    def _cut(self, start: int, size: int) -> Place:
+        run_end, stop = self.end_of[start], start + size
+        self._remove(start, run_end)
+        if stop < run_end:
+            self._insert(stop, run_end)
+        end, after, latest = self._pieces.pop(start)
+        if end < stop:
+            merged = set(after)
+            used = latest
+            while end < stop:
+                end, after, used = self._pieces.pop(end)
+                merged.update(after)
+                latest = max(latest, used)
+            if end > stop:
+                self._pieces[stop] = (end, after, used)
+            return start, tuple(merged), latest
+        if end > stop:
+            self._pieces[stop] = (end, after, latest)
+        return start, after, latest
 
-    def largest(self) -> int:
-        """The longest free run in bytes."""
-        return self._by_size[-1][0] if self._by_size else 0
+    def _insert(self, start: int, end: int) -> None:
+        self.end_of[start], self.start_of[end] = end, start
+        bisect.insort(self._by_size, (end - start, start))
 
-    def _cut(self, run: _Run, size: int) -> Place:
-        self._remove(run)
-        end, pieces = run.start + size, run.pieces
-        last = 0
-        while pieces[last][1] < end:
-            last += 1
-        taken = pieces[: last + 1]
-        start, stop, after, used = pieces[last]
-        if stop > end:
-            taken[-1] = (start, end, after, used)
-            pieces = pieces[last:]
-            pieces[0] = (end, stop, after, used)
-            self._insert(_Run(end, run.end, pieces))
-        elif last + 1 < len(pieces):
-            self._insert(_Run(end, run.end, pieces[last + 1 :]))
-        return run.start, _merge(taken), max(piece[3] for piece in taken)
-
-    def _insert(self, run: _Run) -> None:
-        self._by_start[run.start], self._by_end[run.end] = run, run
-        bisect.insort(self._by_size, (run.end - run.start, run.start))
-
-    def _remove(self, run: _Run) -> None:
-        del self._by_start[run.start], self._by_end[run.end]
-        at = bisect.bisect_left(self._by_size, (run.end - run.start, run.start))
+    def _remove(self, start: int, end: int) -> None:
+        del self.end_of[start], self.start_of[end]
+        at = bisect.bisect_left(self._by_size, (end - start, start))
         del self._by_size[at]
-
-
-def _merge(pieces: list[tuple[int, int, Dependencies, int]]) -> Dependencies:
-    if len(pieces) == 1:
-        return pieces[0][2]
-    return tuple(sorted({v for _, _, after, _ in pieces for v in after}))
-
-
-def _append(
-    pieces: list[tuple[int, int, Dependencies, int]], piece: tuple[int, int, Dependencies, int]
-) -> None:
-    """Adds a piece behind its neighbour, as one with it where their dependencies are equal."""
-    last = pieces[-1]
-    if last[2] == piece[2]:
-        pieces[-1] = (last[0], piece[1], last[2], max(last[3], piece[3]))
-    else:
-        pieces.append(piece)

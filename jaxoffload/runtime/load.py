@@ -49,7 +49,8 @@ def load(
     num_vertices = memgraph.num_vertices
     order = np.argsort(memgraph.edge_tail, kind="stable")
     counts = np.bincount(memgraph.edge_tail, minlength=num_vertices)
-    kernel = np.array([v.kernel for v in graph.vertices], dtype=np.int32)
+    # A function that only returns its arguments has copies and no vertices.
+    kernel = np.array([v.kernel for v in graph.vertices] or [-1], dtype=np.int32)
     runs = memgraph.kind == Kind.KERNEL
     executable = np.where(runs, kernel[memgraph.task_vertex], -1).astype(np.int32)
     versions = [graph.tensors[t] for t in memgraph.tensor]

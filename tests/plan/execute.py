@@ -1,7 +1,8 @@
 """Executes a MemGraph on real bytes in any order that its edges allow: the oracle of the tests.
 
-A kernel's output is a hash of its operands' bytes, so a single wrong byte anywhere changes every
-result behind it. Nothing here looks at how the builder works.
+Kernels are hashes, so that any wrong byte changes everything after it. A vertex starts and finishes
+at moments of their own: its outputs are garbage from its start on, and it reads its operands when
+it finishes, so two vertices that may overlap in time and must not do show it.
 """
 
 import hashlib
@@ -9,106 +10,149 @@ import random
 
 import numpy as np
 
-from jaxoffload.graphs.memgraph import Kind, Space
-from jaxoffload.graphs.taskgraph import VertexKind
+from jaxoffload.graphs.memgraph import Kind, MemGraph, Space
+from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
+
+Results = dict[tuple[int, int], np.ndarray]
 
 
-def _kernel(vertex_id, k, size, operands):
-    digest = hashlib.blake2b(repr((vertex_id, k)).encode())
+def kernel(vertex_id: int, position: int, operands: list[bytes], size: int) -> bytes:
+    """What output `position` of a vertex holds."""
+    digest = hashlib.shake_128(f"{vertex_id}/{position}/".encode())
     for operand in operands:
-        digest.update(bytes(operand))
-        digest.update(b"|")
-    block = digest.digest()
-    return np.frombuffer((block * (size // len(block) + 1))[:size], np.uint8)
+        digest.update(len(operand).to_bytes(8, "little") + operand)
+    return digest.digest(size)
 
 
-def arguments_of(graph, seed=0):
+def arguments_of(graph: TaskGraph, seed: int = 0) -> list[np.ndarray]:
     """Random bytes for each argument."""
-    sizes = {}
+    ends: dict[int, int] = {}
     for tensor in graph.tensors:
         if tensor.argument is not None:
             end = tensor.argument.offset + tensor.bytes
-            sizes[tensor.argument.index] = max(sizes.get(tensor.argument.index, 0), end)
+            ends[tensor.argument.index] = max(end, ends.get(tensor.argument.index, 0))
     source = np.random.default_rng(seed)
-    return {i: source.integers(0, 256, n, dtype=np.uint8) for i, n in sizes.items()}
+    return [
+        source.integers(0, 256, ends.get(index, 0), dtype=np.uint8)
+        for index in range(max(ends, default=-1) + 1)
+    ]
 
 
-def straightforward(graph, arguments):
+def straightforward(graph: TaskGraph, arguments: list[np.ndarray]) -> Results:
     """{(result, offset): bytes}, each vertex in serial order, every tensor kept."""
-    values = {}
+    value: dict[int, bytes] = {}
     for tensor_id, tensor in enumerate(graph.tensors):
         if tensor.argument is not None:
-            span = tensor.argument
-            values[tensor_id] = arguments[span.index][span.offset : span.offset + tensor.bytes]
+            first = tensor.argument.offset
+            value[tensor_id] = arguments[tensor.argument.index][
+                first : first + tensor.bytes
+            ].tobytes()
     for vertex_id, vertex in enumerate(graph.vertices):
-        operands = [values[t] for t in vertex.inputs]
-        for k, t in enumerate(vertex.outputs):
-            copies = vertex.kind is VertexKind.TRANSFER
-            size = graph.tensors[t].bytes
-            values[t] = operands[0].copy() if copies else _kernel(vertex_id, k, size, operands)
+        operands = [value[t] for t in vertex.inputs]
+        for position, tensor_id in enumerate(vertex.outputs):
+            if vertex.kind is VertexKind.TRANSFER:
+                value[tensor_id] = operands[0]
+            else:
+                size = graph.tensors[tensor_id].bytes
+                value[tensor_id] = kernel(vertex_id, position, operands, size)
     return {
-        (span.index, span.offset): values[t]
-        for t, tensor in enumerate(graph.tensors)
+        (span.index, span.offset): np.frombuffer(value[tensor_id], np.uint8)
+        for tensor_id, tensor in enumerate(graph.tensors)
         for span in tensor.results
     }
 
 
-def execute(memgraph, arguments, seed):
-    """The same, run as the MemGraph says in a random topological order."""
-    graph, sizes = memgraph.taskgraph, memgraph.version_bytes()
-    memory = {}
-    argument_of = {result: argument for argument, result in graph.donated}
-    ends = {}
-    for v in range(memgraph.num_versions):
-        key = (int(memgraph.space[v]), int(memgraph.index[v]))
-        ends[key] = max(ends.get(key, 0), int(memgraph.offset[v] + sizes[v]))
-    for (space, index), end in ends.items():
-        memory[space, index] = np.zeros(end, np.uint8)
-    for index, data in arguments.items():
-        memory[int(Space.ARGUMENT), index] = data.copy()
-    for result, argument in argument_of.items():
-        if (int(Space.RESULT), result) in memory:
-            shared = memory.get((int(Space.ARGUMENT), argument))
-            need = ends[int(Space.RESULT), result]
-            if shared is None or len(shared) < need:
-                shared = np.zeros(need, np.uint8)
-            memory[int(Space.ARGUMENT), argument] = shared
-            memory[int(Space.RESULT), result] = shared
+def execute(
+    memgraph: MemGraph, arguments: list[np.ndarray], seed: int, last: int | None = None
+) -> Results:
+    """The same, run as the MemGraph says in a random order; vertex `last` as late as it may be."""
+    return _Machine(memgraph, arguments).run(random.Random(seed), last)
 
-    def at(v):
-        start = int(memgraph.offset[v])
-        whole = memory[int(memgraph.space[v]), int(memgraph.index[v])]
-        return whole[start : start + int(sizes[v])]
 
-    missing = np.bincount(memgraph.edge_head, minlength=memgraph.num_vertices)
-    heads = {}
-    for tail, head in zip(memgraph.edge_tail.tolist(), memgraph.edge_head.tolist(), strict=True):
-        heads.setdefault(tail, []).append(head)
-    ready = [v for v in range(memgraph.num_vertices) if not missing[v]]
-    choose = random.Random(seed)
-    done = 0
-    while ready:
-        vertex = ready.pop(choose.randrange(len(ready)))
-        done += 1
-        reads = memgraph.inputs[
-            memgraph.input_offsets[vertex] : memgraph.input_offsets[vertex + 1]
-        ].tolist()
-        writes = memgraph.outputs[
-            memgraph.output_offsets[vertex] : memgraph.output_offsets[vertex + 1]
-        ].tolist()
-        operands = [at(v).copy() for v in reads]
-        task = int(memgraph.task_vertex[vertex])
-        for k, v in enumerate(writes):
-            if memgraph.kind[vertex] in (Kind.KERNEL, Kind.INPUT):
-                at(v)[:] = _kernel(task, k, int(sizes[v]), operands)
+def same(got: Results, want: Results) -> bool:
+    return got.keys() == want.keys() and all(np.array_equal(got[k], want[k]) for k in want)
+
+
+class _Machine:
+    """The memories of one MemGraph, and one run on them."""
+
+    def __init__(self, memgraph: MemGraph, arguments: list[np.ndarray]):
+        graph = memgraph.taskgraph
+        self._memgraph = memgraph
+        self._sizes = memgraph.version_bytes().tolist()
+        self._memory: dict[tuple[int, int], np.ndarray] = {
+            (Space.ARGUMENT, k): array.copy() for k, array in enumerate(arguments)
+        }
+        for device, capacity in enumerate(memgraph.capacity.tolist()):
+            self._memory[Space.DEVICE, device] = np.zeros(capacity, np.uint8)
+        self._memory[Space.HOST, 0] = np.zeros(memgraph.host_bytes(), np.uint8)
+        ends: dict[int, int] = {}
+        for tensor in graph.tensors:
+            for span in tensor.results:
+                ends[span.index] = max(span.offset + tensor.bytes, ends.get(span.index, 0))
+        for index, end in ends.items():
+            self._memory[Space.RESULT, index] = np.zeros(end, np.uint8)
+        for argument, result in graph.donated:
+            own = self._memory.get((Space.ARGUMENT, argument), np.zeros(0, np.uint8))
+            more = np.zeros(max(ends.get(result, 0) - len(own), 0), np.uint8)
+            shared = np.concatenate([own, more])
+            self._memory[Space.ARGUMENT, argument] = self._memory[Space.RESULT, result] = shared
+
+    def _bytes(self, version: int) -> np.ndarray:
+        graph = self._memgraph
+        array = self._memory[graph.space[version], int(graph.index[version])]
+        first = int(graph.offset[version])
+        assert first + self._sizes[version] <= len(array), "a version beyond its memory"
+        return array[first : first + self._sizes[version]]
+
+    def _start(self, vertex: int) -> None:
+        graph = self._memgraph
+        for slot in range(graph.output_offsets[vertex], graph.output_offsets[vertex + 1]):
+            if graph.overwritten[slot] < 0:
+                self._bytes(int(graph.outputs[slot]))[:] = 0xA5
+
+    def _finish(self, vertex: int) -> None:
+        graph = self._memgraph
+        reads = graph.inputs[graph.input_offsets[vertex] : graph.input_offsets[vertex + 1]]
+        writes = graph.outputs[graph.output_offsets[vertex] : graph.output_offsets[vertex + 1]]
+        operands = [self._bytes(int(v)).tobytes() for v in reads]
+        for position, version in enumerate(writes.tolist()):
+            if graph.kind[vertex] in (Kind.KERNEL, Kind.INPUT):
+                made = kernel(
+                    int(graph.task_vertex[vertex]), position, operands, self._sizes[version]
+                )
             else:
-                at(v)[:] = operands[0]
-        for head in heads.get(vertex, ()):
-            missing[head] -= 1
-            if not missing[head]:
-                ready.append(head)
-    assert done == memgraph.num_vertices
-    return {
-        (int(memgraph.index[v]), int(memgraph.offset[v])): at(v)
-        for v in np.flatnonzero(memgraph.space == Space.RESULT).tolist()
-    }
+                made = operands[0]
+            self._bytes(version)[:] = np.frombuffer(made, np.uint8)
+
+    def run(self, rng: random.Random, last: int | None = None) -> Results:
+        """Runs everything in a random order; `last`, if given, as late as possible."""
+        graph = self._memgraph
+        waits = np.bincount(graph.edge_head, minlength=graph.num_vertices).tolist()
+        heads: list[list[int]] = [[] for _ in waits]
+        for tail, head in zip(graph.edge_tail.tolist(), graph.edge_head.tolist(), strict=True):
+            heads[tail].append(head)
+        ready = [v for v, count in enumerate(waits) if not count]
+        running: list[int] = []
+        eager = rng.random()
+        while ready or running:
+            choices = [v for v in running if v != last] or ([] if ready else running)
+            if ready and (not choices or rng.random() < eager):
+                vertex = ready.pop(rng.randrange(len(ready)))
+                self._start(vertex)
+                running.append(vertex)
+                continue
+            vertex = rng.choice(choices)
+            running.remove(vertex)
+            self._finish(vertex)
+            for head in heads[vertex]:
+                waits[head] -= 1
+                if not waits[head]:
+                    ready.append(head)
+        assert not any(waits), "some vertices never became ready"
+        found = {}
+        for tensor in graph.taskgraph.tensors:
+            for span in tensor.results:
+                array = self._memory[Space.RESULT, span.index]
+                found[span.index, span.offset] = array[span.offset : span.offset + tensor.bytes]
+        return found

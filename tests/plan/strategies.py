@@ -1,103 +1,156 @@
-"""Random TaskGraphs for hypothesis: every feature of the data structure, small sizes."""
+"""Random TaskGraphs: everything that a TaskGraph may contain, in few vertices."""
 
 import dataclasses
+import random
 
-import hypothesis.strategies as st
+from hypothesis import strategies as st
 
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 
-SIZES = (0, 1, 64, 256, 300, 512, 1000, 2048)
+_SIZES = (64, 256, 256, 256, 300, 512, 512, 1000)
+_ODD_SIZES = (0, 1, 60, 100)
 
 
-@st.composite
-def taskgraphs(draw, max_vertices=14, devices=1):
-    """A legal TaskGraph: arguments in slices, several outputs, overwrites, results, donation."""
-    tensors: list[Tensor] = []
-    argument_sizes: list[int] = []
-    for index in range(draw(st.integers(1, 3))):
-        size, parts = draw(st.sampled_from(SIZES[1:])), draw(st.integers(1, 3))
-        device = draw(st.integers(0, devices - 1))
-        for part in range(parts):
-            tensors.append(Tensor(size, f"a{index}.{part}", device, Span(index, part * size)))
-        argument_sizes.append(size * parts)
-    vertices: list[Vertex] = []
-    alive = list(range(len(tensors)))
-    for number in range(draw(st.integers(1, max_vertices))):
-        device = draw(st.integers(0, devices - 1))
-        here = [t for t in alive if tensors[t].device == device]
-        away = [t for t in alive if tensors[t].device != device]
-        if away and (not here or draw(st.booleans())):
-            source = draw(st.sampled_from(away))
-            tensors.append(Tensor(tensors[source].bytes, f"t{number}", device))
-            alive.append(len(tensors) - 1)
-            vertices.append(
-                Vertex(VertexKind.TRANSFER, (source,), (len(tensors) - 1,), f"v{number}", device)
+def taskgraphs(max_vertices: int = 14, devices: int = 1) -> st.SearchStrategy[TaskGraph]:
+    """A strategy of TaskGraphs that `check` accepts, on up to so many devices."""
+    return st.builds(
+        random_taskgraph, st.randoms(use_true_random=False), st.just(max_vertices), st.just(devices)
+    )
+
+
+def random_taskgraph(rng: random.Random, max_vertices: int = 14, devices: int = 3) -> TaskGraph:
+    """One TaskGraph: transfers, slices of stacked arguments, overwrites, donated pairs."""
+    draft = _Draft(rng, num_devices=rng.randint(1, devices))
+    for _ in range(rng.randint(0, 4)):
+        draft.add_argument_array()
+    for _ in range(rng.randint(1, max_vertices)):
+        draft.add_vertex()
+    draft.add_results()
+    graph = draft.graph()
+    graph.check()
+    return graph
+
+
+class _Draft:
+    def __init__(self, rng: random.Random, num_devices: int):
+        self._rng, self._num_devices = rng, num_devices
+        self._tensors: list[Tensor] = []
+        self._vertices: list[Vertex] = []
+        self._donated: list[tuple[int, int]] = []
+        self._alive: list[int] = []
+        self._dead: set[int] = set()
+        self._num_arguments = self._num_results = 0
+
+    def _size(self) -> int:
+        return self._rng.choice(_ODD_SIZES if self._rng.random() < 0.15 else _SIZES)
+
+    def _add(self, tensor: Tensor) -> int:
+        self._tensors.append(tensor)
+        self._alive.append(len(self._tensors) - 1)
+        return len(self._tensors) - 1
+
+    def add_argument_array(self) -> None:
+        """Slices one after another; now and then one more tensor over the whole of them."""
+        rng, index = self._rng, self._num_arguments
+        self._num_arguments += 1
+        device, size = rng.randrange(self._num_devices), self._size()
+        count = rng.choice((1, 1, 2, 3))
+        for k in range(count):
+            self._add(Tensor(size, device=device, argument=Span(index, k * size)))
+        if rng.random() < 0.15:
+            self._add(Tensor(count * size, device=device, argument=Span(index, 0)))
+
+    def add_vertex(self) -> None:
+        rng = self._rng
+        device = rng.randrange(self._num_devices)
+        here = [t for t in self._alive if self._tensors[t].device == device]
+        away = [t for t in self._alive if self._tensors[t].device != device]
+        if away and rng.random() < 0.3:
+            source = rng.choice(away)
+            copy = self._add(Tensor(self._tensors[source].bytes, device=device))
+            self._vertices.append(
+                Vertex(VertexKind.TRANSFER, (source,), (copy,), f"t{copy}", device)
             )
-            continue
-        if not here:
-            continue
-        inputs = tuple(draw(st.lists(st.sampled_from(here), max_size=3, unique=True)))
-        outputs, overwrites = [], []
-        for k in range(draw(st.integers(1, 3))):
-            victims = [
-                r
-                for r, t in enumerate(inputs)
-                if tensors[t].argument is None and r not in [x for x, _ in overwrites]
-            ]
-            size = draw(st.sampled_from(SIZES))
-            if victims and draw(st.booleans()):
-                read = draw(st.sampled_from(victims))
-                size = tensors[inputs[read]].bytes
-                overwrites.append((read, k))
-                alive.remove(inputs[read])
-            tensors.append(Tensor(size, f"t{number}.{k}", device))
-            outputs.append(len(tensors) - 1)
-        alive.extend(outputs)
-        vertices.append(
+            return
+        if rng.random() < 0.1:
+            made = self._add(Tensor(self._size(), device=device))
+            self._vertices.append(Vertex(VertexKind.INPUT, (), (made,), f"i{made}", device))
+            return
+        inputs = rng.sample(here, min(len(here), rng.choice((0, 1, 1, 2, 2, 3))))
+        outputs: list[int] = []
+        overwrites: list[tuple[int, int]] = []
+        for read, operand in enumerate(inputs):
+            if rng.random() < 0.25:
+                overwrites.append((read, len(outputs)))
+                self._alive.remove(operand)
+                self._dead.add(operand)
+                outputs.append(self._add(Tensor(self._tensors[operand].bytes, device=device)))
+        for _ in range(rng.choice((0, 1, 1, 2)) or (not outputs)):
+            outputs.append(self._add(Tensor(self._size(), device=device)))
+        self._vertices.append(
             Vertex(
-                VertexKind.KERNEL,
-                inputs,
-                tuple(outputs),
-                f"v{number}",
-                device,
-                tuple(overwrites),
-                workspace_bytes=draw(st.sampled_from((0, 0, 100, 700))),
-                kernel=0,
+                VertexKind.KERNEL, tuple(inputs), tuple(outputs), f"k{len(self._vertices)}", device,
+                tuple(overwrites), rng.choice((0, 0, 10, 700)), source=f"model.py:{outputs[0]}",
             )
-        )
-    graph = TaskGraph(tuple(tensors), tuple(vertices))
-    return draw(_with_results(graph, alive, argument_sizes))
+        )  # fmt: skip
 
-
-@st.composite
-def _with_results(draw, graph, alive, argument_sizes):
-    tensors = list(graph.tensors)
-    chosen = draw(st.lists(st.sampled_from(alive), min_size=1, max_size=4, unique=True))
-    made = [t for v in graph.vertices for t in v.outputs]
-    last = next((t for t in reversed(made) if t in alive), None)
-    if last is not None and last not in chosen:
-        chosen.append(last)
-    donated = []
-    for index, tensor_id in enumerate(chosen):
-        spans = [Span(index, 0)]
-        if draw(st.booleans()) and draw(st.booleans()):
-            spans.append(Span(len(chosen) + index, 0))
-        tensors[tensor_id] = dataclasses.replace(tensors[tensor_id], results=tuple(spans))
-    for index, tensor_id in enumerate(chosen):
-        taken = [a for a, _ in donated]
-        fits = [
-            a
-            for a, size in enumerate(argument_sizes)
-            if size == tensors[tensor_id].bytes and a not in taken
-        ]
-        if fits and draw(st.booleans()):
-            pair = (draw(st.sampled_from(fits)), index)
-            try:
-                candidate = TaskGraph(tuple(tensors), graph.vertices, (*donated, pair))
-                candidate.check()
-            except ValueError:
+    def add_results(self) -> None:
+        """Donated pairs first; then some tensors are results, a few of them twice."""
+        rng = self._rng
+        for argument in range(self._num_arguments):
+            if rng.random() < 0.5:
+                self._donate(argument)
+        for tensor_id, tensor in enumerate(self._tensors):
+            if tensor_id in self._dead or rng.random() > 0.25:
                 continue
-            donated.append(pair)
-    result = TaskGraph(tuple(tensors), graph.vertices, tuple(donated))
-    result.check()
-    return result
+            shift = rng.choice((0, 0, 64, 3))
+            for _ in range(rng.choice((1, 1, 2))):
+                self._give(tensor_id, Span(self._num_results, shift))
+                self._num_results += 1
+            if not self._legal():
+                self._tensors[tensor_id] = tensor
+
+    def _legal(self) -> bool:
+        try:
+            self.graph().check()
+        except ValueError:
+            return False
+        return True
+
+    def _give(self, tensor_id: int, span: Span) -> None:
+        tensor = self._tensors[tensor_id]
+        self._tensors[tensor_id] = dataclasses.replace(tensor, results=(*tensor.results, span))
+
+    def _donate(self, argument: int) -> None:
+        """Pairs an argument with a result whose parts are where the argument's slices were."""
+        before = list(self._tensors), list(self._donated), self._num_results
+        heirs = {
+            v.inputs[read]: v.outputs[write] for v in self._vertices for read, write in v.overwrites
+        }
+        slices = [
+            t for t, x in enumerate(self._tensors) if x.argument and x.argument.index == argument
+        ]
+        used: set[tuple[int, int]] = set()
+        for tensor_id in slices:
+            tensor = self._tensors[tensor_id]
+            assert tensor.argument is not None
+            offset, stop = tensor.argument.offset, tensor.argument.offset + tensor.bytes
+            if any(offset == s or (offset < e and s < stop) for s, e in used):
+                continue
+            rivals = [
+                t
+                for t, x in enumerate(self._tensors)
+                if x.bytes == tensor.bytes and t not in self._dead
+            ]
+            heir = heirs.get(tensor_id)
+            chosen = heir if heir in rivals else self._rng.choice([*rivals, None])
+            if chosen is not None:
+                used.add((offset, stop))
+                self._give(chosen, Span(self._num_results, offset))
+        self._donated.append((argument, self._num_results))
+        self._num_results += 1
+        if not self._legal():
+            self._tensors, self._donated, self._num_results = before
+
+    def graph(self) -> TaskGraph:
+        return TaskGraph(tuple(self._tensors), tuple(self._vertices), tuple(self._donated))

@@ -1,4 +1,4 @@
-"""What the process holds is what the plan says: the arena, the host tier, the results, little else."""
+"""What the process holds is what the plan says: arena, host tier, results, and little else."""
 
 import subprocess
 import sys

@@ -41,7 +41,7 @@ def budgets(step, args):
     """The least budget, one in between, and one with room for everything."""
     plan = step.plan(*args)
     least, most = plan.min_device_memory, plan.resident_peak_bytes
-    return sorted({least, (least + most) // 2, max(least, most)})
+    return sorted({max(1, least), (least + most) // 2 or 1, max(1, least, most)})
 
 
 @pytest.mark.parametrize("name", ALL)
