@@ -1,10 +1,12 @@
 """Planning: seconds for graphs of 10,000 to 100,000 vertices, how they grow, and what plans move.
 
-Three graphs: random layers (irregular, many sizes); a chain of blocks with weights, activations kept
-for a backward pass and temporaries (regular, like a transformer); and a training step of such blocks
-whose AdamW overwrites donated state. Budgets are 25 and 50% of what keeping everything takes. Growth
-is the time's ratio over that of n log n. Bytes moved are compared with furthest-next-use eviction in
-a memory that has no places and so never splinters: not a bound, but what fragmentation costs.
+Three graphs: random layers (irregular, many sizes); a chain of blocks with weights, activations
+kept for a backward pass and temporaries (regular, like a transformer); and a training step of such
+blocks whose AdamW overwrites donated state. Budgets are 25 and 50% of what keeping everything
+takes. Growth is the time's ratio over that of n log n; below 1, because the more vertices there
+are, the fewer windows are tried and the less far superfluous edges are looked for. Bytes moved are
+compared with eviction by furthest next use in a memory without places, which never splinters: not
+a bound, but what fragmentation costs.
 """
 
 import heapq
@@ -182,8 +184,8 @@ def run(small: bool = False, out: str | None = None) -> list[dict[str, Any]]:
                 )
                 print(
                     f"{make.__name__:>14} at {share:.0%}: {count:>7} vertices in {seconds:.2f} s "
-                    f"({seconds / ideal:.2f} of n log n), {memgraph.num_vertices} after planning; moves "
-                    f"{moved / 2**20:.0f} MiB, {without_places:.3f} of what no places would"
+                    f"({seconds / ideal:.2f} of n log n), {memgraph.num_vertices} after planning; "
+                    f"moves {moved / 2**20:.0f} MiB, {without_places:.3f} of without places"
                 )
     save("planner", rows, out)
     return rows

@@ -178,6 +178,11 @@ class Plan:
         )
 
 
+def _held(array: Any) -> Any:
+    """A captured array that nobody else can write to: `jax.jit`, too, keeps what it saw."""
+    return array if isinstance(array, jax.Array) else np.array(array, order="C", copy=True)
+
+
 def _aval_bytes(aval: Any) -> int:
     return int(np.prod(aval.shape, dtype=np.int64)) * np.dtype(aval.dtype).itemsize
 
@@ -190,7 +195,7 @@ class Planner:
         program = unroll(request.jaxpr)
         self._ordered = order_program(program)
         extra = program.arguments[len(request.jaxpr.in_avals) :]
-        self.constants = [v.array for v in extra if isinstance(v, Constant)]
+        self.constants = [_held(v.array) for v in extra if isinstance(v, Constant)]
         self._kinds = (*request.kinds, *[TensorKind.WEIGHT] * len(self.constants))
         self._cuts: dict[tuple[float, int | None], tuple[Captured, list[Any], CompileReport]] = {}
 

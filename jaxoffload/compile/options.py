@@ -15,6 +15,10 @@ FLAGS: dict[str, bool | int | str] = {
     "xla_cpu_prefer_vector_width": 512,
     # jaxlib's own value: with the plugin's default, jnp.maximum treats NaN otherwise than jax.jit.
     "xla_cpu_enable_fast_min_max": False,
+    # Its products pack a right-hand side that is a parameter, and pack it again only when the
+    # address changes. Here an address holds one tensor after another, and an older one would be
+    # multiplied.
+    "xla_cpu_use_xnnpack": False,
 }
 
 

@@ -60,7 +60,7 @@ def build_memgraph(
     _check_choice("in_place_io", in_place_io, ("never", "always"))
     _check_choice("victims", victims, CHOICES)
     devices = num_devices(graph)
-    budgets = [budget] * devices if isinstance(budget, int) else list(budget)
+    budgets = list(budget) if isinstance(budget, Sequence) else [int(budget)] * devices
     if len(budgets) != devices:
         raise ValueError(
             f"build_memgraph: budget={budget} names {len(budgets)} devices, the graph has "

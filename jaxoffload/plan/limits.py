@@ -20,7 +20,7 @@ def headroom(graph: TaskGraph, num_devices: int) -> list[int]:
 
 def num_devices(graph: TaskGraph) -> int:
     """One more than the highest device that the graph names."""
-    return 1 + max((t.device for t in graph.tensors), default=0)
+    return 1 + max((x.device for x in (*graph.tensors, *graph.vertices)), default=0)
 
 
 def working_set(graph: TaskGraph, vertex_id: int) -> dict[int, int]:

@@ -3,8 +3,7 @@
 Against `jax.jit` the tolerance is 2048 units of the dtype's rounding, of each result's largest
 value: XLA fuses a whole program otherwise than its vertices, so products and sums are rounded at
 other places, a few hundred operations lie between argument and result, and Adam divides by a small
-root. Between runs of one cut
-there is no tolerance: bit for bit.
+root. Between runs of one cut there is no tolerance: bit for bit.
 """
 
 import jax
@@ -107,3 +106,40 @@ def test_coarse_cuts_stay_close_at_every_budget(name):
         step = jo.offload(f, device_memory=budget, check=True)
         assert_close(want, step(*args))
         assert step.last_run.peak_device_bytes <= budget
+
+
+PRODUCTS = {
+    "matmul": (lambda x, w: x @ w, (512, 512)),
+    "matmul_transposed": (lambda x, w: x @ w.T, (512, 512)),
+    "matvec": (lambda x, w: x * (w @ x[0])[None], (512, 512)),
+    "batched": (lambda x, w: jax.numpy.einsum("abi,aij->abj", x[None], w)[0], (1, 512, 512)),
+    "left": (lambda x, w: w @ x, (512, 512)),
+    "convolution": (
+        lambda x, w: jax.lax.conv(x.reshape(8, 8, 64, 64), w, (1, 1), "SAME").reshape(512, 512),
+        (8, 8, 3, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_place_that_holds_one_matrix_after_another_is_read_afresh(name, dtype):
+    """Libraries that pack a matrix once for each address would use an older one's values."""
+    product, shape = PRODUCTS[name]
+    random = np.random.default_rng(0)
+    scale = np.sqrt(shape[-1] * np.prod(shape[2:-1], dtype=int))
+
+    def f(x, weights):
+        return jax.lax.scan(lambda x, w: (jax.numpy.tanh(product(x, w)), None), x, weights)[0]
+
+    x = random.normal(size=(512, 512)).astype(dtype)
+    weights = (random.normal(size=(6, *shape)) / scale).astype(dtype)
+    step, plain = jo.offload(f, device_memory=None, vertex_memory=1), jax.jit(f)
+    step = jo.offload(f, device_memory=step.plan(x, weights).min_device_memory, vertex_memory=1)
+    for _ in range(2):
+        got = np.asarray(step(x, weights), np.float32)
+        # bfloat16 keeps 8 bits, and six layers of products follow one another.
+        np.testing.assert_allclose(
+            got, np.asarray(plain(x, weights), np.float32), atol=1e-4 if dtype == "float32" else 0.1
+        )
+        weights[:] = weights[::-1].copy()  # the same addresses, other values

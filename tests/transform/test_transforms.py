@@ -226,3 +226,20 @@ def test_last_run_tells_what_happened():
     assert (run.end_seconds >= run.start_seconds).all()
     assert set(run.lane_busy_seconds) == {"compute", "host to device", "device to host"}
     assert "peak" in repr(run)
+
+
+@pytest.mark.parametrize("budget", [None, "768KiB"])
+def test_a_closed_over_array_is_kept_as_it_was_captured(budget):
+    """As `jax.jit` does, which makes it a constant of the program."""
+    table = np.full((256, 256), 0.5, np.float32)
+    x = np.ones((256, 256), np.float32)
+
+    def g(x):
+        return jnp.tanh(x * jnp.asarray(table))
+
+    step, plain = jo.offload(g, device_memory=budget), jax.jit(g)
+    before = step(x)
+    np.testing.assert_allclose(before, plain(x), rtol=1e-6)
+    table[:] = 100.0
+    np.testing.assert_array_equal(step(x), before)
+    np.testing.assert_allclose(step(x), plain(x), rtol=1e-6)
