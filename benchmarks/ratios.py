@@ -2,7 +2,8 @@
 
 Prints, for each workload: the budget, time over jit (scanned, as written), over the unrolled jit,
 over our own fixed launch order, and over the physical bound (the greater of what compute takes and
-bytes moved over the copy rate of this machine, measured in the same run).
+bytes moved over the copy rate of this machine, measured in the same run). Before any time is taken,
+the results of every way are compared with jit's; too great a difference ends the run.
 """
 
 import functools
@@ -19,6 +20,7 @@ from jaxoffload.capture.build import build_taskgraph, order_program
 from jaxoffload.capture.scan import unroll
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.options import format_bytes
+from jaxoffload.verification import max_relative_difference
 
 SHARES = (None, 0.5, 0.25, 0.18)
 
@@ -84,6 +86,21 @@ def unrolled(function: Callable[..., Any], args: Any, donate: Any) -> Callable[.
     return jax.jit(call, donate_argnums=donate)
 
 
+def copied(args: Any) -> Any:
+    return jax.tree.map(lambda x: jax.numpy.array(x, copy=True), list(args))
+
+
+ROUNDINGS = 8192
+"""Tolerated difference in units of float32's rounding. Adam's first step divides a gradient by its
+own magnitude, so where terms cancel, jit itself is some thousand of them off float64."""
+
+
+def difference(want: Any, got: Any) -> float:
+    """The greatest difference of any result, over that result's largest value."""
+    pairs = zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True)
+    return max(max_relative_difference(np.asarray(w), np.asarray(g)) for w, g in pairs)
+
+
 def stepper(
     step: Callable[..., Any], args: Any, donate: Any, busy: list[float] | None = None
 ) -> Callable[[], Any]:
@@ -92,7 +109,7 @@ def stepper(
     Args:
       busy: takes the compute lane's seconds of each call of an offloaded step.
     """
-    state = [jax.tree.map(lambda x: jax.numpy.array(x, copy=True), a) for a in args]
+    state = copied(args)
 
     def once() -> None:
         out = step(*state)
@@ -136,6 +153,12 @@ def run(small: bool = False, rounds: int = 9, out: str | None = None) -> list[di
             "unrolled jit": stepper(unrolled(function, args, donate), args, donate),
             **{label: stepper(s, args, donate, busy[label]) for label, s in steps.items()},
         }
+        want = jax.jit(function)(*copied(args))
+        apart = {label: difference(want, s(*copied(args))) for label, s in steps.items()}
+        del want
+        wrong = {label: d for label, d in apart.items() if d > ROUNDINGS * np.finfo(np.float32).eps}
+        if wrong:
+            raise SystemExit(f"{name}: results differ from jit's, over their largest: {wrong}")
         times = interleaved(ways, rounds)
         rate = _copy_rate()
         print(
@@ -161,6 +184,7 @@ def run(small: bool = False, rounds: int = 9, out: str | None = None) -> list[di
                 "over_fixed": times[label].median / times[label.split()[0] + " fixed"].median,
                 "over_bound": times[label].median / bound,
                 "spread": times[label].spread,
+                "difference": apart[label],
                 "jit_peak_bytes": peak,
                 "peak_device_bytes": last.peak_device_bytes,
                 "budget_bytes": plan.budget,
