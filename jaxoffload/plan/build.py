@@ -72,10 +72,12 @@ def build_memgraph(
         max(b - s, 0) // PLACE_ALIGNMENT * PLACE_ALIGNMENT
         for b, s in zip(budgets, spare, strict=True)
     ]
+    memory = SimulatedMemory(graph, capacity, in_place_io == "always")
     with _no_collections():
-        memory = SimulatedMemory(graph, capacity, in_place_io == "always")
         _simulate(memory, Victims(memory, victims), lookahead)
-        return memory.emitter.finish(capacity, spare)
+        emitter = memory.emitter
+        del memory  # before the collector looks through it
+        return emitter.finish(capacity, spare)
 
 
 def _simulate(memory: SimulatedMemory, victims: Victims, lookahead: int) -> None:

@@ -6,6 +6,8 @@ from jaxoffload.graphs.memgraph import EdgeKind, Kind, MemGraph, Space
 from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.plan.edges import drop_superfluous
 
+_DATA, _MEMORY = int(EdgeKind.DATA), int(EdgeKind.MEMORY)
+
 
 class Emitter:
     """Append-only lists; ids are positions in them."""
@@ -52,11 +54,11 @@ class Emitter:
         self.device.append(device)
         self.vertex_inputs.append(inputs)
         self.vertex_outputs.append(outputs)
-        before = dict.fromkeys(after, int(EdgeKind.MEMORY))
+        before = dict.fromkeys(after, _MEMORY)
         for version in inputs:
             self.readers[version].append(vertex_id)
             if self.writer[version] >= 0:
-                before[self.writer[version]] = EdgeKind.DATA
+                before[self.writer[version]] = _DATA
         for version in outputs:
             self.writer[version] = vertex_id
         self.before.append(before)

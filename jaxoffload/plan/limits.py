@@ -25,11 +25,11 @@ def num_devices(graph: TaskGraph) -> int:
 
 def working_set(graph: TaskGraph, vertex_id: int) -> dict[int, int]:
     """Bytes of places that a vertex needs at once, by device."""
-    vertex, need = graph.vertices[vertex_id], {}
+    vertex, tensors, need = graph.vertices[vertex_id], graph.tensors, {}
     over = {write for _, write in vertex.overwrites}
-    fresh = [t for k, t in enumerate(vertex.outputs) if k not in over]
+    fresh = [t for k, t in enumerate(vertex.outputs) if k not in over] if over else vertex.outputs
     for tensor_id in (*vertex.inputs, *fresh):
-        tensor = graph.tensors[tensor_id]
+        tensor = tensors[tensor_id]
         need[tensor.device] = need.get(tensor.device, 0) + align(tensor.bytes)
     return need
 

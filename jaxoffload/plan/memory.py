@@ -6,7 +6,7 @@ implies. Unlike the paper's, a tensor keeps its copy in a lower tier until it di
 overwritten, so that it is offloaded at most once.
 """
 
-import heapq
+import bisect
 from collections.abc import Callable
 
 from jaxoffload.graphs.memgraph import Kind, Space
@@ -41,7 +41,8 @@ class SimulatedMemory:
       use: position of the next vertex that reads a tensor, if the tensor may be evicted: it has a
         place in its device, and has been produced; else -1.
       toll: bytes that evicting a tensor makes us copy: a clean one up, a dirty one down and up.
-      victims: for each device a heap of (-use, tensor id); entries may be out of date.
+      victims: for each device a sorted list of (-use, tensor id), furthest next use first; entries
+        may be out of date.
     """
 
     def __init__(self, graph: TaskGraph, capacity: list[int], in_place_io: bool):
@@ -90,6 +91,8 @@ class SimulatedMemory:
           Whether all could be placed. If not, nothing is changed, but for what was evicted.
         """
         device, (reloads, wanted) = self.device, self._needs(vertex_id)
+        if make_room is None and self._lacks_room(wanted):
+            return False
         taken: list[tuple[int, Place]] = []
         for tensor_id in wanted:
             arena, size = self.arenas[device[tensor_id]], self.size[tensor_id]
@@ -116,6 +119,10 @@ class SimulatedMemory:
         for tensor_id in self.graph.vertices[vertex_id].outputs:
             self._placed[tensor_id] = True
         return True
+
+    def _lacks_room(self, wanted: list[int]) -> bool:
+        """Whether places cannot be had, however the free memory is arranged (one device only)."""
+        return len(self.arenas) == 1 and sum([self.size[t] for t in wanted]) > self.arenas[0].free
 
     def _needs(self, vertex_id: int) -> tuple[list[int], list[int]]:
         """The tensors that a vertex needs reloaded, and all that it needs placed, largest first.
@@ -152,7 +159,13 @@ class SimulatedMemory:
         """Makes a tensor a possible victim, with its present next use."""
         if self.start[tensor_id] >= 0 and self.size[tensor_id]:
             use = self.use[tensor_id] = self._uses[tensor_id][self._next[tensor_id]]
-            heapq.heappush(self.victims[self.device[tensor_id]], (-use, tensor_id))
+            bisect.insort(self.victims[self.device[tensor_id]], (-use, tensor_id))
+
+    def _forget_victims_of(self, vertex_id: int) -> None:
+        """Drops entries whose next use has come: they are at the end, and new ones are near it."""
+        for victims in self.victims:
+            while victims and victims[-1][0] >= -vertex_id:
+                victims.pop()
 
     # The exec horizon ---------------------------------------------------------------------------
 
@@ -176,6 +189,7 @@ class SimulatedMemory:
             self._offload_results(tensor_id, vertex_id)
         for tensor_id in vertex.inputs:
             self._next[tensor_id] += 1
+        self._forget_victims_of(vertex_id)
         for tensor_id in (*vertex.inputs, *vertex.outputs):
             self._last_touch[tensor_id] = vertex_id
             if self._uses[tensor_id][self._next[tensor_id]] == NEVER:

@@ -29,6 +29,7 @@ class AddressSpace:
 
     Attributes:
       end_of, start_of: where a free run that starts (ends) at an address ends (starts).
+      free: bytes in free runs.
     """
 
     def __init__(self, capacity: int | None):
@@ -37,7 +38,7 @@ class AddressSpace:
         self._by_size: list[tuple[int, int]] = []
         self._pieces: dict[int, tuple[int, Dependencies, int]] = {}
         self._grows = capacity is None
-        self._top = capacity or 0
+        self._top = self.free = capacity or 0
         if capacity:
             self._pieces[0] = (capacity, (), -1)
             self._insert(0, capacity)
@@ -67,6 +68,7 @@ class AddressSpace:
         if size == 0:
             return
         end = start + size
+        self.free += size
         self._pieces[start] = (end, after, used)
         left, right = self.start_of.get(start), self.end_of.get(end)
         if left is not None:
@@ -89,6 +91,7 @@ class AddressSpace:
 
     def _cut(self, start: int, size: int) -> Place:
         run_end, stop = self.end_of[start], start + size
+        self.free -= size
         self._remove(start, run_end)
         if stop < run_end:
             self._insert(stop, run_end)

@@ -8,7 +8,6 @@ to copy being divided by the time until its next use. For clean tensors of equal
 paper's rule; on irregular graphs it moves up to an eighth less (benchmarks/planner.py).
 """
 
-import heapq
 from collections.abc import Callable
 
 from jaxoffload.plan.memory import SimulatedMemory
@@ -63,21 +62,20 @@ class Victims:
 
 
 def _furthest(memory: SimulatedMemory, device: int, beyond: int, count: int) -> list[int]:
-    """The victims of the furthest next use; entries of the heap that are out of date go."""
-    heap, use, kept = memory.victims[device], memory.use, []
-    found: dict[int, None] = {}
-    while heap and len(found) < count:
-        entry = heapq.heappop(heap)
-        tensor_id = entry[1]
-        if use[tensor_id] != -entry[0] or tensor_id in found:
+    """The victims of the furthest next use; entries that are out of date go."""
+    victims, use = memory.victims[device], memory.use
+    found: list[int] = []
+    at = 0
+    while at < len(victims) and len(found) < count:
+        when, tensor_id = victims[at]
+        if use[tensor_id] != -when or (found and found[-1] == tensor_id):
+            del victims[at]
             continue
-        kept.append(entry)
-        if use[tensor_id] <= beyond:
+        if -when <= beyond:
             break
-        found[tensor_id] = None
-    for entry in kept:
-        heapq.heappush(heap, entry)
-    return list(found)
+        found.append(tensor_id)
+        at += 1
+    return found
 
 
 def _grow(
