@@ -9,6 +9,7 @@ dies there. It knows neither jax nor the runtime.
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 
 
 class TensorKind(enum.IntEnum):
@@ -99,6 +100,14 @@ class Vertex:
     seconds: float = 0.0
     kernel: int = -1
     source: str = ""
+
+    @property
+    def fresh_outputs(self) -> Sequence[int]:
+        """Tensor ids of the outputs that overwrite no input."""
+        if not self.overwrites:
+            return self.outputs
+        over = {write for _, write in self.overwrites}
+        return [t for k, t in enumerate(self.outputs) if k not in over]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

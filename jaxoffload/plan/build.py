@@ -72,12 +72,21 @@ def build_memgraph(
         max(b - s, 0) // PLACE_ALIGNMENT * PLACE_ALIGNMENT
         for b, s in zip(budgets, spare, strict=True)
     ]
-    memory = SimulatedMemory(graph, capacity, in_place_io == "always")
     with _no_collections():
-        _simulate(memory, Victims(memory, victims), lookahead)
-        emitter = memory.emitter
-        del memory  # before the collector looks through it
-        return emitter.finish(capacity, spare)
+        return _plan(graph, capacity, spare, in_place_io == "always", victims, lookahead)
+
+
+def _plan(
+    graph: TaskGraph,
+    capacity: list[int],
+    spare: list[int],
+    in_place_io: bool,
+    victims: str,
+    lookahead: int,
+) -> MemGraph:
+    memory = SimulatedMemory(graph, capacity, in_place_io)
+    _simulate(memory, Victims(memory, victims), lookahead)
+    return memory.emitter.finish(capacity, spare)
 
 
 def _simulate(memory: SimulatedMemory, victims: Victims, lookahead: int) -> None:

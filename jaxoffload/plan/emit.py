@@ -1,5 +1,8 @@
 """Collects the vertices, versions and edges of a MemGraph while it is being built."""
 
+import itertools
+from collections.abc import Sequence, Sized
+
 import numpy as np
 
 from jaxoffload.graphs.memgraph import EdgeKind, Kind, MemGraph, Space
@@ -71,10 +74,14 @@ class Emitter:
     def finish(self, capacity: list[int], headroom: list[int]) -> MemGraph:
         """The MemGraph."""
         drop_superfluous(self.before)
-        heads = np.repeat(np.arange(len(self.before)), [len(b) for b in self.before])
-        tails = [t for before in self.before for t in before]
-        kinds = [k for before in self.before for k in before.values()]
-        outputs = [v for vs in self.vertex_outputs for v in vs]
+        edges = _counts(self.before)
+        heads = np.repeat(np.arange(len(edges), dtype=np.int32), edges)
+        tails = np.fromiter(_chained(self.before), np.int32, len(heads))
+        kinds = np.fromiter(_chained(b.values() for b in self.before), np.uint8, len(heads))
+        input_offsets, inputs = _ragged(self.vertex_inputs)
+        output_offsets, outputs = _ragged(self.vertex_outputs)
+        over = np.full(len(self.tensor), -1, dtype=np.int32)
+        over[list(self.over)] = list(self.over.values())
         return MemGraph(
             taskgraph=self.graph,
             capacity=np.array(capacity, dtype=np.int64),
@@ -87,16 +94,25 @@ class Emitter:
             index=np.array(self.index, dtype=np.int32),
             offset=np.array(self.offset, dtype=np.int64),
             writer=np.array(self.writer, dtype=np.int32),
-            input_offsets=_offsets(self.vertex_inputs),
-            inputs=np.array([v for vs in self.vertex_inputs for v in vs], dtype=np.int32),
-            output_offsets=_offsets(self.vertex_outputs),
-            outputs=np.array(outputs, dtype=np.int32),
-            overwritten=np.array([self.over.get(v, -1) for v in outputs], dtype=np.int32),
-            edge_tail=np.array(tails, dtype=np.int32),
-            edge_head=heads.astype(np.int32),
-            edge_kind=np.array(kinds, dtype=np.uint8),
+            input_offsets=input_offsets,
+            inputs=inputs,
+            output_offsets=output_offsets,
+            outputs=outputs,
+            overwritten=over[outputs],
+            edge_tail=tails,
+            edge_head=heads,
+            edge_kind=kinds,
         )
 
 
-def _offsets(rows: list[list[int]]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum([len(r) for r in rows])]).astype(np.int64)
+_chained = itertools.chain.from_iterable
+
+
+def _counts(rows: Sequence[Sized]) -> np.ndarray:
+    return np.fromiter(map(len, rows), np.int64, len(rows))
+
+
+def _ragged(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of ids as offsets and values."""
+    offsets = np.concatenate([[0], np.cumsum(_counts(rows))]).astype(np.int64)
+    return offsets, np.fromiter(_chained(rows), np.int32, int(offsets[-1]))

@@ -25,11 +25,9 @@ def num_devices(graph: TaskGraph) -> int:
 
 def working_set(graph: TaskGraph, vertex_id: int) -> dict[int, int]:
     """Bytes of places that a vertex needs at once, by device."""
-    vertex, tensors, need = graph.vertices[vertex_id], graph.tensors, {}
-    over = {write for _, write in vertex.overwrites}
-    fresh = [t for k, t in enumerate(vertex.outputs) if k not in over] if over else vertex.outputs
-    for tensor_id in (*vertex.inputs, *fresh):
-        tensor = tensors[tensor_id]
+    vertex, need = graph.vertices[vertex_id], {}
+    for tensor_id in (*vertex.inputs, *vertex.fresh_outputs):
+        tensor = graph.tensors[tensor_id]
         need[tensor.device] = need.get(tensor.device, 0) + align(tensor.bytes)
     return need
 
@@ -43,10 +41,14 @@ def min_budgets(graph: TaskGraph) -> list[tuple[int, int]]:
     """The same for each device by itself."""
     devices = num_devices(graph)
     found = [(0, 0)] * devices
-    for vertex_id in range(len(graph.vertices)):
-        for device, need in working_set(graph, vertex_id).items():
-            if need > found[device][0]:
-                found[device] = (need, vertex_id)
+    size, device = [align(t.bytes) for t in graph.tensors], [t.device for t in graph.tensors]
+    for vertex_id, vertex in enumerate(graph.vertices):
+        need = [0] * devices
+        for tensor_id in (*vertex.inputs, *vertex.fresh_outputs):
+            need[device[tensor_id]] += size[tensor_id]
+        for where, count in enumerate(need):
+            if count > found[where][0]:
+                found[where] = (count, vertex_id)
     return [
         (need + spare, vertex_id)
         for (need, vertex_id), spare in zip(found, headroom(graph, devices), strict=True)

@@ -67,11 +67,12 @@ def _furthest(memory: SimulatedMemory, device: int, beyond: int, count: int) -> 
     found: list[int] = []
     at = 0
     while at < len(victims) and len(found) < count:
-        when, tensor_id = victims[at]
-        if use[tensor_id] != -when or (found and found[-1] == tensor_id):
+        entry = victims[at]
+        when, tensor_id = -(entry >> 32), entry & 0xFFFFFFFF
+        if use[tensor_id] != when or (found and found[-1] == tensor_id):
             del victims[at]
             continue
-        if -when <= beyond:
+        if when <= beyond:
             break
         found.append(tensor_id)
         at += 1
