@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
+from jaxoffload import _native
+from jaxoffload.runtime import backends
 
 X = np.ones((64, 64), np.float32)
 
@@ -88,6 +90,30 @@ def test_a_view_of_a_donated_result_keeps_its_bytes():
     view = np.asarray(first)
     step(first)
     np.testing.assert_array_equal(view, X + 1)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_kernel_that_fails_ends_the_run_with_its_cause_and_the_next_call_works(jitted):
+    """The kernel that fails is the launcher's own handler, told to run a plan that is none."""
+    zero = np.int64(0)
+    targets = list(_native.ffi_handlers().items())
+    backends.cpu().client.register_ffi_handlers(targets)
+
+    def fail(x):
+        call = jax.ffi.ffi_call("jaxoffload_run", [jax.ShapeDtypeStruct(x.shape, x.dtype)])
+        return call(x, key="no such plan", policy=zero, seed=zero, max_delay_us=zero, check=zero)[0]
+
+    bad = jo.offload(lambda x: jnp.sin(fail(jnp.cos(x))) + 1, device_memory=None, vertex_memory=1)
+    good = jo.offload(lambda x: jnp.sin(jnp.cos(x)) + 1, device_memory=None, vertex_memory=1)
+    enter = jax.jit if jitted else lambda f: f
+    resident = []
+    for _ in range(5):
+        with pytest.raises(Exception, match="no such plan") as found:
+            jax.block_until_ready(enter(bad)(X))
+        assert jitted or (isinstance(found.value, jo.RunError) and "fail" in found.value.vertex)
+        np.testing.assert_allclose(enter(good)(X), np.sin(np.cos(X)) + 1, rtol=1e-6)
+        resident.append(backends.cpu().client.arena_resident_bytes())
+    assert len(set(resident)) == 1
 
 
 def test_keyboard_interrupt_cancels_and_the_next_call_works():
