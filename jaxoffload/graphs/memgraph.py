@@ -34,6 +34,14 @@ class Kind(enum.IntEnum):
     """Copies one version from a device to another."""
     INPUT = 4
     """Writes an input tensor on its device (only in hand-made graphs: see VertexKind.INPUT)."""
+    LOAD = 5
+    """Copies one version from disk to the host tier."""
+    STORE = 6
+    """Copies one version from the host tier to disk."""
+
+
+COPIES = (Kind.RELOAD, Kind.OFFLOAD, Kind.LOAD, Kind.STORE)
+"""Kinds that the planner adds; TRANSFER is the TaskGraph's."""
 
 
 class Space(enum.IntEnum):
@@ -48,6 +56,8 @@ class Space(enum.IntEnum):
     both are one range of addresses."""
     HOST = 3
     """The host tier's arena (index 0)."""
+    DISK = 4
+    """The plan's own extent on disk (index 0). Arguments and results on disk keep their spaces."""
 
 
 class EdgeKind(enum.IntEnum):
@@ -67,6 +77,7 @@ class MemGraph:
       taskgraph: what this MemGraph computes.
       capacity: bytes of the arena of each device, int64[num_devices] (the budget less headroom).
       headroom: bytes of each device kept for executables' own scratch, int64[num_devices].
+      host_capacity: bytes of the host tier, -1 for no limit.
       kind: Kind of each vertex, uint8[N].
       task_vertex: TaskGraph vertex id; for copies, the vertex for whose sake it was added,
         int32[N].
@@ -101,6 +112,7 @@ class MemGraph:
     edge_tail: np.ndarray
     edge_head: np.ndarray
     edge_kind: np.ndarray
+    host_capacity: int = -1
 
     @property
     def num_vertices(self) -> int:
@@ -130,6 +142,18 @@ class MemGraph:
         mine = self.space == Space.HOST
         return int((self.offset + self.version_bytes())[mine].max(initial=0))
 
+    def disk_bytes(self) -> int:
+        """Highest address in use in the plan's extent on disk."""
+        mine = self.space == Space.DISK
+        return int((self.offset + self.version_bytes())[mine].max(initial=0))
+
+    def on_disk(self) -> np.ndarray:
+        """Whether each version is on disk, bool[M]."""
+        graph, space = self.taskgraph, self.space
+        arguments = np.isin(self.index, list(graph.disk_arguments)) & (space == Space.ARGUMENT)
+        results = np.isin(self.index, list(graph.disk_results)) & (space == Space.RESULT)
+        return (space == Space.DISK) | arguments | results
+
     def moved_bytes(self, kind: Kind) -> int:
         """Bytes that all vertices of one copying kind move in one run."""
         chosen = np.flatnonzero(self.kind == kind)
@@ -141,7 +165,7 @@ class MemGraph:
         vertices = self.taskgraph.vertices
         task = vertices[self.task_vertex[vertex_id]] if vertices else None
         source = f" at {task.source}" if task is not None and task.source else ""
-        if kind in (Kind.RELOAD, Kind.OFFLOAD) or task is None:
+        if kind in COPIES or task is None:
             version = self.inputs[self.input_offsets[vertex_id]]
             tensor = self.taskgraph.tensors[self.tensor[version]]
             return (

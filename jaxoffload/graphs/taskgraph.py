@@ -121,11 +121,15 @@ class TaskGraph:
         written over the argument. Legal only where every tensor that reads an argument byte is
         read for the last time no later than the vertex that produces the result tensor which
         overwrites that byte; `check` refuses others.
+      disk_arguments, disk_results: indices of flat arguments that are on disk before the run, and
+        of flat results that must be there after it. Of a donated pair both or none.
     """
 
     tensors: tuple[Tensor, ...]
     vertices: tuple[Vertex, ...]
     donated: tuple[tuple[int, int], ...] = ()
+    disk_arguments: frozenset[int] = frozenset()
+    disk_results: frozenset[int] = frozenset()
 
     def producer(self) -> list[int]:
         """Vertex id that writes each tensor; -1 for arguments."""
@@ -189,6 +193,9 @@ class TaskGraph:
         partner = dict((result, argument) for argument, result in self.donated)
         if len(partner) != len(self.donated) or len(set(partner.values())) != len(partner):
             raise ValueError("donated names an argument or a result twice")
+        for argument, result in self.donated:
+            if (argument in self.disk_arguments) != (result in self.disk_results):
+                raise ValueError(f"of donated pair {argument}, {result} one is on disk, one is not")
         for tensor_id, tensor in enumerate(self.tensors):
             for span in tensor.results:
                 argument = partner.get(span.index)

@@ -17,7 +17,7 @@ import enum
 import numpy as np
 
 from jaxoffload.errors import OffloadError
-from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT, EdgeKind, Kind, MemGraph, Space
+from jaxoffload.graphs.memgraph import COPIES, PLACE_ALIGNMENT, EdgeKind, Kind, MemGraph, Space
 from jaxoffload.graphs.reachability import Reachability
 from jaxoffload.graphs.taskgraph import VertexKind
 
@@ -30,8 +30,21 @@ _KINDS = {
     VertexKind.INPUT: Kind.INPUT,
 }
 _LOWER = (Space.HOST, Space.ARGUMENT, Space.RESULT)
-_READS = {Kind.RELOAD: _LOWER, Kind.OFFLOAD: (Space.DEVICE, Space.ARGUMENT, Space.RESULT)}
-_WRITES = {Kind.RELOAD: (Space.DEVICE,), Kind.OFFLOAD: (Space.HOST, Space.RESULT)}
+_ON_DISK = (Space.DISK, Space.ARGUMENT, Space.RESULT)
+_READS = {
+    Kind.RELOAD: _LOWER,
+    Kind.OFFLOAD: (Space.DEVICE, *_LOWER),
+    Kind.LOAD: _ON_DISK,
+    Kind.STORE: (Space.HOST,),
+}
+_WRITES = {
+    Kind.RELOAD: (Space.DEVICE,),
+    Kind.OFFLOAD: (Space.HOST, Space.RESULT),
+    Kind.LOAD: (Space.HOST,),
+    Kind.STORE: (Space.DISK, Space.RESULT),
+}
+_HOST_PAGE = 4096
+_DISK_BLOCK = 16384
 _KERNEL_READS = (Space.DEVICE, Space.ARGUMENT, Space.RESULT)
 _KERNEL_WRITES = (Space.DEVICE, Space.RESULT)
 
@@ -103,6 +116,7 @@ class _Check:
         self.over = _rows(graph.output_offsets, graph.overwritten)
         self.space, self.writer = graph.space.tolist(), graph.writer.tolist()
         self.start, self.sizes = graph.offset.tolist(), graph.version_bytes().tolist()
+        self.on_disk = graph.on_disk().tolist()
         partner = {result: argument for argument, result in graph.taskgraph.donated}
         self.range = [
             (int(Space.ARGUMENT), partner[i]) if s == Space.RESULT and i in partner else (s, i)
@@ -127,9 +141,12 @@ class _Check:
                 written[version] += 1
                 if self.writer[version] != vertex:
                     self.broken(Law.SHAPE, f"version {version} names another writer than {who}")
-            copies = kind in (Kind.OFFLOAD, Kind.RELOAD)
-            if any(self.space[v] not in _READS.get(kind, _KERNEL_READS) for v in reads) or any(
-                self.space[v] not in _WRITES.get(kind, _KERNEL_WRITES) for v in writes
+            copies = kind in COPIES
+            if (
+                any(self.space[v] not in _READS.get(kind, _KERNEL_READS) for v in reads)
+                or any(self.space[v] not in _WRITES.get(kind, _KERNEL_WRITES) for v in writes)
+                or any(self.on_disk[v] != (kind == Kind.LOAD) for v in reads)
+                or any(self.on_disk[v] != (kind == Kind.STORE) for v in writes)
             ):
                 self.broken(Law.SHAPE, f"{who} reads or writes a tier that it cannot")
             if copies:
@@ -175,10 +192,23 @@ class _Check:
     def room(self) -> None:
         """Places are in their arenas; executables' scratch has room beside them."""
         graph = self.graph
+        through = {
+            version
+            for vertex in np.flatnonzero((graph.kind == Kind.LOAD) | (graph.kind == Kind.STORE))
+            for version in (*self.reads[vertex], *self.writes[vertex])
+            if self.space[version] == Space.HOST
+        }
         for version, tensor_id in enumerate(graph.tensor.tolist()):
             end, device = self.start[version] + self.sizes[version], int(graph.index[version])
             if self.start[version] < 0:
                 self.broken(Law.ROOM, f"version {version} begins at {self.start[version]}")
+            if self.space[version] == Space.HOST and 0 <= graph.host_capacity < end:
+                text = f"version {version} ends at {end} of {graph.host_capacity} bytes of host"
+                self.broken(Law.ROOM, text)
+            if self.space[version] == Space.DISK and self.start[version] % _DISK_BLOCK:
+                self.broken(Law.ROOM, f"version {version} begins at {self.start[version]} on disk")
+            if version in through and self.start[version] % _HOST_PAGE:
+                self.broken(Law.ROOM, f"version {version} begins at {self.start[version]} in host")
             if self.space[version] != Space.DEVICE:
                 continue
             if end > graph.capacity[device]:
@@ -199,7 +229,7 @@ class _Check:
         """Copies copy one tensor; arguments and results are at their spans."""
         graph = self.graph
         written: dict[tuple[int, int, int], int] = {}
-        for vertex in np.flatnonzero((graph.kind == Kind.OFFLOAD) | (graph.kind == Kind.RELOAD)):
+        for vertex in np.flatnonzero(np.isin(graph.kind, COPIES)):
             moved = self.reads[vertex] + self.writes[vertex]
             if len(set(graph.tensor[moved].tolist())) != 1:
                 self.broken(Law.BYTES, f"{graph.describe(int(vertex))} mixes up tensors")

@@ -27,7 +27,14 @@ from collections.abc import Iterator, Sequence
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT, MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph
-from jaxoffload.plan.limits import headroom, min_budget, min_budgets, num_devices, working_set
+from jaxoffload.plan.limits import (
+    headroom,
+    min_budget,
+    min_budgets,
+    min_host_memory,
+    num_devices,
+    working_set,
+)
 from jaxoffload.plan.memory import SimulatedMemory
 from jaxoffload.plan.victims import CHOICES, Victims
 
@@ -36,6 +43,8 @@ def build_memgraph(
     graph: TaskGraph,
     budget: int | Sequence[int],
     *,
+    host_memory: int | None = None,
+    disk: bool = False,
     in_place_io: str = "never",
     victims: str = "cheapest",
     lookahead: int = 1,
@@ -44,6 +53,8 @@ def build_memgraph(
 
     Args:
       budget: bytes of each device, executables' workspace included.
+      host_memory: bytes of the host tier, None for no limit.
+      disk: whether tensors may go on from the host tier to the disk.
       in_place_io: "never": arguments are reloaded into the arena, results offloaded from it.
         "always": kernels read arguments and write results where the caller has them, wherever
         alignment and aliasing allow it.
@@ -67,26 +78,22 @@ def build_memgraph(
             f"{devices}. Give one number for each device, or one for all."
         )
     _refuse_if_too_small(graph, budgets)
+    _refuse_if_host_too_small(graph, host_memory, disk)
     spare = headroom(graph, devices)
     capacity = [
         max(b - s, 0) // PLACE_ALIGNMENT * PLACE_ALIGNMENT
         for b, s in zip(budgets, spare, strict=True)
     ]
     with _no_collections():
-        return _plan(graph, capacity, spare, in_place_io == "always", victims, lookahead)
+        return _plan(
+            SimulatedMemory(graph, capacity, in_place_io == "always", host_memory, disk),
+            spare, victims, lookahead,
+        )  # fmt: skip
 
 
-def _plan(
-    graph: TaskGraph,
-    capacity: list[int],
-    spare: list[int],
-    in_place_io: bool,
-    victims: str,
-    lookahead: int,
-) -> MemGraph:
-    memory = SimulatedMemory(graph, capacity, in_place_io)
+def _plan(memory: SimulatedMemory, spare: list[int], victims: str, lookahead: int) -> MemGraph:
     _simulate(memory, Victims(memory, victims), lookahead)
-    return memory.emitter.finish(capacity, spare)
+    return memory.finish(spare)
 
 
 def _simulate(memory: SimulatedMemory, victims: Victims, lookahead: int) -> None:
@@ -130,6 +137,19 @@ def _refuse_if_too_small(graph: TaskGraph, budgets: list[int]) -> None:
             f"{source}. Pass at least {least}.",
             least,
         )
+
+
+def _refuse_if_host_too_small(graph: TaskGraph, host_memory: int | None, disk: bool) -> None:
+    least, tensor_id = min_host_memory(graph, disk)
+    if host_memory is None or host_memory >= least:
+        return
+    tensor = graph.tensors[tensor_id]
+    source = f" at {tensor.source}" if tensor.source else ""
+    raise PlanError(
+        f"build_memgraph: host_memory={host_memory} bytes is below the smallest feasible {least} "
+        f"bytes: {tensor.name or f'tensor {tensor_id}'}{source} passes through host memory on its "
+        f"way to and from the disk. Pass at least {least}."
+    )
 
 
 def _check_choice(name: str, value: str, legal: tuple[str, ...]) -> None:

@@ -52,6 +52,8 @@ class CallersMemory:
         argument = self._graph.tensors[tensor_id].argument
         if not self._in_place_io or argument is None or argument.offset % ALIGNMENT:
             return False
+        if argument.index in self._graph.disk_arguments:
+            return False
         vertex = self._graph.vertices[vertex_id]
         if not any(vertex.inputs[read] == tensor_id for read, _ in vertex.overwrites):
             return True
@@ -69,6 +71,8 @@ class CallersMemory:
         """The result part that a vertex writes directly, if it may."""
         spans = self._graph.tensors[tensor_id].results
         if not self._in_place_io or not spans or spans[0].offset % ALIGNMENT:
+            return None
+        if spans[0].index in self._graph.disk_results:
             return None
         inputs = self._graph.vertices[vertex_id].inputs
         return spans[0] if self._may_write(spans[0], tensor_id, inputs, None) else None

@@ -71,7 +71,9 @@ class Emitter:
         """The vertices that must be done before a version's place is used again."""
         return tuple(self.readers[version]) or (self.writer[version],)
 
-    def finish(self, capacity: list[int], headroom: list[int]) -> MemGraph:
+    def finish(
+        self, capacity: list[int], headroom: list[int], host_capacity: int | None
+    ) -> MemGraph:
         """The MemGraph."""
         drop_superfluous(self.before)
         edges = _counts(self.before)
@@ -102,6 +104,7 @@ class Emitter:
             edge_tail=tails,
             edge_head=heads,
             edge_kind=kinds,
+            host_capacity=-1 if host_capacity is None else host_capacity,
         )
 
 

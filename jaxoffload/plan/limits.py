@@ -9,6 +9,28 @@ def align(count: int) -> int:
     return -(-count // PLACE_ALIGNMENT) * PLACE_ALIGNMENT
 
 
+HOST_PAGE = 4096
+"""Places in the host tier that the disk reads and writes start at a multiple of this."""
+DISK_BLOCK = 16384
+"""Bytes under one checksum on disk: places there do not share one."""
+
+
+def host_place(count: int) -> int:
+    """Bytes of a place in a host tier that has a disk below it."""
+    return -(-count // HOST_PAGE) * HOST_PAGE
+
+
+def min_host_memory(graph: TaskGraph, disk: bool) -> tuple[int, int]:
+    """The smallest host tier that can work, bytes, and the tensor that sets it.
+
+    With a disk below it the tier must hold the largest tensor by itself. Without one, what must be
+    held follows from the plan: 0 here.
+    """
+    if not disk and not (graph.disk_arguments or graph.disk_results):
+        return 0, -1
+    return max(((host_place(t.bytes), i) for i, t in enumerate(graph.tensors)), default=(0, -1))
+
+
 def headroom(graph: TaskGraph, num_devices: int) -> list[int]:
     """Bytes of each device kept for executables' scratch: one compute lane runs one at a time."""
     found = [0] * num_devices

@@ -3,18 +3,19 @@
 `place` and `execute` are what BUILDMEMGRAPH does at its two horizons (TURNIP, figure 8); `evict` is
 the offload half of simMallocOfffld (figure 9). Each gives the emitter the MemGraph vertices that it
 implies. Unlike the paper's, a tensor keeps its copy in a lower tier until it dies or is
-overwritten, so that it is offloaded at most once.
+overwritten, so that it is offloaded at most once while host memory lasts.
 """
 
 import bisect
 from collections.abc import Callable
 
-from jaxoffload.graphs.memgraph import Kind, Space
+from jaxoffload.graphs.memgraph import Kind, MemGraph, Space
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, VertexKind
 from jaxoffload.plan.callers import CallersMemory
 from jaxoffload.plan.emit import Emitter
 from jaxoffload.plan.limits import align
-from jaxoffload.plan.space import AddressSpace, Place
+from jaxoffload.plan.space import AddressSpace, Piece, Place
+from jaxoffload.plan.tiers import LowerTiers
 
 NEVER = 1 << 60
 """The next use of a tensor that nobody reads any more."""
@@ -41,13 +42,22 @@ class SimulatedMemory:
       use: position of the next vertex that reads a tensor, if the tensor may be evicted: it has a
         place in its device, and has been produced; else -1.
       toll: bytes that evicting a tensor makes us copy: a clean one up, a dirty one down and up.
+      lower: the tiers below.
       victims: for each device a sorted list of `-use << 32 | tensor id`, furthest next use first;
         entries may be out of date. Numbers, because comparing tuples takes twice as long.
     """
 
-    def __init__(self, graph: TaskGraph, capacity: list[int], in_place_io: bool):
-        self.graph = graph
+    def __init__(
+        self,
+        graph: TaskGraph,
+        capacity: list[int],
+        in_place_io: bool,
+        host_capacity: int | None = None,
+        disk: bool = False,
+    ):
+        self.graph, self._capacity = graph, capacity
         self.emitter = Emitter(graph)
+        self.lower = LowerTiers(graph, self.emitter, host_capacity, disk)
         self.size = [align(t.bytes) for t in graph.tensors]
         self.device = [t.device for t in graph.tensors]
         self.start = [-1] * len(graph.tensors)
@@ -58,25 +68,15 @@ class SimulatedMemory:
         self.at_end: list[dict[int, int]] = [{} for _ in capacity]
         self.victims: list[list[int]] = [[] for _ in capacity]
         self._callers = CallersMemory(graph, in_place_io)
-        self._host = AddressSpace(None)
         self._placed = [False] * len(graph.tensors)
         self._version = [-1] * len(graph.tensors)
-        self._lower_version = [-1] * len(graph.tensors)
         self._uses = [[*readers, NEVER] for readers in graph.readers()]
         self._next = [0] * len(graph.tensors)
         self._last_touch = [-1] * len(graph.tensors)
         self._pending: dict[int, set[int]] = {}
         self._needed: tuple[int, list[int], list[int]] = (-1, [], [])
-        for tensor_id, tensor in enumerate(graph.tensors):
-            if (span := tensor.argument) is not None:
-                version = self.emitter.version(
-                    tensor_id, Space.ARGUMENT, span.index, span.offset
-                )  # fmt: skip
-                self._keep_copy(tensor_id, version)
-
-    def _keep_copy(self, tensor_id: int, version: int) -> None:
-        """Notes that a tensor's bytes are in a lower tier: from now on it is clean."""
-        self._lower_version[tensor_id], self.toll[tensor_id] = version, self.size[tensor_id]
+        for tensor_id, readers in enumerate(self._uses):
+            self.lower.note_use(tensor_id, readers[0], on_device=False)
 
     # The alloc horizon --------------------------------------------------------------------------
 
@@ -93,23 +93,23 @@ class SimulatedMemory:
         device, (reloads, wanted) = self.device, self._needs(vertex_id)
         if make_room is None and self._lacks_room(wanted):
             return False
-        taken: list[tuple[int, Place]] = []
+        taken: list[tuple[int, Place, list[Piece] | None]] = []
         for tensor_id in wanted:
             arena, size = self.arenas[device[tensor_id]], self.size[tensor_id]
             found = arena.take(size)
             if found is None and make_room is not None and make_room(device[tensor_id], size):
                 found = arena.take(size)
             if found is None:
-                for other, (start, after, used) in reversed(taken):
-                    self.arenas[device[other]].give(start, self.size[other], after, used)
+                for other, (start, _, _), pieces in reversed(taken):
+                    self.arenas[device[other]].undo(start, self.size[other], pieces)
                 return False
-            taken.append((tensor_id, found))
+            taken.append((tensor_id, found, arena.cut))
         pending = self._pending[vertex_id] = set()
-        for tensor_id, (start, after, _) in taken:
+        for tensor_id, (start, after, _), _ in taken:
             version = self.emitter.version(tensor_id, Space.DEVICE, device[tensor_id], start)
             self._settle(tensor_id, version, start)
             if tensor_id in reloads:
-                source = self._lower_version[tensor_id]
+                source = self.lower.fetch(tensor_id, vertex_id)
                 self.emitter.vertex(
                     Kind.RELOAD, vertex_id, device[tensor_id], [source], [version], after
                 )
@@ -156,6 +156,8 @@ class SimulatedMemory:
         """Makes a tensor a possible victim, with its present next use."""
         if self.start[tensor_id] >= 0 and self.size[tensor_id]:
             use = self.use[tensor_id] = self._uses[tensor_id][self._next[tensor_id]]
+            self.toll[tensor_id] = self.lower.toll_of(tensor_id, self.size[tensor_id])
+            self.lower.note_use(tensor_id, use, on_device=True)
             bisect.insort(self.victims[self.device[tensor_id]], -use << 32 | tensor_id)
 
     def _forget_victims_of(self, vertex_id: int) -> None:
@@ -163,6 +165,7 @@ class SimulatedMemory:
         for victims in self.victims:
             while victims and victims[-1] >> 32 >= -vertex_id:
                 victims.pop()
+        self.lower.forget_victims_of(vertex_id)
 
     # The exec horizon ---------------------------------------------------------------------------
 
@@ -171,7 +174,7 @@ class SimulatedMemory:
         vertex, emitter = self.graph.vertices[vertex_id], self.emitter
         after = self._pending.pop(vertex_id)
         inputs = [
-            self._version[t] if self._placed[t] else self._lower_version[t] for t in vertex.inputs
+            self._version[t] if self._placed[t] else self.lower.in_memory(t) for t in vertex.inputs
         ]
         for read, write in vertex.overwrites:
             self._inherit(vertex.outputs[write], inputs[read], after)
@@ -198,7 +201,8 @@ class SimulatedMemory:
         """Writes an output over the version of a dying operand."""
         emitter = self.emitter
         operand, space = emitter.tensor[old], emitter.space[old]
-        after.update(emitter.readers[old])
+        if self.size[tensor_id]:
+            after.update(emitter.readers[old])
         if space == Space.DEVICE:
             start = self.start[operand]
             version = emitter.version(tensor_id, Space.DEVICE, self.device[tensor_id], start)
@@ -215,14 +219,14 @@ class SimulatedMemory:
         version = self.emitter.version(tensor_id, Space.RESULT, span.index, span.offset)
         after.update(self._readers_there(span, tensor_id))
         self._version[tensor_id] = version
-        self._keep_copy(tensor_id, version)
+        self.lower.add_result(tensor_id, version)
 
     def _readers_there(self, span: Span, tensor_id: int) -> set[int]:
         """Readers of the argument bytes that a result part takes."""
         return {
             reader
             for other in self._callers.overwritten(span, tensor_id)
-            for reader in self.emitter.readers[self._lower_version[other]]
+            for reader in self.emitter.readers[self.lower.arguments[other]]
         }
 
     def _offload_results(self, tensor_id: int, vertex_id: int) -> None:
@@ -236,21 +240,20 @@ class SimulatedMemory:
             ):
                 continue
             after = self._readers_there(span, tensor_id)
+            if span.index in self.graph.disk_results:
+                self.lower.store_result(tensor_id, source, span, after, vertex_id)
+                continue
             version = emitter.version(tensor_id, Space.RESULT, span.index, span.offset)
             emitter.vertex(
                 Kind.OFFLOAD, vertex_id, self.device[tensor_id], [source], [version], after
             )
-            if self._lower_version[tensor_id] < 0:
-                self._keep_copy(tensor_id, version)
+            self.lower.add_result(tensor_id, version)
 
     def _retire(self, tensor_id: int) -> None:
         """Frees a tensor that nobody reads any more."""
         if self.start[tensor_id] >= 0:
             self._leave(tensor_id)
-        lower, emitter = self._lower_version[tensor_id], self.emitter
-        if lower >= 0 and emitter.space[lower] == Space.HOST:
-            after, used = emitter.last_users(lower), self._last_touch[tensor_id]
-            self._host.give(emitter.offset[lower], self.size[tensor_id], after, used)
+        self.lower.retire(tensor_id, self._last_touch[tensor_id])
 
     def _leave(self, tensor_id: int) -> None:
         """Gives a tensor's place back."""
@@ -268,9 +271,13 @@ class SimulatedMemory:
         for tensor_id, tensor in enumerate(self.graph.tensors):
             if (home := tensor.argument) is None:
                 continue
-            source = self._lower_version[tensor_id]
             for span in sorted(tensor.results, key=lambda s: self._callers.is_home(s, home)):
                 after = self._readers_there(span, tensor_id)
+                if span.index in self.graph.disk_results:
+                    source = self.lower.in_memory(tensor_id)
+                    self.lower.store_result(tensor_id, source, span, after, last)
+                    continue
+                source = self.lower.fetch(tensor_id, last)
                 version = self.emitter.version(tensor_id, Space.RESULT, span.index, span.offset)
                 if self._callers.is_home(span, home):
                     self.emitter.over[version] = source
@@ -278,17 +285,17 @@ class SimulatedMemory:
                     Kind.OFFLOAD, last, tensor.device, [source], [version], after
                 )  # fmt: skip
 
+    def finish(self, headroom: list[int]) -> MemGraph:
+        """The MemGraph, once every vertex has been executed."""
+        return self.emitter.finish(self._capacity, headroom, self.lower.capacity)
+
     # Eviction -----------------------------------------------------------------------------------
 
     def evict(self, tensor_id: int, vertex_id: int) -> None:
         """Takes a tensor off its device for the sake of a vertex; copies it only if it is dirty."""
-        if self._lower_version[tensor_id] < 0:
-            found = self._host.take(self.size[tensor_id])
-            assert found is not None
-            host = self.emitter.version(tensor_id, Space.HOST, 0, found[0])
-            source, device = self._version[tensor_id], self.device[tensor_id]
-            self.emitter.vertex(Kind.OFFLOAD, vertex_id, device, [source], [host], found[1])
-            self._keep_copy(tensor_id, host)
+        if not self.lower.has_copy(tensor_id):
+            self.lower.offload(tensor_id, self._version[tensor_id], vertex_id)
+        self.lower.note_use(tensor_id, self.use[tensor_id], on_device=False)
         self._leave(tensor_id)
 
     def evict_everything(self, device: int, vertex_id: int) -> None:

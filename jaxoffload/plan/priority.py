@@ -5,7 +5,8 @@ import numpy as np
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 
 COPY_BYTES_PER_SECOND = 8e9
-"""Assumed rate of a copy lane, until it is measured."""
+DISK_BYTES_PER_SECOND = 1e9
+"""Assumed rates of a copy lane and of the disk, until they are measured."""
 
 
 def vertex_seconds(memgraph: MemGraph) -> np.ndarray:
@@ -15,7 +16,8 @@ def vertex_seconds(memgraph: MemGraph) -> np.ndarray:
     moves = (memgraph.kind != Kind.KERNEL) & (np.diff(memgraph.input_offsets) > 0)
     chosen = np.flatnonzero(moves)
     sizes = memgraph.version_bytes()[memgraph.inputs[memgraph.input_offsets[chosen]]]
-    seconds[chosen] = sizes / COPY_BYTES_PER_SECOND
+    disk = np.isin(memgraph.kind[chosen], (Kind.LOAD, Kind.STORE))
+    seconds[chosen] = sizes / np.where(disk, DISK_BYTES_PER_SECOND, COPY_BYTES_PER_SECOND)
     return seconds
 
 

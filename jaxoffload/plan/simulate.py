@@ -53,6 +53,8 @@ def lanes_of(memgraph: MemGraph) -> tuple[np.ndarray, tuple[tuple[int, ...], ...
         zip(memgraph.kind.tolist(), memgraph.device.tolist(), strict=True)
     ):
         key = (int(Kind.KERNEL) if kind == Kind.INPUT else kind, device)
+        if kind in (Kind.LOAD, Kind.STORE):
+            key = (kind, 0)
         if kind == Kind.TRANSFER:
             key = (kind, tensors[memgraph.tensor[memgraph.inputs[first[vertex]]]].device, device)
         lane_of.append(names.setdefault(key, len(names)))

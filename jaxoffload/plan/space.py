@@ -14,6 +14,8 @@ import bisect
 Dependencies = tuple[int, ...]
 Place = tuple[int, Dependencies, int]
 """Start, what must be done before it may be used, and the position at which it was last used."""
+Piece = tuple[int, int, Dependencies, int]
+"""Start and end of addresses with one former occupant, and as in Place."""
 
 _CANDIDATES = 4
 """Tightest runs among which the one used longest ago is taken."""
@@ -30,11 +32,13 @@ class AddressSpace:
     Attributes:
       end_of, start_of: where a free run that starts (ends) at an address ends (starts).
       free: bytes in free runs.
+      cut: the pieces that the last place taken consisted of.
     """
 
     def __init__(self, capacity: int | None):
         self.end_of: dict[int, int] = {}
         self.start_of: dict[int, int] = {}
+        self.cut: list[Piece] | None = None
         self._by_size: list[tuple[int, int]] = []
         self._pieces: dict[int, tuple[int, Dependencies, int]] = {}
         self._grows = capacity is None
@@ -67,9 +71,23 @@ class AddressSpace:
         """Frees a place; whoever takes it next depends on the vertices in `after`."""
         if size == 0:
             return
+        self._pieces[start] = (start + size, after, used)
+        self._join(start, size)
+
+    def undo(self, start: int, size: int, pieces: "list[Piece] | None") -> None:
+        """Frees a place that was taken and not used; `pieces` is what `cut` was then.
+
+        Its addresses keep the dependencies that each had.
+        """
+        if size == 0:
+            return
+        for first, end, after, used in pieces or ():
+            self._pieces[first] = (end, after, used)
+        self._join(start, size)
+
+    def _join(self, start: int, size: int) -> None:
         end = start + size
         self.free += size
-        self._pieces[start] = (end, after, used)
         left, right = self.start_of.get(start), self.end_of.get(end)
         if left is not None:
             self._remove(left, start)
@@ -96,11 +114,14 @@ class AddressSpace:
         if stop < run_end:
             self._insert(stop, run_end)
         end, after, latest = self._pieces.pop(start)
+        self.cut = [(start, min(end, stop), after, latest)]
         if end < stop:
             merged = set(after)
             used = latest
             while end < stop:
-                end, after, used = self._pieces.pop(end)
+                first = end
+                end, after, used = self._pieces.pop(first)
+                self.cut.append((first, min(end, stop), after, used))
                 merged.update(after)
                 latest = max(latest, used)
             if end > stop:

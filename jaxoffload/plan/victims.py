@@ -9,13 +9,32 @@ paper's rule; on irregular graphs it moves up to an eighth less (benchmarks/plan
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
-from jaxoffload.plan.memory import SimulatedMemory
+from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.plan.space import AddressSpace
 
 _SEEDS = (6, 100)
 """Tensors from which a window is grown, at least and at most. More find better windows."""
 _SEED_WORK = 300_000
 """Vertices times seeds: what bounds the number of seeds, and with it planning time."""
+
+
+class Memory(Protocol):
+    """What victims are chosen in: `SimulatedMemory`, or the host tier of `LowerTiers`."""
+
+    graph: TaskGraph
+    size: list[int]
+    start: list[int]
+    use: list[int]
+    toll: list[int]
+    arenas: list[AddressSpace]
+    at_start: list[dict[int, int]]
+    at_end: list[dict[int, int]]
+    victims: list[list[int]]
+
+    def evict(self, tensor_id: int, vertex_id: int) -> None:
+        """Frees a tensor's place, for the sake of a vertex."""
 
 
 class Victims:
@@ -25,7 +44,7 @@ class Victims:
       rule: "cheapest" or "furthest", see `build_memgraph`.
     """
 
-    def __init__(self, memory: SimulatedMemory, rule: str):
+    def __init__(self, memory: Memory, rule: str):
         self._memory, self._window_of = memory, _WINDOWS[rule]
         work = _SEED_WORK // max(len(memory.graph.vertices), 1)
         self._seeds = max(_SEEDS[0], min(_SEEDS[1], work))
@@ -61,7 +80,7 @@ class Victims:
         return True
 
 
-def _furthest(memory: SimulatedMemory, device: int, beyond: int, count: int) -> list[int]:
+def _furthest(memory: Memory, device: int, beyond: int, count: int) -> list[int]:
     """The victims of the furthest next use; entries that are out of date go."""
     victims, use = memory.victims[device], memory.use
     found: list[int] = []
@@ -79,9 +98,7 @@ def _furthest(memory: SimulatedMemory, device: int, beyond: int, count: int) -> 
     return found
 
 
-def _grow(
-    memory: SimulatedMemory, device: int, seed: int, size: int, beyond: int
-) -> list[int] | None:
+def _grow(memory: Memory, device: int, seed: int, size: int, beyond: int) -> list[int] | None:
     """Tensors, in address order, that with the free memory about them span `size` bytes."""
     start, sizes, use = memory.start, memory.size, memory.use
     start_of, end_of = memory.arenas[device].start_of, memory.arenas[device].end_of
@@ -111,7 +128,7 @@ def _grow(
 
 
 def _cheapest(
-    memory: SimulatedMemory, device: int, window: list[int], size: int, beyond: int
+    memory: Memory, device: int, window: list[int], size: int, beyond: int
 ) -> tuple[list[int], float]:
     """The part of a window that is large enough and cheapest to empty, and what it costs."""
     start, sizes, use, toll = memory.start, memory.size, memory.use, memory.toll
@@ -136,7 +153,7 @@ def _cheapest(
 
 
 def _whole(
-    memory: SimulatedMemory, device: int, window: list[int], size: int, beyond: int
+    memory: Memory, device: int, window: list[int], size: int, beyond: int
 ) -> tuple[list[int], float]:
     """A window as it grew, and a cost that orders windows by their earliest next use."""
     return window, max(1 / (memory.use[t] - beyond) for t in window)

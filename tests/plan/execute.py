@@ -86,6 +86,7 @@ class _Machine:
         for device, capacity in enumerate(memgraph.capacity.tolist()):
             self._memory[Space.DEVICE, device] = np.zeros(capacity, np.uint8)
         self._memory[Space.HOST, 0] = np.zeros(memgraph.host_bytes(), np.uint8)
+        self._memory[Space.DISK, 0] = np.zeros(memgraph.disk_bytes(), np.uint8)
         ends: dict[int, int] = {}
         for tensor in graph.tensors:
             for span in tensor.results:
