@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -26,6 +27,7 @@
 #include "ffi.h"
 #include "pjrt/client.h"
 #include "pjrt/plan.h"
+#include "tiers/disk_store.h"
 #include "tiers/host_pool.h"
 
 namespace nb = nanobind;
@@ -155,27 +157,42 @@ RunOptions MakeOptions(int32_t policy, uint64_t seed, int64_t max_delay_us, bool
   return options;
 }
 
-std::vector<char*> ToPointers(const std::vector<uintptr_t>& addresses) {
-  std::vector<char*> pointers;
-  pointers.reserve(addresses.size());
-  for (uintptr_t address : addresses) pointers.push_back(reinterpret_cast<char*>(address));
-  return pointers;
-}
+// An entry is an address, or for what is on disk a `Source`.
+template <typename Source>
+struct Places {
+  explicit Places(const std::vector<nb::object>& entries) {
+    for (const nb::object& entry : entries) {
+      std::shared_ptr<Source> source;
+      if (nb::isinstance<Source>(entry)) {
+        source = nb::cast<std::shared_ptr<Source>>(entry);
+        addresses.push_back(source->tag());
+      } else {
+        addresses.push_back(reinterpret_cast<char*>(nb::cast<uintptr_t>(entry)));
+      }
+      sources.push_back(std::move(source));
+    }
+  }
+
+  std::vector<char*> addresses;
+  std::vector<std::shared_ptr<Source>> sources;
+};
 
 unsigned long main_thread = 0;  // Python's identifier of it
 
 // Waits with the GIL released, and takes it now and then to see whether the user pressed Ctrl-C.
-std::shared_ptr<const RunReport> RunAndWait(Plan& plan, const std::vector<uintptr_t>& arguments,
-                                            const std::vector<uintptr_t>& results, int32_t policy,
+std::shared_ptr<const RunReport> RunAndWait(Plan& plan, const std::vector<nb::object>& arguments,
+                                            const std::vector<nb::object>& results, int32_t policy,
                                             uint64_t seed, int64_t max_delay_us, bool check) {
   const RunOptions options = MakeOptions(policy, seed, max_delay_us, check);
+  const Places<DiskSource> from(arguments);
+  const Places<DiskExtent> to(results);
   // Signals are Python's main thread's business; others need not wake up for them.
   const bool is_main = PyThread_get_thread_ident() == main_thread;
   bool interrupted = false;
   std::shared_ptr<Run> run;
   {
     const WithoutGil without_gil;
-    run = plan.Submit(ToPointers(arguments), ToPointers(results), options);
+    run = plan.Submit(from.addresses, to.addresses, options, nullptr, from.sources, to.sources);
     while (!interrupted && !run->WaitFor(std::chrono::milliseconds(50))) {
       if (!is_main) continue;
       nb::gil_scoped_acquire acquire;
@@ -281,6 +298,8 @@ void BindReport(nb::module_& m) {
       .def_ro("bytes_offloaded", &RunReport::bytes_offloaded)
       .def_ro("bytes_reloaded", &RunReport::bytes_reloaded)
       .def_ro("bytes_transferred", &RunReport::bytes_transferred)
+      .def_ro("bytes_loaded", &RunReport::bytes_loaded)
+      .def_ro("bytes_stored", &RunReport::bytes_stored)
       .def_ro("copied_outputs", &RunReport::copied_outputs)
       .def_ro("realigned_bytes", &RunReport::realigned_bytes)
       .def_ro("cancelled", &RunReport::cancelled)
@@ -299,8 +318,9 @@ std::shared_ptr<Plan> NewPlan(
     const Array<int64_t>& output_offsets, const Array<int32_t>& outputs,
     const Array<int32_t>& overwritten, std::vector<int64_t> arena_bytes, int64_t host_bytes,
     std::vector<int64_t> argument_bytes, std::vector<int64_t> result_bytes,
-    std::vector<std::string> descriptions,
-    const std::vector<std::pair<int32_t, int32_t>>& donated) {
+    std::vector<std::string> descriptions, const std::vector<std::pair<int32_t, int32_t>>& donated,
+    int64_t disk_bytes, const nb::object& disk, const std::vector<bool>& argument_on_disk,
+    const std::vector<bool>& result_on_disk) {
   PlanArrays a;
   a.kind = ToVector(kind);
   a.lane = ToVector(lane);
@@ -329,12 +349,17 @@ std::shared_ptr<Plan> NewPlan(
     a.donated.push_back(argument);
     a.donated.push_back(result);
   }
+  a.disk_bytes = disk_bytes;
+  a.argument_on_disk.assign(argument_on_disk.begin(), argument_on_disk.end());
+  a.result_on_disk.assign(result_on_disk.begin(), result_on_disk.end());
+  std::shared_ptr<DiskExtent> extent;
+  if (!disk.is_none()) extent = nb::cast<std::shared_ptr<DiskExtent>>(disk);
   std::vector<std::shared_ptr<Executable>> list;
   for (const nb::object& each : executables) {
     list.push_back(each.is_none() ? nullptr : nb::cast<std::shared_ptr<Executable>>(each));
   }
   const WithoutGil without_gil;
-  return Plan::Create(std::move(client), std::move(list), std::move(a));
+  return Plan::Create(std::move(client), std::move(list), std::move(a), std::move(extent));
 }
 
 void BindPlan(nb::module_& m) {
@@ -345,7 +370,9 @@ void BindPlan(nb::module_& m) {
            "inputs"_a, "output_offsets"_a, "outputs"_a, "overwritten"_a, "arena_bytes"_a,
            "host_bytes"_a, "argument_bytes"_a, "result_bytes"_a,
            "descriptions"_a = std::vector<std::string>(),
-           "donated"_a = std::vector<std::pair<int32_t, int32_t>>())
+           "donated"_a = std::vector<std::pair<int32_t, int32_t>>(), "disk_bytes"_a = 0,
+           "disk"_a = nb::none(), "argument_on_disk"_a = std::vector<bool>(),
+           "result_on_disk"_a = std::vector<bool>())
       .def_prop_ro("num_vertices", [](const Plan& p) { return p.loaded().num_vertices(); })
       .def_prop_ro("num_versions", [](const Plan& p) { return p.loaded().num_versions(); })
       .def_prop_ro("arena_bytes", [](const Plan& p) { return p.loaded().arena_bytes(); })
@@ -391,6 +418,110 @@ void BindHostBuffer(nb::module_& m) {
       nb::call_guard<WithoutGil>());
 }
 
+[[noreturn]] void ThrowOsError(int code, const std::string& what) {
+  PyErr_SetObject(PyExc_OSError, nb::make_tuple(code, what).ptr());
+  throw nb::python_error();
+}
+
+using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void CheckRange(const DiskSource& source, int64_t offset, int64_t bytes) {
+  if (offset >= 0 && bytes <= source.bytes() - offset) return;
+  throw std::invalid_argument("offset=" + std::to_string(offset) + " and " + std::to_string(bytes) +
+                              " bytes reach beyond the " + std::to_string(source.bytes()) +
+                              " that are there.");
+}
+
+void ReadInto(const DiskSource& source, const Bytes& buffer, int64_t offset) {
+  CheckRange(source, offset, static_cast<int64_t>(buffer.size()));
+  std::string error;
+  bool ok;
+  {
+    const WithoutGil without_gil;
+    const std::atomic<bool> abort{false};
+    ok = source.Read(offset, reinterpret_cast<char*>(buffer.data()), buffer.size(), abort, &error);
+  }
+  if (!ok) ThrowOsError(EIO, error);
+}
+
+void WriteFrom(DiskExtent& extent, const ConstBytes& buffer, int64_t offset) {
+  CheckRange(extent, offset, static_cast<int64_t>(buffer.size()));
+  std::string error;
+  bool ok;
+  {
+    const WithoutGil without_gil;
+    const std::atomic<bool> abort{false};
+    ok = extent.Write(offset, reinterpret_cast<const char*>(buffer.data()), buffer.size(), abort,
+                      &error);
+  }
+  if (!ok) ThrowOsError(EIO, error);
+}
+
+void BindDisk(nb::module_& m) {
+  nb::class_<DiskSource>(m, "DiskSource", nb::is_weak_referenceable())
+      .def_prop_ro("bytes", &DiskSource::bytes)
+      .def("read_into", &ReadInto, "buffer"_a, "offset"_a = 0);
+  nb::class_<DiskExtent, DiskSource>(m, "DiskExtent")
+      .def("write", &WriteFrom, "buffer"_a, "offset"_a = 0);
+  nb::class_<FileRange, DiskSource>(m, "FileRange")
+      .def(nb::new_([](const std::string& path, int64_t offset, int64_t bytes) {
+             try {
+               return FileRange::Open(path, offset, bytes);
+             } catch (const DiskError& e) {
+               ThrowOsError(e.code(), e.what());
+             }
+           }),
+           "path"_a, "offset"_a, "bytes"_a);
+  nb::class_<DiskStore>(m, "DiskStore", nb::is_weak_referenceable())
+      .def(nb::new_([](const std::vector<std::string>& paths, const std::string& engine,
+                       int queue_depth, int64_t request_bytes) {
+             DiskOptions options;
+             options.engine = engine;
+             options.queue_depth = queue_depth;
+             options.request_bytes = request_bytes;
+             try {
+               return DiskStore::Open(paths, options);
+             } catch (const DiskError& e) {
+               ThrowOsError(e.code(), e.what());
+             }
+           }),
+           "paths"_a, nb::kw_only(), "engine"_a = "auto",
+           "queue_depth"_a = DiskOptions().queue_depth,
+           "request_bytes"_a = DiskOptions().request_bytes)
+      .def_prop_ro("engine", &DiskStore::engine)
+      .def_prop_ro("engine_reason", &DiskStore::reason)
+      .def_prop_ro("direct", &DiskStore::direct)
+      .def("stats",
+           [](const DiskStore& store) {
+             const DiskStore::Stats stats = store.stats();
+             nb::dict found;
+             found["reserved_bytes"] = stats.reserved_bytes;
+             found["bytes_read"] = stats.bytes_read;
+             found["bytes_written"] = stats.bytes_written;
+             return found;
+           })
+      .def(
+          "reserve",
+          [](DiskStore& store, int64_t bytes) {
+            std::shared_ptr<DiskExtent> extent;
+            int code = 0;
+            std::string what;
+            {
+              const WithoutGil without_gil;
+              try {
+                extent = store.Reserve(bytes);
+              } catch (const DiskError& e) {
+                code = e.code();
+                what = e.what();
+              }
+            }
+            if (code != 0) ThrowOsError(code, what);
+            return extent;
+          },
+          "bytes"_a);
+}
+
 NB_MODULE(_native, m) {
   // Caches of the package hold clients and plans until the interpreter is gone.
   nb::set_leak_warnings(false);
@@ -400,6 +531,7 @@ NB_MODULE(_native, m) {
   BindReport(m);
   BindPlan(m);
   BindHostBuffer(m);
+  BindDisk(m);
   m.def("ffi_handlers", [] {
     nb::dict found;
     for (const auto& [name, handler] : FfiHandlers()) {

@@ -71,6 +71,13 @@ ffi::Future StartRun(ffi::RemainingArgs arguments, ffi::RemainingRets results, s
   options.seed = static_cast<uint64_t>(seed);
   options.max_delay_us = max_delay_us;
   options.check = check != 0;
+  const LoadedPlan& loaded = plan->loaded();
+  for (size_t i = 0; i < loaded.argument_bytes().size(); ++i) {
+    if (loaded.argument_on_disk(static_cast<int32_t>(i))) {
+      return Failed("jaxoffload_run: argument " + std::to_string(i) +
+                    " is on disk, which only a call outside jax.jit can use.");
+    }
+  }
   ffi::Promise promise;
   ffi::Future future(promise);
   plan->Submit(Addresses(arguments, "arguments", plan->loaded().argument_bytes()),

@@ -11,6 +11,7 @@ except ImportError as error:
 from jaxoffload import policies as policies
 from jaxoffload.caches import clear_caches as clear_caches
 from jaxoffload.errors import CaptureError as CaptureError
+from jaxoffload.errors import DiskError as DiskError
 from jaxoffload.errors import OffloadError as OffloadError
 from jaxoffload.errors import OffloadWarning as OffloadWarning
 from jaxoffload.errors import PlanError as PlanError
@@ -21,6 +22,11 @@ from jaxoffload.offload import Offloaded as Offloaded
 from jaxoffload.offload import offload as offload
 from jaxoffload.pipeline import Plan as Plan
 from jaxoffload.report.explain import Explanation as Explanation
+from jaxoffload.runtime.arrays import DiskArray as DiskArray
+from jaxoffload.runtime.arrays import HostArray as HostArray
+from jaxoffload.runtime.arrays import disk_put as disk_put
+from jaxoffload.runtime.arrays import host_put as host_put
+from jaxoffload.runtime.arrays import open_safetensors as open_safetensors
 from jaxoffload.runtime.run import Run as Run
 
 __version__ = "0.1.0"

@@ -88,6 +88,12 @@ class RunReport:
     @property
     def bytes_transferred(self) -> int: ...
     @property
+    def bytes_loaded(self) -> int:
+        """Read from disk."""
+    @property
+    def bytes_stored(self) -> int:
+        """Written to disk."""
+    @property
     def copied_outputs(self) -> int:
         """Outputs that XLA did not write in place and that were copied there."""
     @property
@@ -107,7 +113,7 @@ class Plan:
 
     A kernel's executable takes its input versions in order, then one place for each output that
     overwrites none, in output order. Lanes of device d are 3d (compute), 3d+1 (to the device),
-    3d+2 (from it).
+    3d+2 (from it); after those of all devices come loads from disk and stores to it.
 
     Args:
       executables: indexed by `executable`; None where no vertex needs it.
@@ -116,6 +122,8 @@ class Plan:
       dtype: PJRT_Buffer_Type of each version.
       arena_bytes: of each device that the plan uses.
       donated: pairs of argument and result that are one range of memory.
+      disk: what holds the plan's own tensors on disk, `disk_bytes` or more.
+      argument_on_disk, result_on_disk: of each flat argument and result.
       The others are those of MemGraph, or named after its properties.
 
     Raises:
@@ -151,6 +159,10 @@ class Plan:
         result_bytes: Sequence[int],
         descriptions: Sequence[str] = ...,
         donated: Sequence[tuple[int, int] | list[int]] = ...,
+        disk_bytes: int = 0,
+        disk: DiskExtent | None = None,
+        argument_on_disk: Sequence[bool] = (),
+        result_on_disk: Sequence[bool] = (),
     ) -> None: ...
     @property
     def num_vertices(self) -> int: ...
@@ -166,8 +178,8 @@ class Plan:
     def result_bytes(self) -> list[int]: ...
     def run(
         self,
-        arguments: Sequence[int],
-        results: Sequence[int],
+        arguments: Sequence[int | DiskSource],
+        results: Sequence[int | DiskExtent],
         *,
         policy: int = 0,
         seed: int = 0,
@@ -177,7 +189,7 @@ class Plan:
         """Runs the plan and waits, without the GIL. Failures are in the report.
 
         Args:
-          arguments, results: addresses of the flat arrays' bytes.
+          arguments, results: addresses of the flat arrays' bytes, or what holds them on disk.
           policy: 0 work-conserving, 1 fixed order, 2 random.
           max_delay_us: with policy 2, vertices sleep up to this long before and after.
           check: watch the ranges in use and stop at the first race.
@@ -204,6 +216,74 @@ class HostBuffer:
     def nbytes(self) -> int: ...
     @property
     def __array_interface__(self) -> dict[str, Any]: ...
+
+class DiskSource:
+    """Bytes that are somewhere on disk. Thread-safe."""
+
+    @property
+    def bytes(self) -> int: ...
+    def read_into(self, buffer: np.ndarray, offset: int = 0) -> None:
+        """Fills a uint8 array from a byte offset on, without the GIL.
+
+        Raises:
+          OSError: the disk failed, or gave back other bytes than were written.
+        """
+
+class DiskExtent(DiskSource):
+    """Space in a store; given back when the object goes. Every 16 KiB carry a CRC32C."""
+
+    def write(self, buffer: np.ndarray, offset: int = 0) -> None:
+        """Writes a uint8 array from a byte offset on, without the GIL.
+
+        Raises:
+          OSError: the disk failed.
+        """
+
+class FileRange(DiskSource):
+    """A range of an existing file, read only and without checksums.
+
+    Raises:
+      OSError: the file cannot be opened, or is shorter.
+    """
+
+    def __init__(self, path: str, offset: int, bytes: int) -> None: ...
+
+class DiskStore:
+    """Files without names in one folder or several, over which bytes are striped. Thread-safe.
+
+    Args:
+      engine: "io_uring", "threads", or "auto": io_uring where the system has it.
+      queue_depth: requests in flight.
+      request_bytes: of one request; a multiple of 16384.
+
+    Raises:
+      OSError: a folder is missing or cannot be written to. ValueError: an option is not legal.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        *,
+        engine: str = "auto",
+        queue_depth: int = ...,
+        request_bytes: int = ...,
+    ) -> None: ...
+    @property
+    def engine(self) -> str: ...
+    @property
+    def engine_reason(self) -> str:
+        """Why this engine, and whether the page cache is bypassed."""
+    @property
+    def direct(self) -> bool:
+        """Whether the page cache is bypassed."""
+    def stats(self) -> dict[str, int]:
+        """reserved_bytes, bytes_read, bytes_written (ever)."""
+    def reserve(self, bytes: int) -> DiskExtent:
+        """Takes space now.
+
+        Raises:
+          OSError: the disk is full.
+        """
 
 def register_plan(key: str, plan: Plan) -> None:
     """Lets custom calls find a plan, which stays alive until it is unregistered."""

@@ -48,6 +48,14 @@ class RunError(OffloadError, RuntimeError):
         self.cause = cause
 
 
+class DiskError(OffloadError, OSError):
+    """A folder, a file or the space that the disk tier needs is not there. Nothing has run.
+
+    The message names the path, what was asked of it, and what the system said. What goes wrong with
+    the disk during a run is a `RunError`.
+    """
+
+
 class VerificationError(OffloadError, ArithmeticError):
     """With `verify=True`: the offloaded run and plain `jax.jit` gave different results.
 

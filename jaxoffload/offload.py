@@ -9,16 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.trace import trace
 from jaxoffload.errors import OffloadWarning
 from jaxoffload.options import Options, format_bytes, make_options
-from jaxoffload.pipeline import Plan
+from jaxoffload.pipeline import Plan, Planner, Request, make_request
 from jaxoffload.policies import LaunchPolicy
-from jaxoffload.primitive import bind, make_plan
+from jaxoffload.primitive import bind
 from jaxoffload.report.explain import Explanation
 from jaxoffload.runtime import backends
+from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.run import Run, run_plan
 from jaxoffload.signature import ArgumentSpec, Call, Signature, shapes_of
 from jaxoffload.verification import compare_with_jit
@@ -60,10 +62,14 @@ class _Program:
             "options": self.options,
         }
 
+    def request(self) -> Request:
+        """What is planned for direct calls."""
+        return make_request(self.traced.jaxpr, tiers=self._signature.tiers, **self.params())
+
     def plan(self) -> Plan:
         with self._lock:
             if self._plan is None:
-                self._plan = make_plan(jaxpr=self.traced.jaxpr, **self.params())
+                self._plan = Planner(self.request()).plan()
                 self._say_if_idle(self._plan)
             return self._plan
 
@@ -96,6 +102,7 @@ class Offloaded:
         call = self._spec.bind(args, kwargs)
         program = self._program(call)
         if any(isinstance(leaf, compat.Tracer) for leaf in call.leaves):
+            self._refuse_tiers_in_a_trace(call)
             flat = bind(call.leaves, program.traced.jaxpr, **program.params())
         else:
             flat = self._run(program, call)
@@ -121,9 +128,7 @@ class Offloaded:
         """
         call = self._spec.bind(args, kwargs)
         program = self._program(call)
-        return Explanation.of(
-            self._spec.name, program.traced.jaxpr, program.params(), self._options.device_memory
-        )
+        return Explanation.of(program.request(), self._options.device_memory)
 
     def _program(self, call: Call) -> _Program:
         with self._lock:
@@ -150,12 +155,22 @@ class Offloaded:
         plan = program.plan()
         expected = None
         if program.options.verify and not program.verified:
-            expected = compare_with_jit(program.traced.jaxpr, call.leaves)
+            leaves = [np.asarray(x) if isinstance(x, TierArray) else x for x in call.leaves]
+            expected = compare_with_jit(program.traced.jaxpr, leaves)
         flat, self.last_run = run_plan(plan, call.leaves, program.options, call.signature.donated)
         if expected is not None:
             expected.check(self._spec.name, flat)
             program.verified = True
         return flat
+
+    def _refuse_tiers_in_a_trace(self, call: Call) -> None:
+        for leaf in call.leaves:
+            if isinstance(leaf, TierArray):
+                raise TypeError(
+                    f"offload({self._spec.name}): {leaf!r} is an argument inside jax.jit or "
+                    "another transformation, which would bring it into memory whole. Call the "
+                    "offloaded function outside."
+                )
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -168,6 +183,8 @@ def offload(
     function: Callable[..., Any] | None = None,
     *,
     device_memory: int | float | str | None = "auto",
+    host_memory: int | float | str | None = None,
+    disk: Any = None,
     donate_argnums: Any = None,
     donate_argnames: Any = None,
     static_argnums: Any = None,
@@ -188,6 +205,10 @@ def offload(
       device_memory: bytes of device memory that it may use: a number, or text such as "512MiB".
         "auto": what the device has free when the function is first planned, less a tenth. None: no
         limit.
+      host_memory: bytes of host memory that may hold what the device cannot; None for no limit.
+        Arguments and results are the caller's and not counted.
+      disk: a folder, or several in a list, to go on to where `host_memory` is full: a fast local
+        drive. Files there have no name, are private, and vanish with the process.
       donate_argnums, donate_argnames: arguments whose memory the results may take; as for
         `jax.jit`. They cannot be used afterwards.
       static_argnums, static_argnames: arguments that are compiled in; as for `jax.jit`.
@@ -214,7 +235,7 @@ def offload(
     References:
       TURNIP: a "nondeterministic" GPU runtime with CPU RAM offload, sections 4 to 7.
     """
-    options = make_options(device_memory, vertex_memory, launch, check, verify)
+    options = make_options(device_memory, host_memory, disk, vertex_memory, launch, check, verify)
 
     def decorate(f: Callable[..., Any]) -> Offloaded:
         if not callable(f):

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import os
 import re
+from collections.abc import Sequence
 
 from jaxoffload import policies
 
@@ -11,12 +13,18 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
+Disk = tuple[str, ...]
+"""Absolute paths of the folders over which the disk tier is striped."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
     """Validated options.
 
     Attributes:
       device_memory: the budget in bytes, None for no limit, "auto" for what the device has free.
+      host_memory: bytes of host memory for tensors that the device cannot hold; None for no limit.
+      disk: folders in which tensors go on where host memory is full, or None.
       vertex_memory: the largest working set of a vertex in bytes, which fixes the cut; None lets
         the cut follow the budget.
       launch: the launch policy.
@@ -25,6 +33,8 @@ class Options:
     """
 
     device_memory: int | str | None = "auto"
+    host_memory: int | None = None
+    disk: Disk | None = None
     vertex_memory: int | None = None
     launch: policies.LaunchPolicy = dataclasses.field(default_factory=policies.work_conserving)
     check: bool = False
@@ -32,7 +42,13 @@ class Options:
 
 
 def make_options(
-    device_memory: object, vertex_memory: object, launch: object, check: bool, verify: bool
+    device_memory: object,
+    host_memory: object,
+    disk: object,
+    vertex_memory: object,
+    launch: object,
+    check: bool,
+    verify: bool,
 ) -> Options:
     """Options from what the user typed.
 
@@ -41,12 +57,41 @@ def make_options(
     """
     if device_memory is not None and device_memory != "auto":
         device_memory = parse_bytes(device_memory, "device_memory", '"auto" or None')
+    if host_memory is not None:
+        host_memory = parse_bytes(host_memory, "host_memory", "None")
+    folders = None if disk is None else parse_disk(disk, "disk")
     if vertex_memory is not None:
         vertex_memory = parse_bytes(vertex_memory, "vertex_memory", "None")
     for name, value in (("check", check), ("verify", verify)):
         if not isinstance(value, bool):
             raise TypeError(f"offload: {name}={value!r} is not a bool. Pass True or False.")
-    return Options(device_memory, vertex_memory, policies.as_policy(launch), check, verify)
+    return Options(
+        device_memory, host_memory, folders, vertex_memory, policies.as_policy(launch), check,
+        verify,
+    )  # fmt: skip
+
+
+def parse_disk(value: object, name: str) -> Disk:
+    """Folders from a path or several.
+
+    Args:
+      name: the option's name, for errors.
+
+    Raises:
+      TypeError, ValueError: with the value and the remedy.
+    """
+    several = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    folders = []
+    for item in value if several else (value,):
+        if not isinstance(item, str | os.PathLike):
+            raise TypeError(
+                f"offload: {name}={value!r} holds a {type(item).__name__}. Pass a folder, or "
+                "several in a list."
+            )
+        folders.append(os.path.abspath(str(item)))
+    if not folders:
+        raise ValueError(f"offload: {name}={value!r} names no folder. Pass one or more.")
+    return tuple(folders)
 
 
 def parse_bytes(value: object, name: str, others: str = "") -> int:

@@ -28,6 +28,7 @@ from jaxoffload.options import Options, format_bytes
 from jaxoffload.plan.build import build_memgraph
 from jaxoffload.plan.limits import intermediates_peak, min_budget, resident_peak
 from jaxoffload.runtime import backends
+from jaxoffload.runtime.arrays import reserve
 from jaxoffload.runtime.load import load
 
 logger = logging.getLogger(__name__)
@@ -44,8 +45,10 @@ class Request:
       name: the user's function, for messages.
       jaxpr: a closed jaxpr over arrays.
       kinds: for each argument, what it is to the user.
-      donated: pairs (argument, result) that may share memory.
+      donated: pairs (argument, result) that may share memory. Of an argument that is below the
+        device the result comes back in the same tier.
       options: with `device_memory` already a number or None.
+      disk_arguments: those that are on disk.
     """
 
     name: str
@@ -53,6 +56,14 @@ class Request:
     kinds: tuple[TensorKind, ...]
     donated: tuple[tuple[int, int], ...]
     options: Options
+    disk_arguments: frozenset[int] = frozenset()
+
+    @property
+    def disk_results(self) -> frozenset[int]:
+        """Results that must be on disk after the run."""
+        return frozenset(
+            result for argument, result in self.donated if argument in self.disk_arguments
+        )
 
 
 class Plan:
@@ -66,6 +77,7 @@ class Plan:
       compile_report: how many kernels were compiled, and how long it took.
       constants: arrays that the function closes over; they follow its own arguments.
       out_shapes: shape and dtype of each flat result.
+      pairs: (argument, result) that share a tier, and memory if `taskgraph.donated` has them too.
     """
 
     def __init__(
@@ -90,6 +102,7 @@ class Plan:
         self.out_shapes = tuple(
             jax.ShapeDtypeStruct(a.shape, a.dtype) for a in request.jaxpr.out_avals
         )
+        self.pairs = request.donated
         self._request, self._executables, self._planner = request, executables, planner
         self._native: Any = None
         self._lock = threading.Lock()
@@ -122,6 +135,21 @@ class Plan:
     def host_bytes(self) -> int:
         """Bytes of host memory that hold offloaded tensors (arguments and results not counted)."""
         return self.memgraph.host_bytes()
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on disk that hold tensors (arguments and results not counted)."""
+        return self.memgraph.disk_bytes()
+
+    @functools.cached_property
+    def bytes_stored(self) -> int:
+        """Bytes that one run writes to disk."""
+        return self.memgraph.moved_bytes(Kind.STORE)
+
+    @functools.cached_property
+    def bytes_loaded(self) -> int:
+        """Bytes that one run reads from disk."""
+        return self.memgraph.moved_bytes(Kind.LOAD)
 
     @functools.cached_property
     def bytes_offloaded(self) -> int:
@@ -166,15 +194,25 @@ class Plan:
                     self._executables,
                     sizes,
                     [_aval_bytes(a) for a in self._request.jaxpr.out_avals],
+                    self._disk_extent(),
                 )
             return self._native
 
+    def _disk_extent(self) -> Any:
+        """Space for the tensors that go to disk, reserved before anything runs."""
+        disk = self._request.options.disk
+        return reserve(disk, self.disk_bytes) if disk is not None and self.disk_bytes else None
+
     def __repr__(self) -> str:
         budget = "no limit" if self.budget is None else format_bytes(self.budget)
+        disk = ""
+        if self.bytes_stored or self.bytes_loaded:
+            disk = f", stores {format_bytes(self.bytes_stored)}"
+            disk += f", loads {format_bytes(self.bytes_loaded)}"
         return (
             f"Plan({self.name}: {len(self.taskgraph.vertices)} vertices, budget {budget}, peak "
             f"{format_bytes(self.peak_device_bytes)}, offloads {format_bytes(self.bytes_offloaded)}"
-            f", reloads {format_bytes(self.bytes_reloaded)})"
+            f", reloads {format_bytes(self.bytes_reloaded)}{disk})"
         )
 
 
@@ -208,16 +246,34 @@ class Planner:
         budget = self._request.options.device_memory
         assert budget is None or isinstance(budget, int)
         whole = self._fixed_cut() or self._compiled(float("inf"), None)
-        kept = _keep_everything(whole[0].taskgraph, budget)
-        if kept is not None:
-            return self._finish(whole, kept, budget, resident=True)
+        if self._request.disk_arguments:
+            if budget is None:
+                room = 2 * resident_peak(whole[0].taskgraph)
+                return self._finish(whole, self._build(whole[0], room), budget, resident=False)
+        else:
+            kept = _keep_everything(whole[0].taskgraph, budget)
+            if kept is not None:
+                return self._finish(whole, kept, budget, resident=True)
         assert budget is not None, "without a limit everything is kept"
         for captured in self._candidates(budget):
             if min_budget(captured[0].taskgraph)[0] > budget:
                 continue
-            graph = build_memgraph(captured[0].taskgraph, budget)
+            graph = self._build(captured[0], budget)
             return self._finish(captured, graph, budget, resident=False)
         raise self._refusal(budget)
+
+    def _build(self, captured: Captured, budget: int) -> MemGraph:
+        options = self._request.options
+        try:
+            return build_memgraph(
+                captured.taskgraph,
+                budget,
+                host_memory=options.host_memory,
+                disk=options.disk is not None,
+            )
+        except PlanError as error:
+            message = str(error).replace("build_memgraph", f"offload({self._request.name})", 1)
+            raise PlanError(message, error.min_device_memory) from None
 
     def whole(self) -> TaskGraph:
         """The TaskGraph as it would be cut if memory did not matter."""
@@ -251,13 +307,19 @@ class Planner:
 
     def _captured(self, max_bytes: float, max_equations: int | None) -> Captured:
         limit = {} if max_equations is None else {"max_equations": max_equations}
-        return build_taskgraph(
+        captured = build_taskgraph(
             self._ordered,
             kinds=self._kinds,
             donated=self._request.donated,
             max_bytes=max_bytes,
             **limit,
         )
+        graph = dataclasses.replace(
+            captured.taskgraph,
+            disk_arguments=self._request.disk_arguments,
+            disk_results=self._request.disk_results,
+        )
+        return Captured(graph, captured.kernels)
 
     def _compiled(
         self, max_bytes: float, max_equations: int | None
@@ -342,6 +404,25 @@ def _with_workspace(
     )
     graph = dataclasses.replace(captured.taskgraph, vertices=vertices)
     return Captured(graph, tuple(kernels))
+
+
+def make_request(
+    jaxpr: Any,
+    name: str,
+    kinds: tuple[TensorKind, ...],
+    donated: Sequence[bool],
+    options: Options,
+    tiers: Sequence[str] = (),
+) -> Request:
+    """A request, its donated arguments paired with results.
+
+    Args:
+      donated: for each argument.
+      tiers: for each argument "host", "disk" or "".
+    """
+    pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, donated)
+    disk = frozenset(i for i, tier in enumerate(tiers) if tier == "disk")
+    return Request(name, jaxpr, kinds, pairs, options, disk)
 
 
 def pair_donated(

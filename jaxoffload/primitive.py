@@ -20,7 +20,7 @@ from jaxoffload import _native
 from jaxoffload.errors import OffloadWarning
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.options import Options
-from jaxoffload.pipeline import Plan, Planner, Request, pair_donated
+from jaxoffload.pipeline import Plan, Planner, make_request
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.run import run_plan
 
@@ -82,8 +82,7 @@ def make_plan(
     options: Options,
 ) -> Plan:
     """Plans a closed jaxpr; `options.device_memory` must be a number or None."""
-    pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, donated)
-    return Planner(Request(name, jaxpr, kinds, pairs, options)).plan()
+    return Planner(make_request(jaxpr, name, kinds, donated, options)).plan()
 
 
 @offload_p.def_impl

@@ -12,6 +12,7 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.trace import key_impl
 from jaxoffload.graphs.taskgraph import TensorKind
+from jaxoffload.runtime.arrays import TierArray
 
 _OPTIMIZER_NAMES = ("opt", "mu", "nu", "moment", "adam", "trace", "count", "ema")
 
@@ -27,6 +28,7 @@ class Signature:
       key_impls: for each leaf the PRNG implementation of the key that it is, or None.
       donated: for each leaf.
       kinds: for each leaf.
+      tiers: for each leaf "host", "disk", or "" for an array of JAX's or NumPy's.
     """
 
     tree: Any
@@ -35,6 +37,7 @@ class Signature:
     key_impls: tuple[Any, ...]
     donated: tuple[bool, ...]
     kinds: tuple[TensorKind, ...]
+    tiers: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +137,7 @@ class ArgumentSpec:
                 dynamic_kwargs[name] = value
         positions = [i for i in range(len(args)) if i not in self.static_positions]
         paths, tree = jax.tree_util.tree_flatten_with_path((dynamic_args, dynamic_kwargs))
-        leaves, avals, impls, donated, kinds = [], [], [], [], []
+        leaves, avals, impls, donated, kinds, tiers = [], [], [], [], [], []
         for path, leaf in paths:
             by_name = path[0].idx == 1
             where = path[1].key if by_name else positions[path[1].idx]
@@ -145,14 +148,27 @@ class ArgumentSpec:
             leaves.append(leaf)
             avals.append(aval)
             impls.append(impl)
+            tiers.append(leaf.tier if isinstance(leaf, TierArray) else "")
             donated.append(
                 where in self.donated_names if by_name else where in self.donated_positions
             )
+            if donated[-1] and isinstance(leaf, TierArray) and not leaf.writable:
+                raise ValueError(
+                    f"offload({self.name}): {self._path_text(path, positions)} is {leaf!r}, which "
+                    "is read only, and its argument is donated. Take it out of donate_argnums, or "
+                    "pass a copy: jaxoffload.disk_put(array, path)."
+                )
             kinds.append(_kind(path, aval, self._path_text(path, positions)))
         return Call(
             Signature(
-                tree, tuple(static), tuple(avals), tuple(impls), tuple(donated), tuple(kinds)
-            ),
+                tree,
+                tuple(static),
+                tuple(avals),
+                tuple(impls),
+                tuple(donated),
+                tuple(kinds),
+                tuple(tiers),
+            ),  # fmt: skip
             leaves,
         )
 
@@ -189,6 +205,13 @@ class ArgumentSpec:
         return f"{name}{jax.tree_util.keystr(path[2:])}"
 
     def _array(self, leaf: Any, path: Any, positions: Sequence[int]) -> tuple[Any, Any]:
+        if isinstance(leaf, TierArray):
+            if leaf.is_deleted():
+                raise RuntimeError(
+                    f"offload({self.name}): {self._path_text(path, positions)} is {leaf!r}: it was "
+                    "donated or deleted. Pass the result that took its place."
+                )
+            return leaf, (leaf.shape, leaf.dtype, False)
         if isinstance(leaf, jax.ShapeDtypeStruct | compat.Tracer | jax.Array):
             shape, dtype = compat.physical(leaf)
             if isinstance(leaf, jax.ShapeDtypeStruct):

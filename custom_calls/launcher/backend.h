@@ -9,8 +9,11 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
+
+#include "tiers/disk_store.h"
 
 namespace jaxoffload {
 
@@ -19,6 +22,10 @@ struct RunContext {
   // Of the caller's flat arguments and results. Begin may replace an argument's address.
   std::vector<char*> arguments;
   std::vector<char*> results;
+  // Of arguments and results that are on disk; null for others, or empty if there are none. Their
+  // addresses above are tags: numbers that no memory has (disk_store.h).
+  std::vector<std::shared_ptr<DiskSource>> argument_sources;
+  std::vector<std::shared_ptr<DiskExtent>> result_extents;
   // Of each version; the launcher fills it between Begin and the first vertex.
   std::vector<char*> address;
   // Set when the run is to stop: long copies look at it now and then. Relaxed: it only saves time,
@@ -36,6 +43,8 @@ class Backend {
   // Start of the arena of one device, and of the host arena. Constant for the Backend's life.
   virtual char* DeviceBase(int32_t device) = 0;
   virtual char* HostBase() = 0;
+  // Tag of the plan's own extent on disk, if it has one.
+  virtual char* DiskBase() { return nullptr; }
 
   // Called before the first vertex of a run, while no other run of the launcher is active, on a
   // thread of the launcher's or the caller's choice. An exception fails the run.

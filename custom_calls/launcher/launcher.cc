@@ -19,8 +19,14 @@ void Launcher::StartLanes() {
   static const char* const kNames[kLanesPerDevice] = {"compute", "to-dev", "from-dev"};
   for (int32_t lane = 0; lane < static_cast<int32_t>(lanes_.size()); ++lane) {
     lanes_[lane].thread = std::thread([this, lane] { LaneMain(lane); });
-    const std::string name = std::string("jo-") + kNames[lane % kLanesPerDevice] + "-" +
-                             std::to_string(lane / kLanesPerDevice);
+    const int32_t disk_lane = lane - (static_cast<int32_t>(lanes_.size()) - kDiskLanes);
+    std::string name = "jo-";
+    if (disk_lane >= 0) {
+      name += disk_lane == 0 ? "disk-load" : "disk-store";
+    } else {
+      name += kNames[lane % kLanesPerDevice];
+      name += "-" + std::to_string(lane / kLanesPerDevice);
+    }
     pthread_setname_np(lanes_[lane].thread.native_handle(), name.substr(0, 15).c_str());
   }
 }

@@ -106,12 +106,14 @@ int64_t LiveRanges::peak_device_bytes() const {
 }
 
 std::string LiveRanges::DescribeVersion(int32_t version_id) const {
-  static const char* const kNames[] = {"device ", "argument ", "result ", "the host arena"};
+  static const char* const kNames[] = {"device ", "argument ", "result ", "the host arena",
+                                       "the disk"};
   const Space space = plan_.space(version_id);
   std::string text = "bytes [" + std::to_string(plan_.offset(version_id)) + ", " +
                      std::to_string(plan_.offset(version_id) + plan_.bytes(version_id)) + ") of " +
                      kNames[static_cast<int>(space)];
-  if (space != Space::kHost) text += std::to_string(plan_.index(version_id));
+  if (space != Space::kHost && space != Space::kDisk)
+    text += std::to_string(plan_.index(version_id));
   return text + " (version " + std::to_string(version_id) + ")";
 }
 

@@ -88,6 +88,9 @@ void Run::Bind() {
       case Space::kHost:
         base = backend_->HostBase();
         break;
+      case Space::kDisk:
+        base = backend_->DiskBase();
+        break;
     }
     // Of an empty range the base may be null, and nothing is read there.
     context_.address[version] = base == nullptr ? nullptr : base + plan_->offset(version);
@@ -153,6 +156,8 @@ void Run::End() {
     if (plan_->kind(v) == Kind::kOffload) report->bytes_offloaded += bytes;
     if (plan_->kind(v) == Kind::kReload) report->bytes_reloaded += bytes;
     if (plan_->kind(v) == Kind::kTransfer) report->bytes_transferred += bytes;
+    if (plan_->kind(v) == Kind::kLoad) report->bytes_loaded += bytes;
+    if (plan_->kind(v) == Kind::kStore) report->bytes_stored += bytes;
   }
   report->start_ns = std::move(start_ns_);
   report->end_ns = std::move(end_ns_);

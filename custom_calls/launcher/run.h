@@ -36,6 +36,8 @@ struct RunReport {
   int64_t bytes_offloaded = 0;
   int64_t bytes_reloaded = 0;
   int64_t bytes_transferred = 0;
+  int64_t bytes_loaded = 0;
+  int64_t bytes_stored = 0;
   int64_t copied_outputs = 0;
   int64_t realigned_bytes = 0;
   bool cancelled = false;
@@ -52,6 +54,13 @@ class Run {
   Run(std::shared_ptr<const LoadedPlan> plan, std::shared_ptr<Backend> backend,
       std::vector<char*> arguments, std::vector<char*> results, const RunOptions& options,
       std::function<void(const std::shared_ptr<const RunReport>&)> done = nullptr);
+
+  // Before the run is submitted: what those arguments and results are that are on disk.
+  void SetDisk(std::vector<std::shared_ptr<DiskSource>> arguments,
+               std::vector<std::shared_ptr<DiskExtent>> results) {
+    context_.argument_sources = std::move(arguments);
+    context_.result_extents = std::move(results);
+  }
 
   // Stops the run soon: vertices that have not started never will. Any thread, any time.
   void Cancel() {

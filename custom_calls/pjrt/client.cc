@@ -72,7 +72,7 @@ Client::Client(const PJRT_Api* api, PJRT_Client* client, std::vector<PJRT_Device
       client_(client),
       devices_(std::move(devices)),
       host_arena_("the host arena"),
-      launcher_(num_devices() * kLanesPerDevice) {
+      launcher_(num_devices() * kLanesPerDevice + kDiskLanes) {
   for (int32_t device = 0; device < num_devices(); ++device) {
     device_arenas_.push_back(
         std::make_unique<Arena>("the arena of device " + std::to_string(device)));

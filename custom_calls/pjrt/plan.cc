@@ -23,6 +23,19 @@ void CheckArrays(const char* name, const std::vector<char*>& arrays,
   }
 }
 
+void CheckSource(const char* name, size_t i, const DiskSource* source, bool on_disk,
+                 int64_t bytes) {
+  const std::string where = std::string("run: ") + name + "[" + std::to_string(i) + "]";
+  if (on_disk != (source != nullptr)) {
+    throw std::invalid_argument(where + (on_disk ? " must be on disk" : " must be in memory") +
+                                ", for so it was planned");
+  }
+  if (on_disk && source->bytes() != bytes) {
+    throw std::invalid_argument(where + " has " + std::to_string(source->bytes()) +
+                                " bytes on disk, the plan has " + std::to_string(bytes));
+  }
+}
+
 struct Registry {
   Mutex mutex;
   std::map<std::string, std::shared_ptr<Plan>> plans GUARDED_BY(mutex);
@@ -38,23 +51,38 @@ Registry& GlobalRegistry() {
 
 std::shared_ptr<Plan> Plan::Create(std::shared_ptr<Client> client,
                                    std::vector<std::shared_ptr<Executable>> executables,
-                                   PlanArrays arrays) {
+                                   PlanArrays arrays, std::shared_ptr<DiskExtent> disk) {
   std::shared_ptr<Plan> plan(new Plan);
   plan->client_ = std::move(client);
   plan->loaded_ = std::make_shared<LoadedPlan>(LoadedPlan::Load(
       std::move(arrays), plan->client_->num_devices(), static_cast<int32_t>(executables.size())));
-  plan->backend_ =
-      std::make_shared<PlanBackend>(plan->client_, plan->loaded_, std::move(executables));
+  plan->backend_ = std::make_shared<PlanBackend>(plan->client_, plan->loaded_,
+                                                 std::move(executables), std::move(disk));
   return plan;
 }
 
-std::shared_ptr<Run> Plan::Submit(
-    std::vector<char*> arguments, std::vector<char*> results, const RunOptions& options,
-    std::function<void(const std::shared_ptr<const RunReport>&)> done) {
+std::shared_ptr<Run> Plan::Submit(std::vector<char*> arguments, std::vector<char*> results,
+                                  const RunOptions& options,
+                                  std::function<void(const std::shared_ptr<const RunReport>&)> done,
+                                  std::vector<std::shared_ptr<DiskSource>> argument_sources,
+                                  std::vector<std::shared_ptr<DiskExtent>> result_extents) {
+  argument_sources.resize(arguments.size());
+  result_extents.resize(results.size());
+  for (size_t i = 0; i < arguments.size() && i < loaded_->argument_bytes().size(); ++i) {
+    const bool on_disk = loaded_->argument_on_disk(static_cast<int32_t>(i));
+    CheckSource("arguments", i, argument_sources[i].get(), on_disk, loaded_->argument_bytes()[i]);
+    if (on_disk) arguments[i] = argument_sources[i]->tag();
+  }
+  for (size_t i = 0; i < results.size() && i < loaded_->result_bytes().size(); ++i) {
+    const bool on_disk = loaded_->result_on_disk(static_cast<int32_t>(i));
+    CheckSource("results", i, result_extents[i].get(), on_disk, loaded_->result_bytes()[i]);
+    if (on_disk) results[i] = result_extents[i]->tag();
+  }
   CheckArrays("arguments", arguments, loaded_->argument_bytes());
   CheckArrays("results", results, loaded_->result_bytes());
   auto run = std::make_shared<Run>(loaded_, backend_, std::move(arguments), std::move(results),
                                    options, std::move(done));
+  run->SetDisk(std::move(argument_sources), std::move(result_extents));
   client_->launcher().Submit(run);
   return run;
 }

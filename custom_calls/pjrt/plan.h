@@ -18,19 +18,24 @@ namespace jaxoffload {
 
 class Plan : public std::enable_shared_from_this<Plan> {
  public:
-  // Throws std::invalid_argument, naming the array that is wrong.
+  // Throws std::invalid_argument, naming the array that is wrong. `disk` holds the plan's tensors
+  // on disk; null where there are none.
   static std::shared_ptr<Plan> Create(std::shared_ptr<Client> client,
                                       std::vector<std::shared_ptr<Executable>> executables,
-                                      PlanArrays arrays);
+                                      PlanArrays arrays,
+                                      std::shared_ptr<DiskExtent> disk = nullptr);
 
   const LoadedPlan& loaded() const { return *loaded_; }
   const std::shared_ptr<Client>& client() const { return client_; }
 
   // Queues a run on the client; never waits. The caller's arrays must outlive it. `done` is called
-  // as Run's. Throws std::invalid_argument: wrong number of arrays, or one without an address.
+  // as Run's. Of arguments and results on disk the addresses do not matter. Throws
+  // std::invalid_argument: wrong number of arrays, or one without an address.
   std::shared_ptr<Run> Submit(
       std::vector<char*> arguments, std::vector<char*> results, const RunOptions& options,
-      std::function<void(const std::shared_ptr<const RunReport>&)> done = nullptr);
+      std::function<void(const std::shared_ptr<const RunReport>&)> done = nullptr,
+      std::vector<std::shared_ptr<DiskSource>> argument_sources = {},
+      std::vector<std::shared_ptr<DiskExtent>> result_extents = {});
 
   // Of the latest run that ended, null before the first.
   std::shared_ptr<const RunReport> last_report() const EXCLUDES(mutex_);

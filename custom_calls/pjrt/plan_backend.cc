@@ -66,13 +66,20 @@ std::string ShapeText(int32_t dtype, const int64_t* dims, int64_t num_dims) {
 }  // namespace
 
 PlanBackend::PlanBackend(std::shared_ptr<Client> client, std::shared_ptr<const LoadedPlan> plan,
-                         std::vector<std::shared_ptr<Executable>> executables)
+                         std::vector<std::shared_ptr<Executable>> executables,
+                         std::shared_ptr<DiskExtent> disk)
     : client_(std::move(client)),
       api_(client_->api()),
       plan_(std::move(plan)),
       executables_(std::move(executables)),
+      disk_(std::move(disk)),
       slot_of_version_(plan_->num_versions(), -1),
       calls_(plan_->num_vertices()) {
+  const int64_t disk_bytes = disk_ == nullptr ? 0 : disk_->bytes();
+  if (disk_bytes < plan_->disk_bytes()) {
+    Refuse("disk has " + std::to_string(disk_bytes) + " bytes, the plan needs " +
+           std::to_string(plan_->disk_bytes()));
+  }
   std::memset(&execute_options_, 0, sizeof(execute_options_));
   execute_options_.struct_size = PJRT_ExecuteOptions_STRUCT_SIZE;
   for (int32_t v = 0; v < plan_->num_vertices(); ++v) {
@@ -241,6 +248,11 @@ void PlanBackend::Begin(RunContext& context) {
     char* const result = context.results[donated[i + 1]];
     const int64_t bytes = plan_->argument_bytes()[donated[i]];
     if (argument == result || bytes == 0) continue;
+    if (plan_->argument_on_disk(donated[i])) {
+      throw std::runtime_error("argument " + std::to_string(donated[i]) + " and result " +
+                               std::to_string(donated[i + 1]) +
+                               " are one range in the plan, but not the same extent on disk");
+    }
     CopyBytes(result, argument, bytes, context.abort);
     context.realigned_bytes.fetch_add(bytes, std::memory_order_relaxed);
     argument = result;
@@ -291,8 +303,24 @@ bool PlanBackend::Execute(int32_t vertex_id, RunContext& context, std::string* e
   if (plan_->kind(vertex_id) == Kind::kKernel) return ExecuteKernel(vertex_id, context, error);
   const int32_t from = plan_->input(plan_->inputs(vertex_id).begin);
   const int32_t to = plan_->output(plan_->outputs(vertex_id).begin);
+  if (plan_->kind(vertex_id) == Kind::kLoad) return ExecuteLoad(from, to, context, error);
+  if (plan_->kind(vertex_id) == Kind::kStore) return ExecuteStore(from, to, context, error);
   CopyBytes(context.address[to], context.address[from], plan_->bytes(to), context.abort);
   return true;
+}
+
+bool PlanBackend::ExecuteLoad(int32_t from, int32_t to, RunContext& context, std::string* error) {
+  const DiskSource& source =
+      plan_->space(from) == Space::kDisk ? *disk_ : *context.argument_sources[plan_->index(from)];
+  return source.Read(plan_->offset(from), context.address[to], plan_->bytes(to), context.abort,
+                     error);
+}
+
+bool PlanBackend::ExecuteStore(int32_t from, int32_t to, RunContext& context, std::string* error) {
+  DiskExtent& extent =
+      plan_->space(to) == Space::kDisk ? *disk_ : *context.result_extents[plan_->index(to)];
+  return extent.Write(plan_->offset(to), context.address[from], plan_->bytes(to), context.abort,
+                      error);
 }
 
 bool PlanBackend::ExecuteKernel(int32_t vertex_id, RunContext& context, std::string* error) {

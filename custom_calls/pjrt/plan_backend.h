@@ -36,13 +36,15 @@ class PlanBackend : public Backend {
   // Throws std::invalid_argument if the plan does not fit the executables, std::runtime_error if
   // an arena cannot grow to the plan's size.
   PlanBackend(std::shared_ptr<Client> client, std::shared_ptr<const LoadedPlan> plan,
-              std::vector<std::shared_ptr<Executable>> executables);
+              std::vector<std::shared_ptr<Executable>> executables,
+              std::shared_ptr<DiskExtent> disk);
   ~PlanBackend() override;
   PlanBackend(const PlanBackend&) = delete;
   PlanBackend& operator=(const PlanBackend&) = delete;
 
   char* DeviceBase(int32_t device) override { return client_->device_arena(device).base(); }
   char* HostBase() override { return client_->host_arena().base(); }
+  char* DiskBase() override { return disk_ == nullptr ? nullptr : disk_->tag(); }
   void Begin(RunContext& context) override;
   bool Execute(int32_t vertex_id, RunContext& context, std::string* error) override;
   void End(RunContext& context) override;
@@ -72,6 +74,8 @@ class PlanBackend : public Backend {
   PJRT_Error* Import(Slot& slot);
   void Drop(Slot& slot);
   void PlaceSlot(Slot& slot, char* place, RunContext& context);
+  bool ExecuteLoad(int32_t from, int32_t to, RunContext& context, std::string* error);
+  bool ExecuteStore(int32_t from, int32_t to, RunContext& context, std::string* error);
   bool ExecuteKernel(int32_t vertex_id, RunContext& context, std::string* error);
   // Takes the outputs of an execution into their slots. False, with *error set, on failure.
   bool TakeOutputs(const Call& call, RunContext& context, std::string* error);
@@ -82,6 +86,7 @@ class PlanBackend : public Backend {
   const PJRT_Api* const api_;
   const std::shared_ptr<const LoadedPlan> plan_;
   const std::vector<std::shared_ptr<Executable>> executables_;
+  const std::shared_ptr<DiskExtent> disk_;
   PJRT_ExecuteOptions execute_options_;
 
   // Of slots in arenas: device, offset, dtype, dims. Empty after construction.

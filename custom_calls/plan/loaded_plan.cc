@@ -67,6 +67,11 @@ int64_t RangeBytes(const PlanArrays& a, int64_t version_id) {
         Refuse(Entry("index", version_id, a.index[version_id]) + " must be 0 in the host arena");
       }
       return a.host_bytes;
+    case Space::kDisk:
+      if (a.index[version_id] != 0) {
+        Refuse(Entry("index", version_id, a.index[version_id]) + " must be 0 on disk");
+      }
+      return a.disk_bytes;
   }
   Refuse(Entry("space", version_id, a.space[version_id]) + " is unknown");
 }
@@ -78,12 +83,19 @@ void CheckVersions(const PlanArrays& a) {
   CheckLength("bytes", a.bytes, num_versions);
   CheckLength("dtype", a.dtype, num_versions);
   CheckOffsets("dims_offsets", a.dims_offsets, num_versions, a.dims.size());
-  CheckBounds("space", a.space, 0, 4);
+  CheckBounds("space", a.space, 0, 5);
   CheckBounds("argument_bytes", a.argument_bytes, 0, INT64_MAX);
   CheckBounds("result_bytes", a.result_bytes, 0, INT64_MAX);
   CheckBounds("arena_bytes", a.arena_bytes, 0, INT64_MAX);
   CheckBounds("dims", a.dims, 0, INT64_MAX);
   if (a.host_bytes < 0) Refuse("host_bytes is negative");
+  if (a.disk_bytes < 0) Refuse("disk_bytes is negative");
+  if (!a.argument_on_disk.empty()) {
+    CheckLength("argument_on_disk", a.argument_on_disk, a.argument_bytes.size());
+  }
+  if (!a.result_on_disk.empty()) {
+    CheckLength("result_on_disk", a.result_on_disk, a.result_bytes.size());
+  }
   for (int64_t v = 0; v < num_versions; ++v) {
     const int64_t room = RangeBytes(a, v);
     if (a.bytes[v] < 0) Refuse(Entry("bytes", v, a.bytes[v]) + " is negative");
@@ -91,6 +103,43 @@ void CheckVersions(const PlanArrays& a) {
       Refuse(Entry("offset", v, a.offset[v]) + " and " + Entry("bytes", v, a.bytes[v]) +
              " reach beyond the " + std::to_string(room) + " bytes of their range");
     }
+  }
+}
+
+bool IsOnDisk(const PlanArrays& a, int32_t version_id) {
+  const int32_t index = a.index[version_id];
+  switch (static_cast<Space>(a.space[version_id])) {
+    case Space::kDisk:
+      return true;
+    case Space::kArgument:
+      return !a.argument_on_disk.empty() && a.argument_on_disk[index] != 0;
+    case Space::kResult:
+      return !a.result_on_disk.empty() && a.result_on_disk[index] != 0;
+    default:
+      return false;
+  }
+}
+
+// A load reads from disk and a store writes to it; both have host memory at the other end. Nothing
+// else touches the disk.
+void CheckTiers(const PlanArrays& a, int64_t v, int32_t num_lanes) {
+  const auto kind = static_cast<Kind>(a.kind[v]);
+  const bool is_disk_lane = a.lane[v] >= num_lanes - kDiskLanes;
+  if (is_disk_lane != (kind == Kind::kLoad || kind == Kind::kStore)) {
+    Refuse(Entry("lane", v, a.lane[v]) + " does not go with " + Entry("kind", v, a.kind[v]));
+  }
+  const auto check = [&](const char* name, int64_t entry, int32_t version_id, bool on_disk,
+                         bool in_host) {
+    const bool is_host = static_cast<Space>(a.space[version_id]) == Space::kHost;
+    if (IsOnDisk(a, version_id) == on_disk && (!in_host || is_host)) return;
+    Refuse(Entry(name, entry, version_id) + " is in a tier that vertex " + std::to_string(v) +
+           " of " + Entry("kind", v, a.kind[v]) + " cannot reach");
+  };
+  for (int64_t i = a.input_offsets[v]; i < a.input_offsets[v + 1]; ++i) {
+    check("inputs", i, a.inputs[i], kind == Kind::kLoad, kind == Kind::kStore);
+  }
+  for (int64_t o = a.output_offsets[v]; o < a.output_offsets[v + 1]; ++o) {
+    check("outputs", o, a.outputs[o], kind == Kind::kStore, kind == Kind::kLoad);
   }
 }
 
@@ -145,7 +194,10 @@ void CheckVertices(const PlanArrays& a, int32_t num_lanes, int32_t num_executabl
   }
   CheckOffsets("input_offsets", a.input_offsets, num_vertices, a.inputs.size());
   CheckOffsets("output_offsets", a.output_offsets, num_vertices, a.outputs.size());
-  CheckBounds("kind", a.kind, 0, 4);
+  CheckBounds("kind", a.kind, 0, 7);
+  for (int64_t v = 0; v < num_vertices; ++v) {
+    if (a.kind[v] == 4) Refuse(Entry("kind", v, a.kind[v]) + " exists in hand-made graphs only");
+  }
   CheckBounds("lane", a.lane, 0, num_lanes);
   CheckBounds("executable", a.executable, -1, num_executables);
   CheckBounds("inputs", a.inputs, 0, num_versions);
@@ -161,7 +213,10 @@ void CheckVertices(const PlanArrays& a, int32_t num_lanes, int32_t num_executabl
       }
     }
   }
-  for (int64_t v = 0; v < num_vertices; ++v) CheckVertex(a, v);
+  for (int64_t v = 0; v < num_vertices; ++v) {
+    CheckVertex(a, v);
+    CheckTiers(a, v, num_lanes);
+  }
 }
 
 void CheckDonated(const PlanArrays& a) {
@@ -186,7 +241,7 @@ LoadedPlan LoadedPlan::Load(PlanArrays arrays, int32_t num_devices, int32_t num_
            " entries, but the client has " + std::to_string(num_devices) + " devices");
   }
   LoadedPlan plan;
-  plan.num_lanes_ = num_devices * kLanesPerDevice;
+  plan.num_lanes_ = num_devices * kLanesPerDevice + kDiskLanes;
   CheckVersions(arrays);
   CheckVertices(arrays, plan.num_lanes_, num_executables);
   CheckDonated(arrays);

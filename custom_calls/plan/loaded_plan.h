@@ -18,13 +18,22 @@
 namespace jaxoffload {
 
 // The values of memgraph.py's Kind. INPUT (4) exists in hand-made graphs only and cannot run.
-enum class Kind : uint8_t { kKernel = 0, kReload = 1, kOffload = 2, kTransfer = 3 };
+enum class Kind : uint8_t {
+  kKernel = 0,
+  kReload = 1,
+  kOffload = 2,
+  kTransfer = 3,
+  kLoad = 5,
+  kStore = 6
+};
 
 // The values of memgraph.py's Space.
-enum class Space : uint8_t { kDevice = 0, kArgument = 1, kResult = 2, kHost = 3 };
+enum class Space : uint8_t { kDevice = 0, kArgument = 1, kResult = 2, kHost = 3, kDisk = 4 };
 
-// Lanes of device d are 3d (compute), 3d+1 (host to device), 3d+2 (device to host).
+// Lanes of device d are 3d (compute), 3d+1 (host to device), 3d+2 (device to host). After those of
+// all devices come the disk's two: loads, then stores.
 constexpr int32_t kLanesPerDevice = 3;
+constexpr int32_t kDiskLanes = 2;
 
 // A half-open range of positions in a flat array.
 struct Range {
@@ -58,6 +67,9 @@ struct PlanArrays {
   std::vector<int64_t> arena_bytes;       // [devices of the plan]
   int64_t host_bytes = 0;                 // of the host arena
   std::vector<int32_t> donated;           // pairs: argument, the result whose memory it shares
+  int64_t disk_bytes = 0;                 // of the plan's own extent on disk
+  std::vector<uint8_t> argument_on_disk;  // [number of flat arguments] or empty: none is
+  std::vector<uint8_t> result_on_disk;    // [number of flat results] or empty
   std::vector<std::string> descriptions;  // [N] or empty: vertices in words, for errors
 };
 
@@ -73,6 +85,7 @@ class LoadedPlan {
 
   Kind kind(int32_t vertex_id) const { return static_cast<Kind>(a_.kind[vertex_id]); }
   int32_t lane(int32_t vertex_id) const { return a_.lane[vertex_id]; }
+  // Not of loads and stores.
   int32_t device(int32_t vertex_id) const { return a_.lane[vertex_id] / kLanesPerDevice; }
   int32_t executable(int32_t vertex_id) const { return a_.executable[vertex_id]; }
   // Place in the order of falling priority, ties by serial position: smaller goes first.
@@ -121,6 +134,13 @@ class LoadedPlan {
   const std::vector<int64_t>& result_bytes() const { return a_.result_bytes; }
   const std::vector<int64_t>& arena_bytes() const { return a_.arena_bytes; }
   int64_t host_bytes() const { return a_.host_bytes; }
+  int64_t disk_bytes() const { return a_.disk_bytes; }
+  bool argument_on_disk(int32_t argument) const {
+    return !a_.argument_on_disk.empty() && a_.argument_on_disk[argument] != 0;
+  }
+  bool result_on_disk(int32_t result) const {
+    return !a_.result_on_disk.empty() && a_.result_on_disk[result] != 0;
+  }
   // Pairs, flat: an argument, then the result that is written over it.
   const std::vector<int32_t>& donated() const { return a_.donated; }
 

@@ -95,8 +95,15 @@ TEST(LoadedPlanNamesTheArrayThatIsWrong) {
     std::function<void(PlanArrays&)> spoil;
     const char* message;
   } kCases[] = {
-      {[](PlanArrays& a) { a.kind[0] = 4; }, "kind[0]=4 is outside [0, 4)"},
-      {[](PlanArrays& a) { a.lane[2] = 6; }, "lane[2]=6 is outside [0, 6)"},
+      {[](PlanArrays& a) { a.kind[0] = 7; }, "kind[0]=7 is outside [0, 7)"},
+      {[](PlanArrays& a) { a.kind[0] = 4; }, "kind[0]=4 exists in hand-made graphs only"},
+      {[](PlanArrays& a) { a.kind[0] = 5; }, "lane[0]=1 does not go with kind[0]=5"},
+      {[](PlanArrays& a) { a.lane[0] = 6; }, "lane[0]=6 does not go with kind[0]=1"},
+      {[](PlanArrays& a) { a.argument_on_disk = {1}; }, "inputs[0]=0 is in a tier"},
+      {[](PlanArrays& a) { a.result_on_disk = {1}; }, "outputs[2]=3 is in a tier"},
+      {[](PlanArrays& a) { a.result_on_disk = {1, 1}; }, "result_on_disk has 2 entries"},
+      {[](PlanArrays& a) { a.disk_bytes = -1; }, "disk_bytes is negative"},
+      {[](PlanArrays& a) { a.lane[2] = 8; }, "lane[2]=8 is outside [0, 8)"},
       {[](PlanArrays& a) { a.lane[1] = 1; }, "lane[1]=1 is not a compute lane"},
       {[](PlanArrays& a) { a.lane.pop_back(); }, "lane has 2 entries, expected 3"},
       {[](PlanArrays& a) { a.priority.push_back(0); }, "priority has 4 entries, expected 3"},
@@ -115,7 +122,7 @@ TEST(LoadedPlanNamesTheArrayThatIsWrong) {
       {[](PlanArrays& a) { a.overwritten[1] = 0; }, "overwritten[1]=0 is not read by vertex 1"},
       {[](PlanArrays& a) { a.overwritten[0] = 0; }, "overwritten[0]=0, but the vertex is a copy"},
       {[](PlanArrays& a) { a.input_offsets[1] = 3; }, "input_offsets[2]=2 decreases"},
-      {[](PlanArrays& a) { a.space[1] = 9; }, "space[1]=9 is outside [0, 4)"},
+      {[](PlanArrays& a) { a.space[1] = 9; }, "space[1]=9 is outside [0, 5)"},
       {[](PlanArrays& a) { a.index[1] = 1; }, "index[1]=1 is not a device (there are 1)"},
       {[](PlanArrays& a) { a.index[0] = 5; }, "index[0]=5 is not an argument"},
       {[](PlanArrays& a) { a.index[3] = -1; }, "index[3]=-1 is not a result"},

@@ -12,7 +12,7 @@ import numpy as np
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
 from jaxoffload.options import format_bytes
-from jaxoffload.pipeline import Plan, Planner, Request, pair_donated
+from jaxoffload.pipeline import Plan, Planner, Request
 
 _KIND_NAMES = {
     TensorKind.WEIGHT: "weights",
@@ -111,16 +111,14 @@ class Explanation:
     verdict: str
 
     @classmethod
-    def of(cls, name: str, jaxpr: Any, params: dict[str, Any], asked: Any) -> "Explanation":
+    def of(cls, request: Request, asked: Any) -> "Explanation":
         """Explains one signature of an offloaded function.
 
         Args:
-          params: as for `primitive.make_plan`.
           asked: the user's own `device_memory`.
         """
-        pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, params["donated"])
-        options = params["options"]
-        planner = Planner(Request(name, jaxpr, params["kinds"], pairs, options))
+        options = request.options
+        planner = Planner(request)
         plan = None
         try:
             plan = planner.plan()
@@ -132,8 +130,9 @@ class Explanation:
         peak = int(found.live.max(initial=0))
         vertex = least_graph.vertices[least_vertex] if least_graph.vertices else None
         budget = options.device_memory
+        assert budget is None or isinstance(budget, int)
         return cls(
-            name=name,
+            name=request.name,
             usage=found,
             peak_bytes=peak,
             peak_source=_where(graph, found.peak_vertex),
@@ -167,6 +166,13 @@ class Explanation:
                 f"Each run moves {format_bytes(self.plan.bytes_reloaded)} to the device and "
                 f"{format_bytes(self.plan.bytes_offloaded)} away from it"
             )
+            lines.append(f"Host memory for that: {format_bytes(self.plan.host_bytes)}")
+            if self.plan.bytes_loaded or self.plan.bytes_stored:
+                lines.append(
+                    f"Disk: each run reads {format_bytes(self.plan.bytes_loaded)} and writes "
+                    f"{format_bytes(self.plan.bytes_stored)}; {format_bytes(self.plan.disk_bytes)} "
+                    "are reserved"
+                )
         return "\n".join(lines)
 
     __repr__ = __str__

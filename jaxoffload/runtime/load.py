@@ -18,8 +18,9 @@ _BUFFER_TYPES = {
 }  # fmt: skip
 """PJRT_Buffer_Type of each dtype that has whole bytes."""
 
-_LANE_OF_KIND = np.array([0, 1, 2, 1, 0])
-"""Lane within a device, by Kind: compute 0, towards the device 1, away from it 2."""
+_LANE_OF_KIND = np.array([0, 1, 2, 1, 0, 0, 1])
+"""Lane within a device, by Kind: compute 0, towards the device 1, away from it 2. Loads and stores
+have the two lanes after those of the last device."""
 
 
 def load(
@@ -28,12 +29,14 @@ def load(
     executables: Sequence[Any],
     argument_bytes: Sequence[int],
     result_bytes: Sequence[int],
+    disk: Any = None,
 ) -> Any:
     """The native plan.
 
     Args:
       executables: indexed by the TaskGraph's `Vertex.kernel`.
       argument_bytes, result_bytes: sizes of the flat arguments and results.
+      disk: the extent that holds the plan's tensors on disk, if there are any.
 
     Raises:
       CaptureError: a dtype that has no whole bytes crosses a vertex boundary.
@@ -53,12 +56,14 @@ def load(
     kernel = np.array([v.kernel for v in graph.vertices] or [-1], dtype=np.int32)
     runs = memgraph.kind == Kind.KERNEL
     executable = np.where(runs, kernel[memgraph.task_vertex], -1).astype(np.int32)
+    on_disk = np.isin(memgraph.kind, (Kind.LOAD, Kind.STORE))
+    device = np.where(on_disk, client.num_devices, memgraph.device)
     versions = [graph.tensors[t] for t in memgraph.tensor]
     return _native.Plan(
         client=client,
         executables=list(executables),
         kind=memgraph.kind,
-        lane=(3 * memgraph.device + _LANE_OF_KIND[memgraph.kind]).astype(np.int32),
+        lane=(3 * device + _LANE_OF_KIND[memgraph.kind]).astype(np.int32),
         priority=critical_path(memgraph),
         executable=executable,
         succ_offsets=_offsets(counts),
@@ -81,6 +86,10 @@ def load(
         argument_bytes=list(argument_bytes),
         result_bytes=list(result_bytes),
         donated=[list(pair) for pair in graph.donated],
+        disk_bytes=memgraph.disk_bytes(),
+        disk=disk,
+        argument_on_disk=[i in graph.disk_arguments for i in range(len(argument_bytes))],
+        result_on_disk=[j in graph.disk_results for j in range(len(result_bytes))],
     )
 
 

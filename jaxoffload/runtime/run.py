@@ -15,11 +15,12 @@ from jaxoffload import _native
 from jaxoffload.errors import RunError
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.options import Options
+from jaxoffload.runtime.arrays import DiskArray, HostArray, TierArray
 
 if TYPE_CHECKING:
     from jaxoffload.pipeline import Plan
 
-LANES = ("compute", "host to device", "device to host")
+LANES = ("compute", "host to device", "device to host", "disk to host", "host to disk")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +30,12 @@ class Run:
     Attributes:
       memgraph: what was run.
       start_seconds, end_seconds: of each vertex, since the run's start.
-      lane: of each vertex: 3 * device + {0 compute, 1 to the device, 2 away from it}.
+      lane: of each vertex: 3 * device + {0 compute, 1 to the device, 2 away from it}; the last two
+        are loads from disk and stores to it.
       seconds: wall time of the run.
       peak_device_bytes: the most device memory in use at once, executables' workspace included.
       bytes_offloaded, bytes_reloaded: copied away from the device, and to it.
+      bytes_loaded, bytes_stored: read from disk, and written to it.
       copied_outputs: outputs that XLA did not write in place and that were copied there.
       realigned_bytes: argument bytes that were copied first because their address was not aligned.
     """
@@ -45,14 +48,32 @@ class Run:
     peak_device_bytes: int
     bytes_offloaded: int
     bytes_reloaded: int
+    bytes_loaded: int
+    bytes_stored: int
     copied_outputs: int
     realigned_bytes: int
 
     @functools.cached_property
     def lane_busy_seconds(self) -> dict[str, float]:
-        """Seconds in which each lane of the first device ran a vertex."""
+        """Seconds in which each lane of the first device, and each disk lane, ran a vertex."""
         spent = self.end_seconds - self.start_seconds
-        return {name: float(spent[self.lane == i].sum()) for i, name in enumerate(LANES)}
+        used = 5 if np.isin(self.memgraph.kind, (Kind.LOAD, Kind.STORE)).any() else 3
+        return {name: float(spent[self.lane == i].sum()) for i, name in enumerate(LANES[:used])}
+
+    def drive_lifetime_seconds(self, endurance_bytes: float) -> float:
+        """How long a drive lasts if runs like this one follow one another without a pause.
+
+        Args:
+          endurance_bytes: what one may write in all: the maker's rating (TBW times 1e12), which
+            assumes random writes. For long ones such as these SSDTrain multiplies it by the write
+            amplification of the rating, 2.5.
+
+        References:
+          SSDTrain's projected lifespan: endurance * step time / bytes written a step.
+        """
+        if not self.bytes_stored:
+            return float("inf")
+        return endurance_bytes * self.seconds / self.bytes_stored
 
     @functools.cached_property
     def bytes_by_tensor(self) -> dict[str, tuple[int, int]]:
@@ -99,6 +120,8 @@ def make_run(plan: "Plan", report: Any) -> Run:
         peak_device_bytes=int(report.peak_device_bytes) + plan.bytes_outside_the_arena,
         bytes_offloaded=int(report.bytes_offloaded),
         bytes_reloaded=int(report.bytes_reloaded),
+        bytes_loaded=int(report.bytes_loaded),
+        bytes_stored=int(report.bytes_stored),
         copied_outputs=int(report.copied_outputs),
         realigned_bytes=int(report.realigned_bytes),
     )
@@ -114,23 +137,37 @@ def run_plan(
     """Runs a plan on flat arrays and waits for the results.
 
     Args:
-      operands: NumPy or JAX arrays of the planned shapes and dtypes.
+      operands: arrays of the planned shapes, dtypes and tiers.
       donated: which operands may be overwritten; they are deleted.
 
+    Returns:
+      The flat results, those that are paired with an array below the device in its tier, and the
+      `Run`.
+
     Raises:
-      RunError: a vertex failed. KeyboardInterrupt: the run was cancelled.
+      RunError: a vertex failed. DiskError: no room for a result on disk. KeyboardInterrupt: the run
+      was cancelled.
     """
     arrays = [*operands, *plan.constants]
-    arguments = [_address(x) for x in arrays]
+    arguments = [_place(x) for x in arrays]
+    outputs = _outputs_below(plan, operands, donated)
     reused, held = _take_donated(plan, operands, arguments, donated)
     shapes = plan.out_shapes
-    buffers = [
-        reused.get(j) or _native.HostBuffer(max(1, _bytes(shape))) for j, shape in enumerate(shapes)
+    buffers = {
+        j: reused.get(j) or _native.HostBuffer(max(1, _bytes(shape)))
+        for j, shape in enumerate(shapes)
+        if j not in outputs
+    }
+    places = [
+        _place(outputs[j]) if j in outputs else buffers[j].address for j in range(len(shapes))
     ]
+    for operand, given in zip(operands, donated, strict=False):
+        if given and isinstance(operand, TierArray):
+            operand.delete()
     launch = options.launch
     report = plan.native.run(
         arguments,
-        [b.address for b in buffers],
+        places,
         policy=launch.code,
         seed=launch.seed,
         max_delay_us=round(launch.max_delay_seconds * 1e6),
@@ -140,12 +177,40 @@ def run_plan(
         if isinstance(array, jax.Array):
             array.delete()
     run = make_run(plan, report)
-    outs = []
-    for buffer, shape in zip(buffers, shapes, strict=True):
+    outs = {}
+    for j, buffer in buffers.items():
         _ours[buffer.address] = buffer
-        words = np.asarray(buffer)[: _bytes(shape)]
-        outs.append(words.view(shape.dtype).reshape(shape.shape))
-    return jax.device_put(outs, jax.devices("cpu")[0], may_alias=True), run
+        words = np.asarray(buffer)[: _bytes(shapes[j])]
+        outs[j] = words.view(shapes[j].dtype).reshape(shapes[j].shape)
+    outs = jax.device_put(outs, jax.devices("cpu")[0], may_alias=True) | outputs
+    return [outs[j] for j in range(len(shapes))], run
+
+
+def _outputs_below(
+    plan: "Plan", operands: Sequence[Any], donated: Sequence[bool]
+) -> dict[int, TierArray]:
+    """The results that come back below the device, in the memory of their donated arguments where
+    the plan writes them over those, else in new memory of the same tier."""
+    found: dict[int, TierArray] = {}
+    same = set(plan.taskgraph.donated)
+    for i, j in plan.pairs:
+        operand = operands[i]
+        if not isinstance(operand, TierArray) or not donated[i]:
+            continue
+        if sum(operand is other for other in operands) > 1:
+            raise ValueError(
+                f"offload({plan.name}): {operand!r} is donated and passed twice. Pass it once, or "
+                "take it out of donate_argnums."
+            )
+        found[j] = operand.successor(in_place=(i, j) in same)
+    return found
+
+
+def _place(array: Any) -> Any:
+    """What the runtime takes for an array: an address, or the handle of bytes on disk."""
+    if isinstance(array, DiskArray):
+        return array.source
+    return array.buffer.address if isinstance(array, HostArray) else _address(array)
 
 
 def _bytes(shape: Any) -> int:
@@ -161,7 +226,7 @@ def _address(array: Any) -> int:
 
 
 def _take_donated(
-    plan: "Plan", operands: Sequence[Any], arguments: Sequence[int], donated: Sequence[bool]
+    plan: "Plan", operands: Sequence[Any], arguments: Sequence[Any], donated: Sequence[bool]
 ) -> tuple[dict[int, Any], list[Any]]:
     """Takes over the donated operands.
 

@@ -1,0 +1,60 @@
+#include "tiers/crc32c.h"
+
+#include <array>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <nmmintrin.h>
+#endif
+
+namespace jaxoffload {
+namespace {
+
+constexpr uint32_t kPolynomial = 0x82f63b78;  // Castagnoli's, bits reversed
+
+constexpr std::array<uint32_t, 256> MakeTable() {
+  std::array<uint32_t, 256> table{};
+  for (uint32_t byte = 0; byte < 256; ++byte) {
+    uint32_t value = byte;
+    for (int bit = 0; bit < 8; ++bit) value = (value >> 1) ^ (value & 1 ? kPolynomial : 0);
+    table[byte] = value;
+  }
+  return table;
+}
+
+constexpr std::array<uint32_t, 256> kTable = MakeTable();
+
+#if defined(__x86_64__)
+__attribute__((target("sse4.2"))) uint32_t ByInstruction(const char* data, int64_t bytes) {
+  uint64_t crc = ~uint32_t{0};
+  int64_t done = 0;
+  for (; done + 8 <= bytes; done += 8) {
+    uint64_t word;
+    std::memcpy(&word, data + done, 8);
+    crc = _mm_crc32_u64(crc, word);
+  }
+  auto rest = static_cast<uint32_t>(crc);
+  for (; done < bytes; ++done) rest = _mm_crc32_u8(rest, static_cast<uint8_t>(data[done]));
+  return ~rest;
+}
+#endif
+
+}  // namespace
+
+uint32_t Crc32cByTable(const char* data, int64_t bytes) {
+  uint32_t crc = ~uint32_t{0};
+  for (int64_t i = 0; i < bytes; ++i) {
+    crc = kTable[(crc ^ static_cast<uint8_t>(data[i])) & 0xff] ^ (crc >> 8);
+  }
+  return ~crc;
+}
+
+uint32_t Crc32c(const char* data, int64_t bytes) {
+#if defined(__x86_64__)
+  static const bool has_instruction = __builtin_cpu_supports("sse4.2");
+  if (has_instruction) return ByInstruction(data, bytes);
+#endif
+  return Crc32cByTable(data, bytes);
+}
+
+}  // namespace jaxoffload

@@ -1,0 +1,496 @@
+#include "tiers/disk_store.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "tiers/crc32c.h"
+
+namespace jaxoffload {
+namespace {
+
+constexpr int64_t kPage = 4096;                // what O_DIRECT asks of addresses and offsets
+constexpr int64_t kStripe = int64_t{1} << 20;  // bytes that follow one another in one folder
+constexpr int64_t kWindow = int64_t{8} << 20;  // of a transfer that goes through a buffer
+constexpr int64_t kBlock = DiskExtent::kBlock;
+
+int64_t Up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+int64_t Down(int64_t value, int64_t unit) { return value / unit * unit; }
+
+bool IsPageAligned(const char* address) {
+  return reinterpret_cast<uintptr_t>(address) % kPage == 0;
+}
+
+// Page-aligned memory for what cannot go directly.
+class Buffer {
+ public:
+  explicit Buffer(int64_t bytes)
+      : data_(
+            static_cast<char*>(std::aligned_alloc(kPage, Up(std::max<int64_t>(bytes, 1), kPage)))) {
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
+  ~Buffer() { std::free(data_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  char* get() const { return data_; }
+
+ private:
+  char* const data_;
+};
+
+[[noreturn]] void Throw(int code, const std::string& what) {
+  throw DiskError(code, what + ": " + std::strerror(code));
+}
+
+std::string Join(const std::vector<std::string>& paths) {
+  std::string text;
+  for (const std::string& path : paths) text += (text.empty() ? "" : ", ") + path;
+  return text;
+}
+
+char* NextTag(int64_t bytes) {
+  // Addresses of the kernel's half, which no memory of a process has.
+  static std::atomic<uint64_t> next{uint64_t{1} << 63};
+  return reinterpret_cast<char*>(next.fetch_add(Up(std::max<int64_t>(bytes, 1), kPage)));
+}
+
+}  // namespace
+
+DiskSource::DiskSource(int64_t bytes) : tag_(NextTag(bytes)) {}
+
+// The store ---------------------------------------------------------------------------------------
+
+std::shared_ptr<DiskStore> DiskStore::Open(const std::vector<std::string>& paths,
+                                           const DiskOptions& options) {
+  if (paths.empty()) throw std::invalid_argument("DiskStore: paths is empty. Name a folder.");
+  if (options.queue_depth < 1 || options.queue_depth > 4096) {
+    throw std::invalid_argument("DiskStore: queue_depth=" + std::to_string(options.queue_depth) +
+                                " is not between 1 and 4096.");
+  }
+  if (options.request_bytes < kBlock || options.request_bytes % kBlock != 0) {
+    throw std::invalid_argument(
+        "DiskStore: request_bytes=" + std::to_string(options.request_bytes) +
+        " is not a multiple of 16384.");
+  }
+  std::shared_ptr<DiskStore> store(new DiskStore);
+  store->paths_ = paths;
+  store->request_bytes_ = options.request_bytes;
+  for (const std::string& path : paths) store->OpenFile(path);
+  if (options.engine == "auto" || options.engine == "io_uring") {
+    if (options.calls == nullptr) {
+      store->engine_ = NewUringEngine(options.queue_depth, &store->reason_);
+    }
+    if (store->engine_ == nullptr && options.engine == "io_uring") {
+      throw DiskError(ENOSYS, "DiskStore: engine='io_uring' is refused by the system (" +
+                                  store->reason_ + "). Use 'auto' or 'threads'.");
+    }
+  } else if (options.engine != "threads") {
+    throw std::invalid_argument("DiskStore: engine='" + options.engine +
+                                "' is unknown. Use 'auto', 'io_uring' or 'threads'.");
+  }
+  if (store->engine_ == nullptr) {
+    store->reason_ =
+        store->reason_.empty() ? "asked for" : "io_uring is refused: " + store->reason_;
+    store->engine_ = NewThreadEngine(options.num_threads, options.calls);
+  } else {
+    store->reason_ = "the system has io_uring";
+  }
+  if (!store->direct_) store->reason_ += "; O_DIRECT is refused, so the page cache is used";
+  return store;
+}
+
+void DiskStore::OpenFile(const std::string& path) {
+  struct stat about;
+  if (stat(path.c_str(), &about) != 0) {
+    Throw(errno, "the folder " + path + " cannot be used. Make it, or name another");
+  }
+  if (!S_ISDIR(about.st_mode)) Throw(ENOTDIR, path + " is no folder. Name one");
+  int fd = -1;
+  for (const int direct : {O_DIRECT, 0}) {
+    fd = open(path.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | direct, 0600);
+    if (fd < 0 && (errno == EOPNOTSUPP || errno == EISDIR)) {
+      std::string name = path + "/.jaxoffload-XXXXXX";
+      fd = mkostemp(name.data(), O_CLOEXEC | direct);  // mode 0600
+      if (fd >= 0) unlink(name.c_str());
+    }
+    if (fd >= 0) {
+      direct_ = direct_ && direct != 0;
+      break;
+    }
+    if (errno != EINVAL) break;
+  }
+  if (fd < 0) Throw(errno, "no file can be made in " + path + ". Name a folder that is writable");
+  files_.push_back(fd);
+}
+
+DiskStore::~DiskStore() {
+  for (const int fd : files_) close(fd);
+}
+
+template <typename F>
+void DiskStore::ForEachFile(int64_t start, int64_t bytes, F&& call) const {
+  // Stripe u is stripe u / n of file u % n, so a range of the store is one range of each file.
+  const auto n = static_cast<int64_t>(files_.size());
+  std::vector<std::pair<int64_t, int64_t>> range(files_.size(), {-1, -1});
+  const int64_t stop = start + bytes;
+  for (int64_t at = start; at < stop;) {
+    const int64_t unit = at / kStripe;
+    const int64_t end = std::min(stop, (unit + 1) * kStripe);
+    auto& [first, last] = range[unit % n];
+    const int64_t offset = unit / n * kStripe + at % kStripe;
+    if (first < 0) first = offset;
+    last = offset + (end - at);
+    // Whole turns in between add nothing but length.
+    at = end;
+  }
+  for (size_t file = 0; file < files_.size(); ++file) {
+    if (range[file].first >= 0) {
+      call(file, range[file].first, range[file].second - range[file].first);
+    }
+  }
+}
+
+std::shared_ptr<DiskExtent> DiskStore::Reserve(int64_t bytes) {
+  if (bytes < 0) {
+    throw std::invalid_argument("DiskStore: " + std::to_string(bytes) + " bytes are negative.");
+  }
+  const int64_t size = Up(bytes, kBlock);
+  int64_t start = 0;
+  {
+    MutexLock lock(mutex_);
+    auto best = free_.end();
+    for (auto it = free_.begin(); it != free_.end(); ++it) {
+      const int64_t length = it->second - it->first;
+      if (length >= size && (best == free_.end() || length < best->second - best->first)) best = it;
+    }
+    if (best != free_.end()) {
+      start = best->first;
+      const int64_t stop = best->second;
+      free_.erase(best);
+      if (start + size < stop) free_.emplace(start + size, stop);
+    } else {
+      start = end_;
+      end_ += size;
+    }
+    reserved_ += size;
+  }
+  int code = 0;
+  std::string where;
+  ForEachFile(start, size, [&](size_t file, int64_t offset, int64_t length) {
+    if (code != 0) return;
+    int answer = 0;
+    do {
+      answer = fallocate(files_[file], 0, offset, length);
+    } while (answer != 0 && errno == EINTR);
+    if (answer == 0) return;
+    struct statvfs about;
+    const bool known = fstatvfs(files_[file], &about) == 0;
+    const auto left = known ? static_cast<int64_t>(about.f_bavail * about.f_frsize) : -1;
+    if (errno == EOPNOTSUPP && left >= length) return;  // no such call there: all that can be done
+    code = errno;
+    where = paths_[file] + " has no room for " + std::to_string(length) + " bytes (" +
+            std::to_string(left) + " are free). Free some, or name another folder";
+  });
+  if (code != 0) {
+    Free(start, size);
+    Throw(code, where);
+  }
+  return std::shared_ptr<DiskExtent>(new DiskExtent(shared_from_this(), start, bytes));
+}
+
+void DiskStore::Punch(int64_t start, int64_t bytes) const {
+  ForEachFile(start, bytes, [&](size_t file, int64_t offset, int64_t length) {
+    // Where the file system cannot, the space stays the store's and is reused.
+    fallocate(files_[file], FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, length);
+  });
+}
+
+void DiskStore::Free(int64_t start, int64_t bytes) {
+  if (bytes == 0) return;
+  Punch(start, bytes);
+  MutexLock lock(mutex_);
+  reserved_ -= bytes;
+  int64_t stop = start + bytes;
+  auto next = free_.lower_bound(start);
+  if (next != free_.end() && next->first == stop) {
+    stop = next->second;
+    next = free_.erase(next);
+  }
+  if (next != free_.begin() && std::prev(next)->second == start) {
+    --next;
+    start = next->first;
+    free_.erase(next);
+  }
+  if (stop == end_) {
+    end_ = start;
+  } else {
+    free_.emplace(start, stop);
+  }
+}
+
+DiskStore::Stats DiskStore::stats() const {
+  Stats found;
+  found.bytes_read = bytes_read_;
+  found.bytes_written = bytes_written_;
+  MutexLock lock(mutex_);
+  found.reserved_bytes = reserved_;
+  return found;
+}
+
+std::vector<DiskRequest> DiskStore::Requests(int64_t start, char* address, int64_t bytes,
+                                             bool is_write) const {
+  std::vector<DiskRequest> requests;
+  const auto n = static_cast<int64_t>(files_.size());
+  for (int64_t done = 0; done < bytes;) {
+    const int64_t at = start + done;
+    const int64_t unit = at / kStripe;
+    int64_t length = std::min(bytes - done, request_bytes_);
+    // With one file stripes follow one another anyway.
+    if (n > 1) length = std::min(length, (unit + 1) * kStripe - at);
+    DiskRequest request;
+    request.fd = files_[unit % n];
+    request.is_write = is_write;
+    request.offset = n > 1 ? unit / n * kStripe + at % kStripe : at;
+    request.address = address + done;
+    request.bytes = length;
+    requests.push_back(request);
+    done += length;
+  }
+  return requests;
+}
+
+// Extents -----------------------------------------------------------------------------------------
+
+DiskExtent::DiskExtent(std::shared_ptr<DiskStore> store, int64_t start, int64_t bytes)
+    : DiskSource(bytes),
+      store_(std::move(store)),
+      start_(start),
+      bytes_(bytes),
+      sums_(Up(bytes, kBlock) / kBlock),
+      written_(Up(bytes, kBlock) / kBlock) {}
+
+DiskExtent::~DiskExtent() { store_->Free(start_, Up(bytes_, kBlock)); }
+
+bool DiskExtent::CheckBlocks(int64_t offset, const char* data, int64_t bytes,
+                             std::string* error) const {
+  for (int64_t at = 0; at < bytes; at += kBlock) {
+    const int64_t block = (offset + at) / kBlock;
+    if (!written_[block]) {
+      *error = "bytes at " + std::to_string(offset + at) + " of an extent of " +
+               Join(store_->paths_) + " were never written";
+      return false;
+    }
+    const uint32_t found = Crc32c(data + at, kBlock);
+    if (found == sums_[block]) continue;
+    *error = "the " + std::to_string(kBlock) + " bytes at " + std::to_string(offset + at) +
+             " of an extent of " + Join(store_->paths_) + " came back changed: their CRC32C is " +
+             std::to_string(found) + " and was " + std::to_string(sums_[block]) +
+             ". Check that drive; nothing of it was used";
+    return false;
+  }
+  return true;
+}
+
+bool DiskExtent::ReadBlocks(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
+                            std::string* error) const {
+  const std::vector<DiskRequest> requests =
+      store_->Requests(start_ + offset, to, bytes, /*is_write=*/false);
+  const auto nothing = [](size_t, std::string*) { return true; };
+  const auto check = [&](size_t position, std::string* failure) {
+    const DiskRequest& request = requests[position];
+    store_->bytes_read_ += request.bytes;
+    return CheckBlocks(offset + (request.address - to), request.address, request.bytes, failure);
+  };
+  if (store_->engine_->Transfer(requests, abort, nothing, check, error)) return true;
+  *error = Join(store_->paths_) + ": " + *error;
+  return false;
+}
+
+bool DiskExtent::WriteBlocks(int64_t offset, const char* from, int64_t bytes,
+                             const std::atomic<bool>& abort, std::string* error) {
+  const std::vector<DiskRequest> requests =
+      store_->Requests(start_ + offset, const_cast<char*>(from), bytes, /*is_write=*/true);
+  const auto sum = [&](size_t position, std::string*) {
+    const DiskRequest& request = requests[position];
+    for (int64_t at = 0; at < request.bytes; at += kBlock) {
+      const int64_t block = (offset + (request.address - from) + at) / kBlock;
+      sums_[block] = Crc32c(request.address + at, kBlock);
+      written_[block] = 1;
+    }
+    return true;
+  };
+  const auto count = [&](size_t position, std::string*) {
+    store_->bytes_written_ += requests[position].bytes;
+    return true;
+  };
+  if (store_->engine_->Transfer(requests, abort, sum, count, error)) return true;
+  *error = Join(store_->paths_) + ": " + *error;
+  return false;
+}
+
+bool DiskExtent::Read(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
+                      std::string* error) const {
+  // Whole blocks that go straight to where they belong.
+  if (offset % kBlock == 0 && IsPageAligned(to)) {
+    const int64_t direct = Down(bytes, kBlock);
+    if (direct > 0 && !ReadBlocks(offset, to, direct, abort, error)) return false;
+    offset += direct;
+    to += direct;
+    bytes -= direct;
+  }
+  if (bytes == 0) return true;
+  const Buffer buffer(std::min(Up(bytes, kBlock) + kBlock, kWindow));
+  while (bytes > 0) {
+    const int64_t first = Down(offset, kBlock);
+    const int64_t last = std::min(Up(offset + bytes, kBlock), first + kWindow);
+    if (!ReadBlocks(first, buffer.get(), last - first, abort, error)) return false;
+    const int64_t part = std::min(bytes, last - offset);
+    std::memcpy(to, buffer.get() + (offset - first), part);
+    offset += part;
+    to += part;
+    bytes -= part;
+  }
+  return true;
+}
+
+bool DiskExtent::Write(int64_t offset, const char* from, int64_t bytes,
+                       const std::atomic<bool>& abort, std::string* error) {
+  const auto part = [&](int64_t length) {
+    if (!WritePart(offset, from, length, abort, error)) return false;
+    offset += length;
+    from += length;
+    bytes -= length;
+    return true;
+  };
+  if (offset % kBlock != 0 && bytes > 0 && !part(std::min(bytes, Up(offset, kBlock) - offset))) {
+    return false;
+  }
+  int64_t whole = Down(bytes, kBlock);
+  if (whole > 0 && IsPageAligned(from)) {
+    if (!WriteBlocks(offset, from, whole, abort, error)) return false;
+    offset += whole;
+    from += whole;
+    bytes -= whole;
+    whole = 0;
+  }
+  if (whole > 0) {
+    const Buffer buffer(std::min(whole, kWindow));
+    while (whole > 0) {
+      const int64_t length = std::min(whole, kWindow);
+      std::memcpy(buffer.get(), from, length);
+      if (!WriteBlocks(offset, buffer.get(), length, abort, error)) return false;
+      offset += length;
+      from += length;
+      bytes -= length;
+      whole -= length;
+    }
+  }
+  return bytes == 0 || part(bytes);
+}
+
+bool DiskExtent::WritePart(int64_t offset, const char* from, int64_t bytes,
+                           const std::atomic<bool>& abort, std::string* error) {
+  const int64_t block = offset / kBlock;
+  const int64_t first = block * kBlock;
+  const Buffer buffer(kBlock);
+  MutexLock lock(partial_);
+  const bool is_rest = offset == first && offset + bytes == bytes_;
+  if (written_[block] && !is_rest) {
+    if (!ReadBlocks(first, buffer.get(), kBlock, abort, error)) return false;
+  } else {
+    std::memset(buffer.get(), 0, kBlock);
+  }
+  std::memcpy(buffer.get() + (offset - first), from, bytes);
+  return WriteBlocks(first, buffer.get(), kBlock, abort, error);
+}
+
+// Files of the user's
+// -------------------------------------------------------------------------------
+
+FileRange::FileRange(std::string path, int64_t offset, int64_t bytes)
+    : DiskSource(bytes), path_(std::move(path)), offset_(offset), bytes_(bytes) {}
+
+std::shared_ptr<FileRange> FileRange::Open(const std::string& path, int64_t offset, int64_t bytes) {
+  if (offset < 0 || bytes < 0) {
+    throw std::invalid_argument("FileRange: offset=" + std::to_string(offset) +
+                                ", bytes=" + std::to_string(bytes) + " must not be negative.");
+  }
+  std::shared_ptr<FileRange> range(new FileRange(path, offset, bytes));
+  range->fd_ = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+  if (range->fd_ < 0 && errno == EINVAL) range->fd_ = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (range->fd_ < 0) Throw(errno, "the file " + path + " cannot be opened");
+  struct stat about;
+  if (fstat(range->fd_, &about) != 0) Throw(errno, "the file " + path + " cannot be looked at");
+  range->file_bytes_ = about.st_size;
+  range->modified_ns_ = about.st_mtim.tv_sec * int64_t{1000000000} + about.st_mtim.tv_nsec;
+  if (about.st_size < offset + bytes) {
+    throw DiskError(EINVAL, "the file " + path + " has " + std::to_string(about.st_size) +
+                                " bytes; " + std::to_string(bytes) + " at " +
+                                std::to_string(offset) + " were asked for");
+  }
+  return range;
+}
+
+FileRange::~FileRange() {
+  if (fd_ >= 0) close(fd_);
+}
+
+bool FileRange::IsUnchanged(std::string* error) const {
+  struct stat about;
+  if (fstat(fd_, &about) != 0) {
+    *error = "the file " + path_ + " cannot be looked at: " + std::strerror(errno);
+    return false;
+  }
+  const int64_t modified = about.st_mtim.tv_sec * int64_t{1000000000} + about.st_mtim.tv_nsec;
+  if (about.st_size == file_bytes_ && modified == modified_ns_) return true;
+  *error = "the file " + path_ + " was changed since it was opened. Open it again";
+  return false;
+}
+
+bool FileRange::Read(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
+                     std::string* error) const {
+  if (!IsUnchanged(error)) return false;
+  if (bytes == 0) return true;
+  const Buffer buffer(std::min(Up(bytes, kPage) + kPage, kWindow));
+  int64_t at = offset_ + offset;
+  while (bytes > 0) {
+    if (abort.load(std::memory_order_relaxed)) {
+      *error = "the run was stopped";
+      return false;
+    }
+    const int64_t first = Down(at, kPage);
+    const int64_t last = std::min(Up(at + bytes, kPage), first + kWindow);
+    const int64_t part = std::min(bytes, last - at);
+    DiskRequest request;
+    request.fd = fd_;
+    request.offset = first;
+    request.address = buffer.get();
+    request.bytes = last - first;
+    request.least_bytes = at + part - first;  // the last page of a file may be short
+    DiskProgress progress;
+    for (bool complete = false; !complete;) {
+      const ssize_t answer = pread(fd_, buffer.get() + progress.done, request.bytes - progress.done,
+                                   first + progress.done);
+      std::string failure;
+      complete = Advance(request, answer < 0 ? -errno : answer, progress, &failure);
+      if (!failure.empty()) {
+        *error = path_ + ": " + failure;
+        return false;
+      }
+    }
+    std::memcpy(to, buffer.get() + (at - first), part);
+    at += part;
+    to += part;
+    bytes -= part;
+  }
+  return IsUnchanged(error);
+}
+
+}  // namespace jaxoffload

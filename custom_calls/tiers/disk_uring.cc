@@ -1,0 +1,222 @@
+#include <linux/io_uring.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "base/mutex.h"
+#include "tiers/disk_engine.h"
+
+namespace jaxoffload {
+namespace {
+
+// One submission and one completion queue; used by one thread at a time.
+class Ring {
+ public:
+  // Null, with *reason set, if the system refuses.
+  static std::unique_ptr<Ring> Create(unsigned depth, std::string* reason) {
+    io_uring_params params;
+    std::memset(&params, 0, sizeof(params));
+    const int fd = static_cast<int>(syscall(__NR_io_uring_setup, depth, &params));
+    if (fd < 0) {
+      *reason = std::string("io_uring_setup: ") + std::strerror(errno);
+      return nullptr;
+    }
+    std::unique_ptr<Ring> ring(new Ring(fd));
+    if (!(params.features & IORING_FEAT_SINGLE_MMAP)) {
+      *reason = "io_uring: the kernel is older than 5.4";
+      return nullptr;
+    }
+    ring->Map(params, reason);
+    return ring->entries_ == nullptr ? nullptr : std::move(ring);
+  }
+
+  ~Ring() {
+    if (entries_ != nullptr) munmap(entries_, entries_bytes_);
+    if (queues_ != nullptr) munmap(queues_, queues_bytes_);
+    close(fd_);
+  }
+  Ring(const Ring&) = delete;
+  Ring& operator=(const Ring&) = delete;
+
+  void Push(const DiskRequest& request, const DiskProgress& progress, uint64_t tag) {
+    const unsigned tail = *sq_tail_;
+    io_uring_sqe& entry = entries_[tail & sq_mask_];
+    std::memset(&entry, 0, sizeof(entry));
+    entry.opcode = request.is_write ? IORING_OP_WRITE : IORING_OP_READ;
+    entry.fd = request.fd;
+    entry.addr = reinterpret_cast<uint64_t>(request.address + progress.done);
+    entry.len = static_cast<uint32_t>(request.bytes - progress.done);
+    entry.off = static_cast<uint64_t>(request.offset + progress.done);
+    entry.user_data = tag;
+    sq_array_[tail & sq_mask_] = tail & sq_mask_;
+    __atomic_store_n(sq_tail_, tail + 1, __ATOMIC_RELEASE);
+    ++unsubmitted_;
+  }
+
+  // Hands over what was pushed and waits for so many completions. False on an error of the ring
+  // itself.
+  bool Submit(unsigned wait_for, std::string* error) {
+    const unsigned flags = wait_for > 0 ? IORING_ENTER_GETEVENTS : 0;
+    for (;;) {
+      const long taken =
+          syscall(__NR_io_uring_enter, fd_, unsubmitted_, wait_for, flags, nullptr, 0UL);
+      if (taken >= 0) {
+        unsubmitted_ -= static_cast<unsigned>(taken);
+        return true;
+      }
+      if (errno == EINTR) continue;
+      if (errno == EAGAIN || errno == EBUSY) {
+        if (wait_for == 0 || HasCompletion()) return true;
+        continue;
+      }
+      *error = std::string("io_uring_enter: ") + std::strerror(errno);
+      return false;
+    }
+  }
+
+  bool HasCompletion() const { return *cq_head_ != __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE); }
+
+  // There must be one.
+  std::pair<uint64_t, int32_t> Pop() {
+    const io_uring_cqe& entry = completions_[*cq_head_ & cq_mask_];
+    const std::pair<uint64_t, int32_t> found(entry.user_data, entry.res);
+    __atomic_store_n(cq_head_, *cq_head_ + 1, __ATOMIC_RELEASE);
+    return found;
+  }
+
+ private:
+  explicit Ring(int fd) : fd_(fd) {}
+
+  void Map(const io_uring_params& params, std::string* reason) {
+    queues_bytes_ = std::max<size_t>(params.sq_off.array + params.sq_entries * sizeof(unsigned),
+                                     params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe));
+    void* const queues = mmap(nullptr, queues_bytes_, PROT_READ | PROT_WRITE,
+                              MAP_SHARED | MAP_POPULATE, fd_, IORING_OFF_SQ_RING);
+    if (queues == MAP_FAILED) {
+      *reason = std::string("mapping io_uring's queues: ") + std::strerror(errno);
+      return;
+    }
+    queues_ = static_cast<char*>(queues);
+    sq_tail_ = reinterpret_cast<unsigned*>(queues_ + params.sq_off.tail);
+    sq_mask_ = *reinterpret_cast<unsigned*>(queues_ + params.sq_off.ring_mask);
+    sq_array_ = reinterpret_cast<unsigned*>(queues_ + params.sq_off.array);
+    cq_head_ = reinterpret_cast<unsigned*>(queues_ + params.cq_off.head);
+    cq_tail_ = reinterpret_cast<unsigned*>(queues_ + params.cq_off.tail);
+    cq_mask_ = *reinterpret_cast<unsigned*>(queues_ + params.cq_off.ring_mask);
+    completions_ = reinterpret_cast<io_uring_cqe*>(queues_ + params.cq_off.cqes);
+    entries_bytes_ = params.sq_entries * sizeof(io_uring_sqe);
+    void* const entries = mmap(nullptr, entries_bytes_, PROT_READ | PROT_WRITE,
+                               MAP_SHARED | MAP_POPULATE, fd_, IORING_OFF_SQES);
+    if (entries == MAP_FAILED) {
+      *reason = std::string("mapping io_uring's entries: ") + std::strerror(errno);
+      return;
+    }
+    entries_ = static_cast<io_uring_sqe*>(entries);
+  }
+
+  const int fd_;
+  char* queues_ = nullptr;
+  size_t queues_bytes_ = 0;
+  unsigned* sq_tail_ = nullptr;
+  unsigned sq_mask_ = 0;
+  unsigned* sq_array_ = nullptr;
+  unsigned* cq_head_ = nullptr;
+  unsigned* cq_tail_ = nullptr;
+  unsigned cq_mask_ = 0;
+  io_uring_cqe* completions_ = nullptr;
+  io_uring_sqe* entries_ = nullptr;
+  size_t entries_bytes_ = 0;
+  unsigned unsubmitted_ = 0;
+};
+
+class UringEngine : public DiskEngine {
+ public:
+  UringEngine(int queue_depth, std::unique_ptr<Ring> first) : depth_(queue_depth) {
+    idle_.push_back(std::move(first));
+  }
+
+  const char* name() const override { return "io_uring"; }
+
+  bool Transfer(const std::vector<DiskRequest>& requests, const std::atomic<bool>& abort,
+                const Step& before, const Step& after, std::string* error) override {
+    std::unique_ptr<Ring> ring = Take(error);
+    if (ring == nullptr) return false;
+    std::vector<DiskProgress> progress(requests.size());
+    size_t started = 0;
+    int in_flight = 0;
+    bool ok = true;
+    std::string broken;
+    while (in_flight > 0 || (ok && started < requests.size())) {
+      if (ok && abort.load(std::memory_order_relaxed)) {
+        ok = false;
+        *error = "the run was stopped";
+      }
+      while (ok && started < requests.size() && in_flight < depth_) {
+        ok = before(started, error);
+        if (!ok) break;
+        ring->Push(requests[started], progress[started], started);
+        ++started;
+        ++in_flight;
+        // Each goes off at once, so that the disk does not wait for what `before` does to the next.
+        if (!ring->Submit(0, &broken)) break;
+      }
+      if (in_flight == 0) break;
+      if (!broken.empty() || !ring->Submit(1, &broken)) {
+        // The kernel may still be at work on our memory, and there is no telling when it ends.
+        std::fprintf(stderr, "jaxoffload: %s\n", broken.c_str());
+        std::abort();
+      }
+      while (ring->HasCompletion()) {
+        const auto [position, answer] = ring->Pop();
+        std::string failure;
+        if (Advance(requests[position], answer, progress[position], &failure)) {
+          --in_flight;
+          if (ok) ok = after(position, error);
+        } else if (!failure.empty() || !ok) {
+          --in_flight;
+          if (ok) *error = failure;
+          ok = false;
+        } else {
+          ring->Push(requests[position], progress[position], position);
+        }
+      }
+    }
+    MutexLock lock(mutex_);
+    idle_.push_back(std::move(ring));
+    return ok;
+  }
+
+ private:
+  std::unique_ptr<Ring> Take(std::string* error) {
+    {
+      MutexLock lock(mutex_);
+      if (!idle_.empty()) {
+        std::unique_ptr<Ring> ring = std::move(idle_.back());
+        idle_.pop_back();
+        return ring;
+      }
+    }
+    return Ring::Create(static_cast<unsigned>(depth_), error);
+  }
+
+  const int depth_;
+  Mutex mutex_;
+  std::vector<std::unique_ptr<Ring>> idle_ GUARDED_BY(mutex_);
+};
+
+}  // namespace
+
+std::unique_ptr<DiskEngine> NewUringEngine(int queue_depth, std::string* reason) {
+  std::unique_ptr<Ring> ring = Ring::Create(static_cast<unsigned>(queue_depth), reason);
+  if (ring == nullptr) return nullptr;
+  return std::make_unique<UringEngine>(queue_depth, std::move(ring));
+}
+
+}  // namespace jaxoffload
