@@ -133,6 +133,9 @@ void Run::Delay(int32_t vertex_id, uint64_t salt) const {
 
 void Run::End() {
   backend_->End(context_);
+  // Before anyone is told of the end: who waits for it may count on their being let go.
+  context_.argument_sources.clear();
+  context_.result_extents.clear();
   auto report = std::make_shared<RunReport>();
   report->wall_ns = Now();
   report->lane_busy_ns.assign(plan_->num_lanes(), 0);

@@ -196,6 +196,28 @@ TEST(DiskUringStripesOverFolders) {
   if (HasUring()) CompareFromThreads("io_uring", 2);
 }
 
+TEST(DiskNeighboursInOneBlockDoNotDisturbOneAnother) {
+  const Folder folder;
+  const std::shared_ptr<DiskStore> store = DiskStore::Open({folder.path()}, Engine("auto"));
+  constexpr int64_t kSlice = 36864;  // two blocks and a quarter
+  constexpr int64_t kSlices = 5;
+  const std::shared_ptr<DiskExtent> extent = store->Reserve(kSlice * kSlices);
+  std::vector<std::thread> threads;
+  for (int64_t slice = 0; slice < kSlices; ++slice) {
+    threads.emplace_back([&extent, slice] {
+      const Memory memory(kSlice);
+      const Memory found(kSlice);
+      for (int round = 0; round < 20; ++round) {
+        Fill(memory.get(), kSlice, slice * 100 + round);
+        CHECK(MustWrite(*extent, slice * kSlice, memory.get(), kSlice));
+        CHECK(MustRead(*extent, slice * kSlice, found.get(), kSlice));
+        CHECK_EQ(std::memcmp(found.get(), memory.get(), kSlice), 0);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 TEST(DiskCarriesOnAfterShortTransfersAndInterruptions) {
   Faulty f;
   f.disk->most_bytes = 4096;

@@ -337,26 +337,48 @@ bool DiskExtent::WriteBlocks(int64_t offset, const char* from, int64_t bytes,
 
 bool DiskExtent::Read(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
                       std::string* error) const {
-  // Whole blocks that go straight to where they belong.
-  if (offset % kBlock == 0 && IsPageAligned(to)) {
-    const int64_t direct = Down(bytes, kBlock);
-    if (direct > 0 && !ReadBlocks(offset, to, direct, abort, error)) return false;
-    offset += direct;
-    to += direct;
-    bytes -= direct;
+  const auto part = [&](int64_t length) {
+    if (!ReadPart(offset, to, length, abort, error)) return false;
+    offset += length;
+    to += length;
+    bytes -= length;
+    return true;
+  };
+  if (offset % kBlock != 0 && bytes > 0 && !part(std::min(bytes, Up(offset, kBlock) - offset))) {
+    return false;
   }
-  if (bytes == 0) return true;
-  const Buffer buffer(std::min(Up(bytes, kBlock) + kBlock, kWindow));
-  while (bytes > 0) {
-    const int64_t first = Down(offset, kBlock);
-    const int64_t last = std::min(Up(offset + bytes, kBlock), first + kWindow);
-    if (!ReadBlocks(first, buffer.get(), last - first, abort, error)) return false;
-    const int64_t part = std::min(bytes, last - offset);
-    std::memcpy(to, buffer.get() + (offset - first), part);
-    offset += part;
-    to += part;
-    bytes -= part;
+  int64_t whole = Down(bytes, kBlock);
+  if (whole > 0 && IsPageAligned(to)) {
+    if (!ReadBlocks(offset, to, whole, abort, error)) return false;
+    offset += whole;
+    to += whole;
+    bytes -= whole;
+    whole = 0;
   }
+  if (whole > 0) {
+    const Buffer buffer(std::min(whole, kWindow));
+    while (whole > 0) {
+      const int64_t length = std::min(whole, kWindow);
+      if (!ReadBlocks(offset, buffer.get(), length, abort, error)) return false;
+      std::memcpy(to, buffer.get(), length);
+      offset += length;
+      to += length;
+      bytes -= length;
+      whole -= length;
+    }
+  }
+  return bytes == 0 || part(bytes);
+}
+
+bool DiskExtent::ReadPart(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
+                          std::string* error) const {
+  const int64_t first = Down(offset, kBlock);
+  const Buffer buffer(kBlock);
+  {
+    const MutexLock lock(partial_);
+    if (!ReadBlocks(first, buffer.get(), kBlock, abort, error)) return false;
+  }
+  std::memcpy(to, buffer.get() + (offset - first), bytes);
   return true;
 }
 

@@ -79,6 +79,8 @@ class DiskExtent : public DiskSource {
 
   bool ReadBlocks(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
                   std::string* error) const;
+  bool ReadPart(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
+                std::string* error) const;
   bool WriteBlocks(int64_t offset, const char* from, int64_t bytes, const std::atomic<bool>& abort,
                    std::string* error);
   bool WritePart(int64_t offset, const char* from, int64_t bytes, const std::atomic<bool>& abort,
@@ -88,10 +90,11 @@ class DiskExtent : public DiskSource {
   const std::shared_ptr<DiskStore> store_;
   const int64_t start_;  // in the store's own address space
   const int64_t bytes_;
-  // By block. Plans never read and write a block at once; neighbours are separate objects.
+  // By block. A block of which one reader or writer has the whole is nobody else's at that time, as
+  // plans are free of races byte by byte. A block that is shared is touched under the lock only.
   std::vector<uint32_t> sums_;
   std::vector<uint8_t> written_;
-  Mutex partial_;  // held while a block is read, changed in part and written
+  mutable Mutex partial_;
 };
 
 class DiskStore : public std::enable_shared_from_this<DiskStore> {

@@ -184,7 +184,7 @@ def disk_store(disk: Disk) -> Any:
             try:
                 _stores.known[disk] = _native.DiskStore(list(disk))
             except OSError as error:
-                raise DiskError(f"disk={list(disk)}: {error}") from error
+                raise _disk_error(error) from error
         return _stores.known[disk]
 
 
@@ -194,10 +194,15 @@ def reserve(disk: Disk, count: int) -> Any:
     Raises:
       DiskError: there is not enough.
     """
+    store = disk_store(disk)
     try:
-        return disk_store(disk).reserve(count)
+        return store.reserve(count)
     except OSError as error:
-        raise DiskError(f"disk={list(disk)}: {error}") from error
+        raise _disk_error(error) from error
+
+
+def _disk_error(error: OSError) -> DiskError:
+    return DiskError(error.errno, f"the disk tier: {error.strerror}")
 
 
 def host_put(tree: Any) -> Any:
@@ -250,7 +255,7 @@ def open_safetensors(path: str | os.PathLike[str]) -> dict[str, DiskArray]:
             size = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
             text = file.read(size) if 0 <= size <= total - 8 else b""
     except OSError as error:
-        raise DiskError(f"open_safetensors: path={path!r}: {error}") from error
+        raise DiskError(error.errno, f"open_safetensors: {path}: {error.strerror}") from error
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
@@ -322,5 +327,5 @@ def _to_disk(leaf: Any, disk: Disk) -> DiskArray:
             whole = np.ascontiguousarray(np.asarray(leaf, dtype)).reshape(-1).view(np.uint8)
             extent.write(whole, 0)
     except OSError as error:
-        raise DiskError(f"disk_put: path={list(disk)}: {error}") from error
+        raise _disk_error(error) from error
     return DiskArray(shape, dtype, extent, disk)

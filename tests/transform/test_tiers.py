@@ -1,0 +1,342 @@
+"""Three tiers through the public entry: the same bits as without limits, whatever lives where."""
+
+import gc
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import jaxoffload as jo
+from jaxoffload.runtime.arrays import disk_store
+
+WIDTH, LAYERS = 96, 6
+
+
+def train_step(state, batch):
+    """Layers under scan, a backward pass, and Adam whose state is stacked as the weights are."""
+    params, moments = state
+
+    def loss(p):
+        x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, p)[0]
+        return jnp.mean(x**2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    updates, moments = optax.adam(1e-2).update(grads, moments, params)
+    return (optax.apply_updates(params, updates), moments), value
+
+
+def state_and_batch(width=WIDTH, layers=LAYERS):
+    random = np.random.default_rng(0)
+    params = (random.normal(size=(layers, width, width)) / width**0.5).astype(np.float32)
+    batch = random.normal(size=(256, width)).astype(np.float32)
+    return (params, jax.tree.map(np.asarray, optax.adam(1e-2).init(params))), batch
+
+
+def offloaded(**options):
+    options = {"device_memory": "500KiB", "vertex_memory": 1, "check": True, **options}
+    return jo.offload(train_step, donate_argnums=0, **options)
+
+
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+@pytest.fixture(scope="module")
+def want():
+    state, batch = state_and_batch()
+    step, outs = offloaded(), []
+    for _ in range(3):
+        state, value = step(state, batch)
+        outs.append(bits((state, value)))
+        state = jax.tree.map(np.asarray, state)
+    return outs
+
+
+LAUNCH = {
+    "work-conserving": "work-conserving",
+    "fixed": "fixed",
+    "random": jo.policies.random(3, delays=0.002),
+}
+
+
+@pytest.mark.parametrize("launch", LAUNCH.values(), ids=LAUNCH)
+@pytest.mark.parametrize("host_memory", ["100KiB", "200KiB", None])
+@pytest.mark.parametrize("put", ["memory", "host", "disk"])
+def test_every_tier_gives_the_same_bits(want, put, host_memory, launch, tmp_path):
+    state, batch = state_and_batch()
+    if put != "memory":
+        state = jo.disk_put(state, tmp_path) if put == "disk" else jo.host_put(state)
+    step = offloaded(host_memory=host_memory, disk=tmp_path, launch=launch)
+    for expected in want:
+        new, value = step(state, batch)
+        assert bits((new, value)) == expected
+        run, plan = step.last_run, step.plan(new, batch)
+        if put != "memory":
+            kind = jo.DiskArray if put == "disk" else jo.HostArray
+            assert all(isinstance(x, kind) for x in jax.tree.leaves(new))
+            assert all(x.is_deleted() for x in jax.tree.leaves(state))
+        assert (run.bytes_loaded, run.bytes_stored) == (plan.bytes_loaded, plan.bytes_stored)
+        assert (put != "disk" and host_memory is None) or plan.bytes_loaded > 0
+        if host_memory is not None:
+            assert plan.host_bytes <= jo.options.parse_bytes(host_memory, "")
+        assert run.peak_device_bytes <= 500 * 1024
+        plan.verify()
+        state = new
+    if put == "disk":
+        total = sum(x.nbytes for x in jax.tree.leaves(state))
+        # State is read once and written once a step.
+        assert run.bytes_stored >= total and run.bytes_loaded >= total
+        assert run.drive_lifetime_seconds(1e15) == pytest.approx(
+            1e15 / run.bytes_stored * run.seconds
+        )
+    assert os.listdir(tmp_path) == []
+
+
+def test_several_folders_share_the_bytes(want, tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    state, batch = state_and_batch()
+    step = offloaded(host_memory="100KiB", disk=folders)
+    state, value = step(jo.disk_put(state, folders), batch)
+    assert bits((state, value)) == want[0]
+
+
+def test_arguments_on_disk_without_any_limit(tmp_path):
+    x = np.arange(6000, dtype=np.float32).reshape(3, 2000)
+    step = jo.offload(lambda x: (x * 2, x.sum()), device_memory=None)
+    doubled, total = step(jo.disk_put(x, tmp_path))
+    np.testing.assert_array_equal(doubled, x * 2)
+    np.testing.assert_allclose(total, x.sum(), rtol=1e-6)
+
+
+def test_arguments_below_the_device_that_are_only_returned(tmp_path):
+    x = np.arange(5000, dtype=np.float32)
+    step = jo.offload(lambda x, y: (x, y), device_memory=None, donate_argnums=0)
+    for put in (jo.host_put, lambda t: jo.disk_put(t, tmp_path)):
+        kept, copied = step(put(x), put(x + 1))
+        np.testing.assert_array_equal(kept, x)
+        np.testing.assert_array_equal(copied, x + 1)
+        assert isinstance(kept, jo.HostArray | jo.DiskArray) and isinstance(copied, jax.Array)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "complex64"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 5000)], ids=str)
+def test_arrays_below_the_device_behave_like_arrays(shape, dtype, tmp_path):
+    x = (np.random.default_rng(0).normal(size=shape) * 3).astype(dtype)
+    for made in (jo.host_put(x), jo.disk_put(x, tmp_path)):
+        assert (made.shape, made.dtype, made.ndim, made.size) == (shape, x.dtype, x.ndim, x.size)
+        assert made.nbytes == x.nbytes and np.asarray(made).tobytes() == x.tobytes()
+        assert str(x.dtype) in repr(made) and made.writable
+        assert not shape or len(made) == shape[0]
+        assert np.asarray(made, dtype="complex128").tobytes() == x.astype("complex128").tobytes()
+        made.delete()
+        with pytest.raises(RuntimeError, match="deleted"):
+            np.asarray(made)
+        with pytest.raises(RuntimeError, match="deleted"):
+            jo.offload(lambda v: v, device_memory=None)(made)
+    zeros = jo.disk_put(jax.ShapeDtypeStruct(shape, dtype), tmp_path)
+    assert not np.asarray(zeros).astype(bool).any()
+
+
+def safetensors(path, tensors):
+    header, data = {"__metadata__": {"format": "pt"}}, b""
+    names = {"float32": "F32", "bfloat16": "BF16", "int64": "I64"}
+    for name, x in tensors.items():
+        end = len(data) + x.nbytes
+        header[name] = {
+            "dtype": names[x.dtype.name], "shape": x.shape, "data_offsets": [len(data), end],
+        }  # fmt: skip
+        data += x.tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def test_a_checkpoint_is_read_straight_from_its_file(tmp_path):
+    random = np.random.default_rng(0)
+    tensors = {
+        "w": random.normal(size=(300, 200)).astype(np.float32),
+        "odd": random.normal(size=(7,)).astype(ml_dtypes.bfloat16),
+        "b": random.normal(size=(200,)).astype(np.float32),
+    }
+    path = tmp_path / "model.safetensors"
+    safetensors(path, tensors)
+    opened = jo.open_safetensors(path)
+    assert opened.keys() == tensors.keys()
+    for name, x in tensors.items():
+        assert np.asarray(opened[name]).tobytes() == x.tobytes()
+        assert not opened[name].writable
+    x = random.normal(size=(4, 300)).astype(np.float32)
+
+    def f(p, x):
+        return x @ p["w"] + (p["b"] * p["odd"].astype(jnp.float32).sum())[None]
+
+    step = jo.offload(f, device_memory="600KiB", host_memory="260KiB", disk=tmp_path)
+    np.testing.assert_allclose(step(opened, x), f(tensors, x), rtol=1e-4)
+    with pytest.raises(ValueError, match=r"read only.*donate_argnums.*disk_put"):
+        jo.offload(f, device_memory=None, donate_argnums=0)(opened, x)
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="downloaded whole"):
+        jo.open_safetensors(path)
+    with pytest.raises(jo.RunError, match=r"model\.safetensors was changed"):
+        step(opened, x)
+
+
+@pytest.mark.parametrize("text", [b"", b"1234567", b"\xff" * 100, struct.pack("<Q", 2) + b"[]"])
+def test_what_is_no_checkpoint_is_refused(text, tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match=r"x\.safetensors.*not a safetensors file"):
+        jo.open_safetensors(path)
+    with pytest.raises(jo.DiskError, match=r"nowhere"):
+        jo.open_safetensors(tmp_path / "nowhere")
+
+
+# Faults -------------------------------------------------------------------------------------------
+
+
+def test_bad_folders_and_too_little_space_are_refused_before_anything_runs(tmp_path):
+    state, batch = state_and_batch()
+    with pytest.raises(jo.DiskError, match=r"missing.*No such file"):
+        offloaded(host_memory="100KiB", disk=tmp_path / "missing")(state, batch)
+    with pytest.raises(jo.DiskError, match=r"no file can be made in /proc"):
+        jo.disk_put(state, "/proc")
+    with pytest.raises(jo.DiskError, match=r"has no room for \d+ bytes"):
+        jo.disk_put(jax.ShapeDtypeStruct((1 << 48,), np.float32), tmp_path)
+    with pytest.raises(jo.PlanError, match=r"host_memory=1024.*smallest feasible 98304"):
+        offloaded(host_memory=1024, disk=tmp_path)(state, batch)
+    with pytest.raises(jo.PlanError, match=r"offload\(train_step\): host_memory=102400.*disk="):
+        offloaded(host_memory="100KiB")(state, batch)
+    with pytest.raises(TypeError, match="disk=3"):
+        jo.offload(train_step, disk=3)
+    with pytest.raises(ValueError, match="host_memory='much'"):
+        jo.offload(train_step, host_memory="much")
+
+
+def store_files(folder):
+    """Descriptors of this process's files without a name in a folder."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        if target.startswith(str(folder)):
+            found.append(int(fd))
+    return found
+
+
+def test_files_are_private_and_have_no_name(tmp_path):
+    kept = jo.disk_put(np.ones(10000, np.float32), tmp_path)
+    assert os.listdir(tmp_path) == []
+    (fd,) = store_files(tmp_path)
+    about = os.fstat(fd)
+    assert about.st_mode & 0o777 == 0o600 and about.st_nlink == 0
+    assert about.st_blocks * 512 >= kept.nbytes
+    del kept
+    gc.collect()
+    assert os.fstat(fd).st_blocks == 0
+
+
+def test_a_flipped_bit_on_disk_stops_the_run_and_the_next_one_works(tmp_path):
+    state, batch = state_and_batch()
+    step = offloaded(host_memory="100KiB", disk=tmp_path)
+    on_disk = jo.disk_put(state, tmp_path)
+    fd = max(store_files(tmp_path), key=lambda fd: os.fstat(fd).st_size)
+    with open(f"/proc/self/fd/{fd}", "r+b", buffering=0) as file:
+        file.seek(1000)
+        byte = file.read(1)
+        file.seek(1000)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(jo.RunError, match=r"load of f32.*came back changed.*Check that drive"):
+        step(on_disk, batch)
+    assert all(x.is_deleted() for x in jax.tree.leaves(on_disk))
+    again, _ = step(jo.disk_put(state, tmp_path), batch)
+    np.testing.assert_allclose(again[0], offloaded()(state, batch)[0][0], rtol=1e-6)
+
+
+def test_keyboard_interrupt_in_a_long_run_leaves_nothing(tmp_path):
+    state, batch = state_and_batch()
+    step = offloaded(host_memory="100KiB", disk=tmp_path, launch=jo.policies.random(0, delays=0.02))
+    step.plan(jo.disk_put(state, tmp_path), batch).native  # noqa: B018 - compiled before the clock
+    before = disk_store((str(tmp_path),)).stats()["reserved_bytes"]
+    on_disk = jo.disk_put(state, tmp_path)
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        step(on_disk, batch)
+    del on_disk
+    gc.collect()
+    assert disk_store((str(tmp_path),)).stats()["reserved_bytes"] == before
+    quick = offloaded(host_memory="100KiB", disk=tmp_path)
+    quick(jo.disk_put(state, tmp_path), batch)
+
+
+CHILD = """
+    import os, sys
+    import numpy as np
+    import jaxoffload as jo
+    folder = sys.argv[1]
+    kept = jo.disk_put(np.full(3_000_000, os.getpid(), np.float32), folder)
+    step = jo.offload(lambda x: x + 1, device_memory=None, donate_argnums=0)
+    print("ready", flush=True)
+    for i in range(1, 6 if sys.argv[2] == "ends" else 10**9):
+        kept = step(kept)
+    assert (np.asarray(kept) == os.getpid() + 5).all()
+    print("done", flush=True)
+"""
+
+
+def child(folder, how):
+    command = [sys.executable, "-c", textwrap.dedent(CHILD), str(folder), how]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_killed_process_leaves_nothing(tmp_path):
+    process = child(tmp_path, "runs on")
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_processes_may_use_one_folder(tmp_path):
+    processes = [child(tmp_path, "ends") for _ in range(2)]
+    assert [p.communicate()[0] for p in processes] == ["ready\ndone\n"] * 2
+    assert [p.returncode for p in processes] == [0, 0]
+
+
+def test_a_folder_that_vanishes_does_no_harm(tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    x = np.arange(50000, dtype=np.float32)
+    kept = jo.disk_put(x, folder)
+    folder.rmdir()
+    got = jo.offload(lambda v: v * 2, device_memory=None, donate_argnums=0)(kept)
+    np.testing.assert_array_equal(got, x * 2)
+
+
+def test_arrays_on_disk_do_not_go_into_a_trace(tmp_path):
+    kept = jo.disk_put(np.ones(10, np.float32), tmp_path)
+    step = jo.offload(lambda a, b: a + b, device_memory=None)
+    with pytest.raises(TypeError, match=r"inside jax\.jit"):
+        jax.jit(lambda b: step(kept, b))(np.ones(10, np.float32))
+    with pytest.raises(ValueError, match="donated and passed twice"):
+        both = jo.offload(lambda a, b: a + b, device_memory=None, donate_argnums=0)
+        both(kept, kept)
+
+
+def test_explain_tells_of_host_memory_and_disk(tmp_path):
+    state, batch = state_and_batch()
+    text = str(offloaded(host_memory="100KiB", disk=tmp_path).explain(state, batch))
+    assert "Host memory for that: 96 KiB" in text and "are reserved" in text
