@@ -131,6 +131,16 @@ class TaskGraph:
     disk_arguments: frozenset[int] = frozenset()
     disk_results: frozenset[int] = frozenset()
 
+    def stays(self, tensor: Tensor, span: Span) -> bool:
+        """Whether a result part is an argument part that is on disk and is returned where it is."""
+        home = tensor.argument
+        return (
+            home is not None
+            and home.index in self.disk_arguments
+            and (home.index, span.index) in self.donated
+            and home.offset == span.offset
+        )
+
     def producer(self) -> list[int]:
         """Vertex id that writes each tensor; -1 for arguments."""
         writer = [-1] * len(self.tensors)

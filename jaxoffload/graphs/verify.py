@@ -245,6 +245,7 @@ class _Check:
             (tensor_id, span.index, span.offset)
             for tensor_id, tensor in enumerate(self.tensors)
             for span in tensor.results
+            if not self.graph.taskgraph.stays(tensor, span)
         }
         for key in wanted | set(written):
             if written.get(key, 0) != (key in wanted):

@@ -28,7 +28,13 @@ def min_host_memory(graph: TaskGraph, disk: bool) -> tuple[int, int]:
     """
     if not disk and not (graph.disk_arguments or graph.disk_results):
         return 0, -1
-    return max(((host_place(t.bytes), i) for i, t in enumerate(graph.tensors)), default=(0, -1))
+    readers = graph.readers()
+    moving = (
+        (host_place(t.bytes), i)
+        for i, t in enumerate(graph.tensors)
+        if t.argument is None or readers[i] or not all(graph.stays(t, s) for s in t.results)
+    )
+    return max(moving, default=(0, -1))
 
 
 def headroom(graph: TaskGraph, num_devices: int) -> list[int]:

@@ -272,6 +272,8 @@ class SimulatedMemory:
             if (home := tensor.argument) is None:
                 continue
             for span in sorted(tensor.results, key=lambda s: self._callers.is_home(s, home)):
+                if self.graph.stays(tensor, span):
+                    continue
                 after = self._readers_there(span, tensor_id)
                 if span.index in self.graph.disk_results:
                     source = self.lower.in_memory(tensor_id)

@@ -70,9 +70,26 @@ class TierArray:
             raise TypeError("len() of an array without dimensions")
         return self.shape[0]
 
+    def __getitem__(self, index: int | slice) -> np.ndarray:
+        """Rows of the leading axis, without reading the others: an int, or a slice of step 1."""
+        self._check_alive()
+        if not self.shape or not isinstance(index, int | slice):
+            raise TypeError(
+                f"{self!r}[{index!r}]: only an int or a slice of the leading axis can be read. Use "
+                "numpy.asarray for the whole."
+            )
+        rows = range(self.shape[0])[index]
+        first, count = (rows, 1) if isinstance(rows, int) else (rows.start, len(rows))
+        if not isinstance(rows, int) and rows.step != 1:
+            raise ValueError(f"{self!r}[{index!r}]: the step must be 1.")
+        row = self.nbytes // max(self.shape[0], 1)
+        words = self._read_bytes(first * row, count * row)
+        shape = self.shape[1:] if isinstance(rows, int) else (count, *self.shape[1:])
+        return words.view(self.dtype).reshape(shape)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         self._check_alive()
-        found = self._read()
+        found = self._read_bytes(0, self.nbytes).view(self.dtype).reshape(self.shape)
         return found if dtype is None else found.astype(dtype, copy=False)
 
     def __repr__(self) -> str:
@@ -91,7 +108,8 @@ class TierArray:
         if self._deleted:
             raise RuntimeError(f"{self!r} has been deleted or donated. Use the result instead.")
 
-    def _read(self) -> np.ndarray:
+    def _read_bytes(self, offset: int, count: int) -> np.ndarray:
+        """A copy of some bytes: the array may be donated, and overwritten, while one reads it."""
         raise NotImplementedError
 
     def _where(self) -> str:
@@ -115,10 +133,8 @@ class HostArray(TierArray):
         buffer = self.buffer if in_place else _native.HostBuffer(max(1, self.nbytes))
         return HostArray(self.shape, self.dtype, buffer)
 
-    def _read(self) -> np.ndarray:
-        words = np.asarray(self.buffer)[: self.nbytes]
-        found = words.view(self.dtype).reshape(self.shape)
-        return found.copy()  # it may be donated, and overwritten, while the caller still reads
+    def _read_bytes(self, offset: int, count: int) -> np.ndarray:
+        return np.asarray(self.buffer)[offset : offset + count].copy()
 
     def _where(self) -> str:
         return f"{format_bytes(self.nbytes)} in host memory"
@@ -154,11 +170,11 @@ class DiskArray(TierArray):
         source = self.source if in_place else reserve(self._disk, self.nbytes)
         return DiskArray(self.shape, self.dtype, source, self._disk)
 
-    def _read(self) -> np.ndarray:
-        words = np.empty(self.nbytes, np.uint8)
-        if self.nbytes:
-            self.source.read_into(words)
-        return words.view(self.dtype).reshape(self.shape)
+    def _read_bytes(self, offset: int, count: int) -> np.ndarray:
+        words = np.empty(count, np.uint8)
+        if count:
+            self.source.read_into(words, offset)
+        return words
 
     def _where(self) -> str:
         return f"{format_bytes(self.nbytes)} in {self.path}"

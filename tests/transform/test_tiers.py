@@ -138,7 +138,14 @@ def test_arrays_below_the_device_behave_like_arrays(shape, dtype, tmp_path):
         assert (made.shape, made.dtype, made.ndim, made.size) == (shape, x.dtype, x.ndim, x.size)
         assert made.nbytes == x.nbytes and np.asarray(made).tobytes() == x.tobytes()
         assert str(x.dtype) in repr(made) and made.writable
-        assert not shape or len(made) == shape[0]
+        if shape:
+            assert len(made) == shape[0]
+            assert made[-1].tobytes() == x[-1].tobytes() if shape[0] else True
+            assert made[1:2].tobytes() == x[1:2].tobytes()
+            with pytest.raises(ValueError, match="step must be 1"):
+                made[::2]
+        with pytest.raises(TypeError, match=r"asarray"):
+            made[None]
         assert np.asarray(made, dtype="complex128").tobytes() == x.astype("complex128").tobytes()
         made.delete()
         with pytest.raises(RuntimeError, match="deleted"):
@@ -200,6 +207,73 @@ def test_what_is_no_checkpoint_is_refused(text, tmp_path):
         jo.open_safetensors(path)
     with pytest.raises(jo.DiskError, match=r"nowhere"):
         jo.open_safetensors(tmp_path / "nowhere")
+
+
+LIMITED = """
+    import hashlib, resource, sys
+    import jax, jax.numpy as jnp, numpy as np, optax
+    import jaxoffload as jo
+
+    LAYERS, WIDTH = 48, 1024  # 192 MiB of weights, three times that with Adam's moments
+    limits = dict(device_memory="32MiB", host_memory="24MiB", disk=sys.argv[1])
+    limits = limits if sys.argv[2] == "limited" else dict(device_memory="4GiB", disk=sys.argv[1])
+    cut = dict(vertex_memory=1, donate_argnums=0)
+
+    def init(state, key):
+        def layer(_, key):
+            return None, jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5
+        weights = jax.lax.scan(layer, None, jax.random.split(key, LAYERS))[1]
+        return (weights, state[1])
+
+    def step(state, batch):
+        def loss(p):
+            x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, p)[0]
+            return jnp.mean(x**2)
+        value, grads = jax.value_and_grad(loss)(state[0])
+        updates, moments = optax.adam(1e-3).update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), moments), value
+
+    def data_bytes():
+        with open("/proc/self/status") as file:
+            return next(int(x.split()[1]) << 10 for x in file if x.startswith("VmData"))
+
+    small = jo.disk_put(np.ones(100000, np.float32), sys.argv[1])
+    jo.offload(lambda x: x @ x, device_memory=None)(small)
+    weights = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), np.float32)
+    shapes = (weights, jax.eval_shape(optax.adam(1e-3).init, weights))
+    key, batch = jax.random.key(0), np.ones((64, WIDTH), np.float32)
+    init, step = jo.offload(init, **limits, **cut), jo.offload(step, **limits, **cut)
+    state = jo.disk_put(shapes, sys.argv[1])
+    for each, argument in ((init, key), (step, batch)):
+        each.plan(state, argument).native  # compiled: XLA needs memory of its own for that
+    if sys.argv[2] == "limited":
+        most = data_bytes() + (80 << 20)  # and 56 that the arenas have already
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    total = sum(x.nbytes for x in jax.tree.leaves(state))
+    state = init(state, key)
+    for _ in range(2):
+        state, value = step(state, batch)
+    if sys.argv[2] == "limited":
+        assert step.last_run.peak_device_bytes <= 32 << 20
+        assert step.plan(state, batch).host_bytes <= 24 << 20
+        assert total > 4 * (140 << 20)
+    digest = hashlib.sha256(np.asarray(value).tobytes())
+    for array in jax.tree.leaves(state):
+        for row in array if array.shape else [np.asarray(array)]:
+            digest.update(row.tobytes())
+    print(digest.hexdigest())
+"""
+
+
+def test_data_of_four_times_the_memory_give_the_same_bits(tmp_path):
+    """Under RLIMIT_DATA: 140 MiB for device, host tier, and all else that a run allocates."""
+    found = []
+    for how in ("limited", "free"):
+        command = [sys.executable, "-c", textwrap.dedent(LIMITED), str(tmp_path), how]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(done.stdout)
+    assert found[0] == found[1]
 
 
 # Faults -------------------------------------------------------------------------------------------
