@@ -3,7 +3,7 @@
 import argparse
 import importlib
 
-NAMES = ("ratios", "overhead", "planner")
+NAMES = ("ratios", "overhead", "planner", "disk")
 
 
 def main(argv: list[str] | None = None) -> None:

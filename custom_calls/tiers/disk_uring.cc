@@ -149,26 +149,32 @@ class UringEngine : public DiskEngine {
     std::unique_ptr<Ring> ring = Take(error);
     if (ring == nullptr) return false;
     std::vector<DiskProgress> progress(requests.size());
+    std::vector<size_t> completed;
     size_t started = 0;
     int in_flight = 0;
     bool ok = true;
     std::string broken;
-    while (in_flight > 0 || (ok && started < requests.size())) {
+    while (in_flight > 0 || !completed.empty() || (ok && started < requests.size())) {
       if (ok && abort.load(std::memory_order_relaxed)) {
         ok = false;
         *error = "the run was stopped";
       }
-      while (ok && started < requests.size() && in_flight < depth_) {
+      while (ok && broken.empty() && started < requests.size() && in_flight < depth_) {
         ok = before(started, error);
         if (!ok) break;
         ring->Push(requests[started], progress[started], started);
         ++started;
         ++in_flight;
         // Each goes off at once, so that the disk does not wait for what `before` does to the next.
-        if (!ring->Submit(0, &broken)) break;
+        ring->Submit(0, &broken);
       }
-      if (in_flight == 0) break;
-      if (!broken.empty() || !ring->Submit(1, &broken)) {
+      // Only now that the disk has new work.
+      for (const size_t position : completed) {
+        if (ok) ok = after(position, error);
+      }
+      completed.clear();
+      if (in_flight == 0) continue;
+      if (!broken.empty() || !ring->Submit(ring->HasCompletion() ? 0 : 1, &broken)) {
         // The kernel may still be at work on our memory, and there is no telling when it ends.
         std::fprintf(stderr, "jaxoffload: %s\n", broken.c_str());
         std::abort();
@@ -178,7 +184,7 @@ class UringEngine : public DiskEngine {
         std::string failure;
         if (Advance(requests[position], answer, progress[position], &failure)) {
           --in_flight;
-          if (ok) ok = after(position, error);
+          completed.push_back(position);
         } else if (!failure.empty() || !ok) {
           --in_flight;
           if (ok) *error = failure;
