@@ -28,7 +28,7 @@
 #include "pjrt/client.h"
 #include "pjrt/plan.h"
 #include "tiers/disk_store.h"
-#include "tiers/host_pool.h"
+#include "tiers/host_block.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;
@@ -80,16 +80,16 @@ nb::object View(nb::handle owner, const std::vector<T>& values) {
       nb::ndarray<nb::numpy, const T, nb::ndim<1>>(values.data(), {values.size()}, owner));
 }
 
-// Memory of the host pool with an address that numpy can look at.
+// Memory of the host tier with an address that numpy can look at.
 class HostBuffer {
  public:
   explicit HostBuffer(int64_t bytes) : bytes_(bytes) {
     if (bytes < 0) {
       throw std::invalid_argument("HostBuffer: nbytes=" + std::to_string(bytes) + " is negative");
     }
-    data_ = HostPool::Global().Allocate(bytes);
+    data_ = HostBlock::Global().Allocate(bytes);
   }
-  ~HostBuffer() { HostPool::Global().Free(data_, bytes_); }
+  ~HostBuffer() { HostBlock::Global().Free(data_); }
   HostBuffer(const HostBuffer&) = delete;
   HostBuffer& operator=(const HostBuffer&) = delete;
 
@@ -402,19 +402,21 @@ void BindHostBuffer(nb::module_& m) {
         found["data"] = nb::make_tuple(buffer.address(), false);
         return found;
       });
-  m.def("host_pool_stats", [] {
-    const HostPool::Stats stats = HostPool::Global().stats();
+  m.def("host_stats", [] {
+    const HostBlock::Stats stats = HostBlock::Global().stats();
     nb::dict found;
     found["in_use_bytes"] = stats.in_use_bytes;
-    found["free_bytes"] = stats.free_bytes;
-    found["num_mapped"] = stats.num_mapped;
-    found["num_reused"] = stats.num_reused;
+    found["peak_bytes"] = stats.peak_bytes;
+    found["kept_bytes"] = stats.kept_bytes;
+    found["hole_bytes"] = stats.hole_bytes;
+    found["largest_hole_bytes"] = stats.largest_hole_bytes;
+    found["num_allocated"] = stats.num_allocated;
+    found["num_freed"] = stats.num_freed;
     return found;
   });
+  m.def("host_release", [] { HostBlock::Global().ReleaseFree(); }, nb::call_guard<WithoutGil>());
   m.def(
-      "host_pool_release", [] { HostPool::Global().ReleaseFree(); }, nb::call_guard<WithoutGil>());
-  m.def(
-      "host_pool_set_cap", [](int64_t bytes) { HostPool::Global().SetCap(bytes); }, "nbytes"_a,
+      "host_set_cap", [](int64_t bytes) { HostBlock::Global().SetCap(bytes); }, "nbytes"_a,
       nb::call_guard<WithoutGil>());
 }
 

@@ -202,7 +202,7 @@ class Plan:
         """Of the latest run that ended, from Python or from a custom call."""
 
 class HostBuffer:
-    """Page-aligned host memory from a pool that reuses pages; `numpy.asarray` views it.
+    """Page-aligned memory in the host tier's block; `numpy.asarray` views it.
 
     Args:
       nbytes: size. The contents are anything.
@@ -292,11 +292,16 @@ def unregister_plan(key: str) -> None: ...
 def ffi_handlers() -> dict[str, Any]:
     """Capsules by XLA FFI target name: "jaxoffload_run"."""
 
-def host_pool_stats() -> dict[str, int]:
-    """in_use_bytes, free_bytes, num_mapped, num_reused."""
+def host_stats() -> dict[str, int]:
+    """Of the host tier: in_use_bytes, peak_bytes, kept_bytes (free, probably in memory),
+    hole_bytes (free below the highest place in use), largest_hole_bytes, num_allocated, num_freed.
+    """
 
-def host_pool_release() -> None: ...
-def host_pool_set_cap(nbytes: int) -> None: ...
+def host_release() -> None:
+    """Gives the free pages of the host tier back to the system."""
+
+def host_set_cap(nbytes: int) -> None:
+    """How many bytes of free pages may stay in memory."""
 
 ffi_api_version: tuple[int, int]
 """XLA FFI API of the headers that this was built with: (major, minor)."""

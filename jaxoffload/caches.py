@@ -13,4 +13,4 @@ def clear_caches() -> None:
     plans.clear()
     backends.cpu().executables.clear()
     backends.cpu().client.trim()
-    _native.host_pool_release()
+    _native.host_release()

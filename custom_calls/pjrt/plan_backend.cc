@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "tiers/host_pool.h"
+#include "tiers/host_block.h"
 
 namespace jaxoffload {
 namespace {
@@ -277,7 +277,7 @@ void PlanBackend::PlaceSlot(Slot& slot, char* place, RunContext& context) {
                                " copies to an address that is not a multiple of 64, where a kernel "
                                "reads. Pass results that are aligned to 64 bytes.");
     }
-    address = HostPool::Global().Allocate(bytes);
+    address = HostBlock::Global().Allocate(bytes);
     slot.is_scratch = true;
     if (writer < 0) {
       CopyBytes(address, place, bytes, context.abort);
@@ -293,7 +293,7 @@ void PlanBackend::End(RunContext&) {
     Slot& slot = slots_[slot_id];
     if (!slot.is_scratch) continue;
     Drop(slot);
-    HostPool::Global().Free(slot.address, plan_->bytes(slot.version));
+    HostBlock::Global().Free(slot.address);
     slot.address = nullptr;
     slot.is_scratch = false;
   }

@@ -56,7 +56,7 @@ class PlanBackend : public Backend {
     int32_t version = -1;  // one of those that share it: for dtype and dims
     int32_t device = 0;
     bool in_callers_array = false;
-    // The place is not aligned: `address` is a block of the host pool, freed in End.
+    // The place is not aligned: `address` is a place of the host tier, freed in End.
     bool is_scratch = false;
   };
   // A kernel vertex, ready to be executed; ranges are of the flat arrays below.

@@ -1,4 +1,4 @@
-// The parts alone: inbox, ready queue, plan validation, arenas, the host pool.
+// The parts alone: inbox, ready queue, plan validation, arenas.
 
 #include <sys/mman.h>
 
@@ -14,7 +14,6 @@
 #include "tests/check.h"
 #include "tests/plan_maker.h"
 #include "tiers/arena.h"
-#include "tiers/host_pool.h"
 
 namespace jaxoffload::testing {
 namespace {
@@ -183,32 +182,6 @@ TEST(ArenaGivesPagesBackWhenTheLargestLeaseEnds) {
 TEST(ArenaSaysWhenItIsTooSmall) {
   Arena arena("the arena of device 7", 4 << 20);
   CHECK_THROWS(arena.Acquire(5 << 20), "the arena of device 7 has room for 4194304 bytes");
-}
-
-TEST(HostPoolReusesBlocksOfASizeAndKeepsNoMoreThanItsCap) {
-  constexpr int64_t kMiB = 1 << 20;
-  HostPool pool(6 * kMiB);
-  char* const small = pool.Allocate(1);
-  char* const big = pool.Allocate(3 * kMiB);
-  CHECK_EQ(reinterpret_cast<uintptr_t>(small) % 4096, 0u);
-  CHECK_EQ(reinterpret_cast<uintptr_t>(big) % (2 * kMiB), 0u);
-  std::memset(big, 1, 4 * kMiB);  // rounded up to whole huge pages
-  pool.Free(big, 3 * kMiB);
-  CHECK_EQ(pool.Allocate(4 * kMiB), big);
-  CHECK_EQ(pool.stats().num_reused, 1);
-  char* const other = pool.Allocate(4 * kMiB);
-  pool.Free(big, 4 * kMiB);
-  pool.Free(other, 4 * kMiB);  // 8 MiB would be above the cap
-  CHECK_EQ(pool.stats().free_bytes, 4 * kMiB);
-  pool.Free(small, 1);
-  CHECK_EQ(pool.stats().in_use_bytes, 0);
-  pool.SetCap(kMiB);
-  CHECK_EQ(pool.stats().free_bytes, 4096);
-  char* const huge = pool.Allocate(2 * kMiB);
-  pool.Free(huge, 2 * kMiB);
-  CHECK_EQ(pool.stats().free_bytes, 4096);
-  pool.ReleaseFree();
-  CHECK_EQ(pool.stats().free_bytes, 0);
 }
 
 }  // namespace
