@@ -182,6 +182,10 @@ TEST(Crc32cGivesTheStandardsSums) {
   for (int64_t bytes = 0; bytes < 1000; bytes += 37) {
     CHECK_EQ(Crc32c(data.data() + 1, bytes / 2), Crc32cByTable(data.data() + 1, bytes / 2));
   }
+  uint32_t quarters[4];
+  for (int q = 0; q < 4; ++q) quarters[q] = Crc32cByTable(data.data() + q * 240, 240);
+  CHECK_EQ(QuarteredCrc32c(data.data(), 960),
+           Crc32cByTable(reinterpret_cast<const char*>(quarters), sizeof(quarters)));
 }
 
 TEST(DiskThreadsKeepWhatAModelKeeps) { CompareFromThreads("threads", 1); }

@@ -287,7 +287,7 @@ bool DiskExtent::CheckBlocks(int64_t offset, const char* data, int64_t bytes,
                Join(store_->paths_) + " were never written";
       return false;
     }
-    const uint32_t found = Crc32c(data + at, kBlock);
+    const uint32_t found = QuarteredCrc32c(data + at, kBlock);
     if (found == sums_[block]) continue;
     *error = "the " + std::to_string(kBlock) + " bytes at " + std::to_string(offset + at) +
              " of an extent of " + Join(store_->paths_) + " came back changed: their CRC32C is " +
@@ -321,7 +321,7 @@ bool DiskExtent::WriteBlocks(int64_t offset, const char* from, int64_t bytes,
     const DiskRequest& request = requests[position];
     for (int64_t at = 0; at < request.bytes; at += kBlock) {
       const int64_t block = (offset + (request.address - from) + at) / kBlock;
-      sums_[block] = Crc32c(request.address + at, kBlock);
+      sums_[block] = QuarteredCrc32c(request.address + at, kBlock);
       written_[block] = 1;
     }
     return true;
