@@ -3,7 +3,8 @@
 Rates: one extent written and read from end to end at several request sizes and queue depths, with
 each engine, beside fio on the same folder with the same sizes, in turns. The step: Adam on layers
 whose weights and moments are on disk; its time over the greater of what the compute lane was busy
-and what the disk takes for the bytes at the rates that were just measured.
+and what the disk takes for the bytes at the rates that were just measured. And a forward pass that
+reads its weights from a checkpoint, over reading that file from end to end.
 """
 
 import json
@@ -144,13 +145,71 @@ def overlap(folder: str, rate: dict[str, Any], small: bool, rounds: int) -> list
     return rows
 
 
+def checkpoint(folder: str, small: bool, rounds: int) -> list[dict[str, Any]]:
+    """A forward pass whose weights come straight from a safetensors file: the disk is the bound."""
+    layers, width = (4, 256) if small else (64, 2048)
+    path = f"{folder}/weights.safetensors"
+    random, size = np.random.default_rng(0), layers * width * width * 4
+    entry = {"dtype": "F32", "shape": [layers, width, width], "data_offsets": [0, size]}
+    header = json.dumps({"w": entry}).encode()
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for _ in range(layers):
+            file.write((random.normal(size=(width, width)) / width**0.5).astype(np.float32))
+        file.flush()
+        os.fsync(file.fileno())
+
+    def forward(w: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    memory = 16 * width * width * 4
+    step = jo.offload(forward, device_memory=memory, host_memory=memory)
+    weights, x = jo.open_safetensors(path)["w"], np.ones((8, width), np.float32)
+    whole = np.empty(size, np.uint8)
+    seconds: dict[str, list[float]] = {"forward": [], "read": [], "fio": []}
+    for _ in range(rounds + 1):
+        jax.block_until_ready(step(weights, x))
+        seconds["forward"].append(step.last_run.seconds)
+        seconds["read"].append(_seconds(lambda: weights.source.read_into(whole)))
+        other = None if small else _fio_reads(path, size)
+        seconds["fio"].append(float("nan") if other is None else size / other)
+    middle = {k: float(np.median(v[1:])) for k, v in seconds.items()}
+    row = {
+        "checkpoint_bytes": size,
+        "seconds": middle["forward"],
+        "compute_seconds": step.last_run.lane_busy_seconds["compute"],
+        "over_plain_read": middle["forward"] / middle["read"],
+        "over_fio": None if np.isnan(middle["fio"]) else middle["forward"] / middle["fio"],
+    }
+    text = f"forward pass from a checkpoint of {size / MIB:.0f} MiB: {row['seconds']:.2f} s, "
+    text += f"{row['over_plain_read']:.2f} of reading it whole"
+    if row["over_fio"]:
+        text += f", {row['over_fio']:.2f} of fio's time for it"
+    print(f"{text} (compute {row['compute_seconds']:.2f} s)")
+    return [row]
+
+
+def _fio_reads(path: str, size: int) -> float | None:
+    """Bytes a second of fio reading an existing file."""
+    program = shutil.which("fio")
+    if program is None:
+        return None
+    command = [
+        program, "--name=job", f"--filename={path}", "--rw=read", "--bs=1M", f"--size={size}",
+        "--iodepth=32", "--ioengine=io_uring", "--direct=1", "--readonly", "--output-format=json",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["read"]["bw_bytes"])
+
+
 def run(
     small: bool = False, rounds: int = 3, out: str | None = None, folder: str | None = None
 ) -> list[dict[str, Any]]:
-    """Measures both and prints two tables."""
+    """Measures all three and prints tables."""
     print(machine())
     with tempfile.TemporaryDirectory(dir=folder) as place:
         rows = rates(place, 16 * MIB if small else 1024 * MIB, rounds)
         rows += overlap(place, rows[0 if small else 2], small, rounds)
+        rows += checkpoint(place, small, rounds)
     save("disk", rows, out)
     return rows

@@ -476,38 +476,55 @@ bool FileRange::IsUnchanged(std::string* error) const {
   return false;
 }
 
+namespace {
+
+// One for all files; never destroyed, for ranges may outlive everything.
+DiskEngine& FileEngine() {
+  static DiskEngine* const engine = [] {
+    std::string reason;
+    std::unique_ptr<DiskEngine> found = NewUringEngine(DiskOptions().queue_depth, &reason);
+    if (found == nullptr) found = NewThreadEngine(DiskOptions().num_threads);
+    return found.release();
+  }();
+  return *engine;
+}
+
+}  // namespace
+
 bool FileRange::Read(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
                      std::string* error) const {
   if (!IsUnchanged(error)) return false;
   if (bytes == 0) return true;
   const Buffer buffer(std::min(Up(bytes, kPage) + kPage, kWindow));
+  const auto nothing = [](size_t, std::string*) { return true; };
   int64_t at = offset_ + offset;
   while (bytes > 0) {
-    if (abort.load(std::memory_order_relaxed)) {
-      *error = "the run was stopped";
-      return false;
-    }
     const int64_t first = Down(at, kPage);
     const int64_t last = std::min(Up(at + bytes, kPage), first + kWindow);
     const int64_t part = std::min(bytes, last - at);
-    DiskRequest request;
-    request.fd = fd_;
-    request.offset = first;
-    request.address = buffer.get();
-    request.bytes = last - first;
-    request.least_bytes = at + part - first;  // the last page of a file may be short
-    DiskProgress progress;
-    for (bool complete = false; !complete;) {
-      const ssize_t answer = pread(fd_, buffer.get() + progress.done, request.bytes - progress.done,
-                                   first + progress.done);
-      std::string failure;
-      complete = Advance(request, answer < 0 ? -errno : answer, progress, &failure);
-      if (!failure.empty()) {
-        *error = path_ + ": " + failure;
-        return false;
-      }
+    std::vector<DiskRequest> requests;
+    for (int64_t start = first; start < last; start += kStripe) {
+      DiskRequest request;
+      request.fd = fd_;
+      request.offset = start;
+      request.address = buffer.get() + (start - first);
+      request.bytes = std::min(kStripe, last - start);
+      // The last page of a file may be short.
+      request.least_bytes = std::min(request.bytes, at + part - start);
+      requests.push_back(request);
     }
-    std::memcpy(to, buffer.get() + (at - first), part);
+    // Each piece goes to where it belongs while others are on their way.
+    const auto place = [&](size_t position, std::string*) {
+      const DiskRequest& request = requests[position];
+      const int64_t from = std::max(request.offset, at);
+      const int64_t stop = std::min(request.offset + request.bytes, at + part);
+      std::memcpy(to + (from - at), request.address + (from - request.offset), stop - from);
+      return true;
+    };
+    if (!FileEngine().Transfer(requests, abort, nothing, place, error)) {
+      *error = path_ + ": " + *error;
+      return false;
+    }
     at += part;
     to += part;
     bytes -= part;

@@ -15,10 +15,8 @@ from jaxoffload.plan.callers import CallersMemory
 from jaxoffload.plan.emit import Emitter
 from jaxoffload.plan.limits import align
 from jaxoffload.plan.space import AddressSpace, Piece, Place
-from jaxoffload.plan.tiers import LowerTiers
+from jaxoffload.plan.tiers import NEVER, LowerTiers
 
-NEVER = 1 << 60
-"""The next use of a tensor that nobody reads any more."""
 _KINDS = {
     VertexKind.KERNEL: Kind.KERNEL,
     VertexKind.INPUT: Kind.INPUT,
@@ -157,7 +155,8 @@ class SimulatedMemory:
         if self.start[tensor_id] >= 0 and self.size[tensor_id]:
             use = self.use[tensor_id] = self._uses[tensor_id][self._next[tensor_id]]
             self.toll[tensor_id] = self.lower.toll_of(tensor_id, self.size[tensor_id])
-            self.lower.note_use(tensor_id, use, on_device=True)
+            after_that = self._uses[tensor_id][self._next[tensor_id] + 1]
+            self.lower.note_use(tensor_id, after_that, on_device=True)
             bisect.insort(self.victims[self.device[tensor_id]], -use << 32 | tensor_id)
 
     def _forget_victims_of(self, vertex_id: int) -> None:

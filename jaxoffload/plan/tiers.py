@@ -21,6 +21,10 @@ from jaxoffload.plan.limits import DISK_BLOCK, align, host_place
 from jaxoffload.plan.space import AddressSpace
 from jaxoffload.plan.victims import Victims
 
+NEVER = 1 << 60
+"""The next use of a tensor that nobody reads any more."""
+_NEVER_FROM_HERE = 1 << 40
+"""More than any vertex: where the uses begin of copies that nobody will ask for."""
 DISK_TOLL = 8
 """What a byte read from disk costs, in bytes copied between device and host, until it is known."""
 
@@ -88,7 +92,12 @@ class LowerTiers:
         return size * (1 + DISK_TOLL) if self.below[tensor_id] >= 0 else 2 * size
 
     def note_use(self, tensor_id: int, next_use: int, on_device: bool) -> None:
-        """Tells when a tensor is used next, and whether its device has it now."""
+        """Tells when a tensor is next asked for here, and whether its device has it now.
+
+        What the device has is asked for at the use after the next, if at all: copies of tensors
+        with one use to come are the first to go, and of those the one that was made first, so that
+        whoever takes its place need not wait for the copy that is being made from it.
+        """
         self._next_use[tensor_id], self._on_device[tensor_id] = next_use, on_device
         if self.start[tensor_id] >= 0:
             self._enter(tensor_id)
@@ -200,7 +209,10 @@ class LowerTiers:
         """Makes a tensor a possible victim with its present next use and toll."""
         if self.start[tensor_id] < 0 or not self.size[tensor_id]:
             return
-        use = self.use[tensor_id] = self._next_use[tensor_id]
+        use = self._next_use[tensor_id]
+        if use == NEVER:
+            use = 2 * _NEVER_FROM_HERE - self._host[tensor_id]
+        self.use[tensor_id] = use
         cost = DISK_TOLL * self.size[tensor_id]
         if self.below[tensor_id] < 0:
             cost = self.size[tensor_id] if self._on_device[tensor_id] else 2 * cost
