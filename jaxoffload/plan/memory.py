@@ -73,8 +73,9 @@ class SimulatedMemory:
         self._last_touch = [-1] * len(graph.tensors)
         self._pending: dict[int, set[int]] = {}
         self._needed: tuple[int, list[int], list[int]] = (-1, [], [])
-        for tensor_id, readers in enumerate(self._uses):
-            self.lower.note_use(tensor_id, readers[0], on_device=False)
+        if self.lower.is_capped:
+            for tensor_id, readers in enumerate(self._uses):
+                self.lower.note_use(tensor_id, readers[0], on_device=False)
 
     # The alloc horizon --------------------------------------------------------------------------
 
@@ -155,8 +156,9 @@ class SimulatedMemory:
         if self.start[tensor_id] >= 0 and self.size[tensor_id]:
             use = self.use[tensor_id] = self._uses[tensor_id][self._next[tensor_id]]
             self.toll[tensor_id] = self.lower.toll_of(tensor_id, self.size[tensor_id])
-            after_that = self._uses[tensor_id][self._next[tensor_id] + 1]
-            self.lower.note_use(tensor_id, after_that, on_device=True)
+            if self.lower.is_capped:
+                after_that = self._uses[tensor_id][self._next[tensor_id] + 1]
+                self.lower.note_use(tensor_id, after_that, on_device=True)
             bisect.insort(self.victims[self.device[tensor_id]], -use << 32 | tensor_id)
 
     def _forget_victims_of(self, vertex_id: int) -> None:
@@ -296,7 +298,8 @@ class SimulatedMemory:
         """Takes a tensor off its device for the sake of a vertex; copies it only if it is dirty."""
         if not self.lower.has_copy(tensor_id):
             self.lower.offload(tensor_id, self._version[tensor_id], vertex_id)
-        self.lower.note_use(tensor_id, self.use[tensor_id], on_device=False)
+        if self.lower.is_capped:
+            self.lower.note_use(tensor_id, self.use[tensor_id], on_device=False)
         self._leave(tensor_id)
 
     def evict_everything(self, device: int, vertex_id: int) -> None:

@@ -40,6 +40,7 @@ class LowerTiers:
       graph, size, use, toll, start, arenas, at_start, at_end, victims: what `Victims` asks of a
         memory (see `SimulatedMemory`); here of the host tier, as device 0.
       capacity: as given.
+      is_capped: whether anything is ever evicted, so that uses must be told.
       below: the version of each tensor on disk, or -1.
       arguments: the version of each tensor in the caller's argument, or -1.
     """
@@ -49,7 +50,7 @@ class LowerTiers:
         count = len(graph.tensors)
         on_disk = disk or bool(graph.disk_arguments or graph.disk_results)
         self._disk = disk
-        self.capacity = capacity
+        self.capacity, self.is_capped = capacity, capacity is not None
         self.size = [host_place(t.bytes) if on_disk else align(t.bytes) for t in graph.tensors]
         self.start, self.use, self.toll = [-1] * count, [-1] * count, [0] * count
         self.arenas = [AddressSpace(capacity)]
@@ -207,7 +208,7 @@ class LowerTiers:
 
     def _enter(self, tensor_id: int) -> None:
         """Makes a tensor a possible victim with its present next use and toll."""
-        if self.start[tensor_id] < 0 or not self.size[tensor_id]:
+        if not self.is_capped or self.start[tensor_id] < 0 or not self.size[tensor_id]:
             return
         use = self._next_use[tensor_id]
         if use == NEVER:
