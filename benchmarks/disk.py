@@ -3,16 +3,20 @@
 Rates: one extent written and read from end to end at several request sizes and queue depths, with
 each engine, beside fio on the same folder with the same sizes, in turns. The step: Adam on layers
 whose weights and moments are on disk; its time over the greater of what the compute lane was busy
-and what the disk takes for the bytes at the rates that were just measured. And a forward pass that
-reads its weights from a checkpoint, over reading that file from end to end.
+and what the disk takes for the bytes at the rates that were just measured; and the same with the
+drive held to lower rates by the kernel (a cgroup's block throttle), where the disk is the bound.
+And a forward pass that reads its weights from a checkpoint, over reading that file from end to end.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -101,29 +105,35 @@ def train_step(state: Any, batch: Any) -> Any:
     return (optax.apply_updates(state[0], updates), moments), value
 
 
-def overlap(folder: str, rate: dict[str, Any], small: bool, rounds: int) -> list[dict[str, Any]]:
-    """A training step with its state on disk, at several batch sizes."""
+def _step_and_state(folder: str, small: bool, batch_size: int) -> tuple[Any, Any, Any]:
     layers, width = (4, 256) if small else (24, 1024)
     weights = jax.ShapeDtypeStruct((layers, width, width), np.float32)
     shapes = (weights, jax.eval_shape(optax.adam(1e-3).init, weights))
     layer = width * width * 4
+    step = jo.offload(
+        train_step,
+        device_memory=16 * layer + (layers + 8) * batch_size * width * 4,
+        host_memory=16 * layer,
+        disk=folder,
+        donate_argnums=0,
+    )
+    return step, jo.disk_put(shapes, folder), np.ones((batch_size, width), np.float32)
+
+
+def _median_run(step: Any, state: Any, batch: Any, rounds: int) -> Any:
+    found = []
+    for _ in range(rounds + 1):
+        state, value = step(state, batch)
+        jax.block_until_ready(value)
+        found.append(step.last_run)
+    return sorted(found[1:], key=lambda r: r.seconds)[rounds // 2]
+
+
+def overlap(folder: str, rate: dict[str, Any], small: bool, rounds: int) -> list[dict[str, Any]]:
+    """A training step with its state on disk, at several batch sizes."""
     rows = []
     for batch_size in (64,) if small else (64, 1024, 4096, 8192):
-        activation = batch_size * width * 4
-        step = jo.offload(
-            train_step,
-            device_memory=16 * layer + (layers + 8) * activation,
-            host_memory=16 * layer,
-            disk=folder,
-            donate_argnums=0,
-        )
-        state, batch = jo.disk_put(shapes, folder), np.ones((batch_size, width), np.float32)
-        found = []
-        for _ in range(rounds + 1):
-            state, value = step(state, batch)
-            jax.block_until_ready(value)
-            found.append(step.last_run)
-        run = sorted(found[1:], key=lambda r: r.seconds)[rounds // 2]
+        run = _median_run(*_step_and_state(folder, small, batch_size), rounds)
         disk = run.bytes_loaded / rate["read"] + run.bytes_stored / rate["write"]
         compute = run.lane_busy_seconds["compute"]
         row = {
@@ -134,13 +144,89 @@ def overlap(folder: str, rate: dict[str, Any], small: bool, rounds: int) -> list
             "over_bound": run.seconds / max(compute, disk),
             "bytes_loaded": run.bytes_loaded,
             "bytes_stored": run.bytes_stored,
-            "state_bytes": sum(x.nbytes for x in jax.tree.leaves(state)),
         }
         rows.append(row)
         print(
             f"step of batch {batch_size:>5}: {run.seconds:.2f} s, {row['over_bound']:.2f} of the "
             f"bound (compute {compute:.2f} s, disk {disk:.2f} s: loads "
             f"{run.bytes_loaded / MIB:.0f} MiB, stores {run.bytes_stored / MIB:.0f} MiB)"
+        )
+    return rows
+
+
+@contextlib.contextmanager
+def limited(folder: str, rate: int) -> Iterator[bool]:
+    """Holds this process's reads and its writes on a folder's drive to so many bytes a second each.
+
+    Yields whether the kernel does: it takes root, and a block throttle.
+    """
+    device = os.stat(folder).st_dev
+    entry = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+    if (entry / "partition").exists():
+        entry = entry.parent
+    two = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    root = Path("/sys/fs/cgroup") / ("" if two else "blkio")
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    own = next((c for _, b, c in lines if b == ("" if two else "blkio")), "/")
+    group = root / f"jaxoffload-{os.getpid()}"
+    try:
+        number = (entry / "dev").read_text().strip()
+        group.mkdir()
+        if two:
+            (group / "io.max").write_text(f"{number} rbps={rate} wbps={rate}")
+        else:
+            for way in ("read", "write"):
+                (group / f"blkio.throttle.{way}_bps_device").write_text(f"{number} {rate}")
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    except OSError as error:
+        print(f"the drive cannot be held to a rate here: {error}")
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        (root / own.strip("/") / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
+def slow(folder: str, small: bool, rounds: int) -> list[dict[str, Any]]:
+    """The step of the smallest batch with the drive held to lower rates: the disk is the bound.
+
+    Reads and writes are held apart, so the bound is the greatest of compute, loads and stores.
+    """
+    rows = []
+    step, state, batch = _step_and_state(folder, small, 64)
+    state, _ = step(state, batch)
+    for rate in (100_000_000,) if small else (800_000_000, 400_000_000, 200_000_000):
+        with limited(folder, rate) as held:
+            if not held:
+                return []
+            other = None if small else fio(folder, "read", 512 * MIB, MIB, 32, "io_uring")
+            found = []
+            for _ in range(rounds + 1):
+                state, value = step(state, batch)
+                jax.block_until_ready(value)
+                found.append(step.last_run)
+        run = sorted(found[1:], key=lambda r: r.seconds)[rounds // 2]
+        compute = run.lane_busy_seconds["compute"]
+        rate_found = other or rate
+        row = {
+            "limit_bytes_per_second": rate,
+            "fio_read": other,
+            "seconds": run.seconds,
+            "compute_seconds": compute,
+            "load_seconds": run.bytes_loaded / rate_found,
+            "store_seconds": run.bytes_stored / rate_found,
+        }
+        bound = max(compute, row["load_seconds"], row["store_seconds"])
+        row["over_bound"] = run.seconds / bound
+        rows.append(row)
+        print(
+            f"drive held to {rate / 1e6:.0f} MB/s: {run.seconds:.2f} s, {row['over_bound']:.2f} of "
+            f"the bound (compute {compute:.2f} s, loads {row['load_seconds']:.2f} s, stores "
+            f"{row['store_seconds']:.2f} s)"
         )
     return rows
 
@@ -205,11 +291,12 @@ def _fio_reads(path: str, size: int) -> float | None:
 def run(
     small: bool = False, rounds: int = 3, out: str | None = None, folder: str | None = None
 ) -> list[dict[str, Any]]:
-    """Measures all three and prints tables."""
+    """Measures all of it and prints tables."""
     print(machine())
     with tempfile.TemporaryDirectory(dir=folder) as place:
         rows = rates(place, 16 * MIB if small else 1024 * MIB, rounds)
         rows += overlap(place, rows[0 if small else 2], small, rounds)
+        rows += slow(place, small, rounds)
         rows += checkpoint(place, small, rounds)
     save("disk", rows, out)
     return rows

@@ -260,8 +260,7 @@ void BindClient(nb::module_& m) {
             }
             return client.device_arena(device).resident_bytes();
           },
-          "device"_a = 0)
-      .def("host_resident_bytes", [](Client& c) { return c.host_arena().resident_bytes(); });
+          "device"_a = 0);
 
   nb::class_<Executable>(m, "Executable", nb::is_weak_referenceable())
       .def_prop_ro("num_outputs", &Executable::num_outputs)
@@ -412,6 +411,7 @@ void BindHostBuffer(nb::module_& m) {
     found["largest_hole_bytes"] = stats.largest_hole_bytes;
     found["num_allocated"] = stats.num_allocated;
     found["num_freed"] = stats.num_freed;
+    found["num_fixed_requests"] = FixedMemory::num_requests();
     return found;
   });
   m.def("host_release", [] { HostBlock::Global().ReleaseFree(); }, nb::call_guard<WithoutGil>());

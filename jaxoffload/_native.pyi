@@ -35,13 +35,11 @@ class Client:
     def register_ffi_handlers(self, handlers: Sequence[tuple[str, Any]]) -> None:
         """Makes FFI handlers (capsules) known to the plugin. Names that it knows are left alone."""
     def trim(self) -> None:
-        """Gives the arenas' pages back to the system, after the runs that are queued."""
+        """Gives the device arenas' pages back to the system, after the runs that are queued."""
     def arena_bytes(self, device: int = 0) -> int:
         """Bytes of a device's arena that the largest living plan needs."""
     def arena_resident_bytes(self, device: int = 0) -> int:
         """Bytes of a device's arena that are in memory now."""
-    def host_resident_bytes(self) -> int:
-        """Bytes of the host tier's arena that are in memory now."""
 
 class Executable:
     """A compiled kernel. Sizes are XLA's own, in bytes."""
@@ -294,7 +292,8 @@ def ffi_handlers() -> dict[str, Any]:
 
 def host_stats() -> dict[str, int]:
     """Of the host tier: in_use_bytes, peak_bytes, kept_bytes (free, probably in memory),
-    hole_bytes (free below the highest place in use), largest_hole_bytes, num_allocated, num_freed.
+    hole_bytes (free below the highest place in use), largest_hole_bytes, num_allocated, num_freed;
+    num_fixed_requests: of io_uring, to and from its places, by way of registered buffers.
     """
 
 def host_release() -> None:

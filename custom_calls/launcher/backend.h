@@ -40,7 +40,8 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  // Start of the arena of one device, and of the host arena. Constant for the Backend's life.
+  // Start of the arena of one device, and of the plan's part of the host tier. Constant from Begin
+  // to End.
   virtual char* DeviceBase(int32_t device) = 0;
   virtual char* HostBase() = 0;
   // Tag of the plan's own extent on disk, if it has one.

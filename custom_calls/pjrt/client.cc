@@ -71,7 +71,6 @@ Client::Client(const PJRT_Api* api, PJRT_Client* client, std::vector<PJRT_Device
     : api_(api),
       client_(client),
       devices_(std::move(devices)),
-      host_arena_("the host arena"),
       launcher_(num_devices() * kLanesPerDevice + kDiskLanes) {
   for (int32_t device = 0; device < num_devices(); ++device) {
     device_arenas_.push_back(
@@ -147,7 +146,6 @@ class TrimBackend : public Backend {
   char* HostBase() override { return nullptr; }
   void Begin(RunContext&) override {
     for (int32_t d = 0; d < client_.num_devices(); ++d) client_.device_arena(d).Trim();
-    client_.host_arena().Trim();
   }
   bool Execute(int32_t, RunContext&, std::string*) override { return true; }
   void End(RunContext&) override {}

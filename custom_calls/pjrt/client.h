@@ -43,7 +43,7 @@ class Client : public std::enable_shared_from_this<Client> {
   // A name that is registered already is left alone.
   void RegisterFfiHandlers(const std::vector<std::pair<std::string, void*>>& handlers);
 
-  // Gives the arenas' pages back, once no run is active. Waits for that.
+  // Gives the device arenas' pages back, once no run is active. Waits for that.
   void Trim();
 
   // Ends the launcher; later runs are refused. For the end of the process.
@@ -54,7 +54,6 @@ class Client : public std::enable_shared_from_this<Client> {
   int32_t num_devices() const { return static_cast<int32_t>(devices_.size()); }
   PJRT_Device* device(int32_t device) const { return devices_[device]; }
   Arena& device_arena(int32_t device) { return *device_arenas_[device]; }
-  Arena& host_arena() { return host_arena_; }
   Launcher& launcher() { return launcher_; }
 
  private:
@@ -64,7 +63,6 @@ class Client : public std::enable_shared_from_this<Client> {
   PJRT_Client* const client_;
   const std::vector<PJRT_Device*> devices_;
   std::vector<std::unique_ptr<Arena>> device_arenas_;
-  Arena host_arena_;
   // Last: destroyed first, so that no lane outlives what its vertices use.
   Launcher launcher_;
 };

@@ -84,6 +84,7 @@ PlanBackend::PlanBackend(std::shared_ptr<Client> client, std::shared_ptr<const L
   execute_options_.struct_size = PJRT_ExecuteOptions_STRUCT_SIZE;
   for (int32_t v = 0; v < plan_->num_vertices(); ++v) {
     if (plan_->kind(v) == Kind::kKernel) AddCall(v);
+    if (plan_->kind(v) == Kind::kLoad || plan_->kind(v) == Kind::kStore) uses_disk_ = true;
   }
   slot_of_place_.clear();
   parameters_.resize(parameter_slot_.size());
@@ -97,20 +98,20 @@ PlanBackend::PlanBackend(std::shared_ptr<Client> client, std::shared_ptr<const L
     for (; device < static_cast<int32_t>(arena_bytes.size()); ++device) {
       client_->device_arena(device).Acquire(arena_bytes[device]);
     }
-    client_->host_arena().Acquire(plan_->host_bytes());
   } catch (...) {
     while (device-- > 0) client_->device_arena(device).Release(arena_bytes[device]);
     throw;
   }
+  HostBlock::Global().Expect(plan_->host_bytes());
 }
 
 PlanBackend::~PlanBackend() {
+  HostBlock::Global().Forget(plan_->host_bytes());
   for (Slot& slot : slots_) Drop(slot);
   const std::vector<int64_t>& arena_bytes = plan_->arena_bytes();
   for (size_t device = 0; device < arena_bytes.size(); ++device) {
     client_->device_arena(static_cast<int32_t>(device)).Release(arena_bytes[device]);
   }
-  client_->host_arena().Release(plan_->host_bytes());
 }
 
 void PlanBackend::AddCall(int32_t vertex_id) {
@@ -240,6 +241,17 @@ void PlanBackend::Drop(Slot& slot) {
 }
 
 void PlanBackend::Begin(RunContext& context) {
+  const int64_t host_bytes = plan_->host_bytes();
+  if (host_bytes > 0) {
+    try {
+      host_ = HostBlock::Global().Allocate(host_bytes);
+    } catch (const std::bad_alloc&) {
+      throw std::runtime_error("no " + std::to_string(host_bytes) +
+                               " bytes of host memory are left for what the device cannot hold. "
+                               "Pass host_memory=, and disk= to go on from there.");
+    }
+    if (uses_disk_) fixed_ = std::make_unique<FixedMemory>(host_, host_bytes);
+  }
   const std::vector<int32_t>& donated = plan_->donated();
   for (size_t i = 0; i < donated.size(); i += 2) {
     // The plan takes both for one range. Where the caller could not make them one (XLA copies a
@@ -269,7 +281,8 @@ void PlanBackend::PlaceSlot(Slot& slot, char* place, RunContext& context) {
   const int64_t bytes = plan_->bytes(slot.version);
   char* address = place;
   if (bytes == 0) {
-    address = HostBase();  // never read or written; a caller's empty array may have no address
+    address = DeviceBase(
+        slot.device);  // never read or written; a caller's empty array may have no address
   } else if (!IsAligned(place)) {
     const int32_t writer = plan_->writer(slot.version);
     if (writer >= 0 && plan_->kind(writer) != Kind::kKernel) {
@@ -289,6 +302,9 @@ void PlanBackend::PlaceSlot(Slot& slot, char* place, RunContext& context) {
 }
 
 void PlanBackend::End(RunContext&) {
+  fixed_.reset();
+  if (host_ != nullptr) HostBlock::Global().Free(host_);
+  host_ = nullptr;
   for (int32_t slot_id : movable_slots_) {
     Slot& slot = slots_[slot_id];
     if (!slot.is_scratch) continue;

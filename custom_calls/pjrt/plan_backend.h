@@ -43,7 +43,7 @@ class PlanBackend : public Backend {
   PlanBackend& operator=(const PlanBackend&) = delete;
 
   char* DeviceBase(int32_t device) override { return client_->device_arena(device).base(); }
-  char* HostBase() override { return client_->host_arena().base(); }
+  char* HostBase() override { return host_; }
   char* DiskBase() override { return disk_ == nullptr ? nullptr : disk_->tag(); }
   void Begin(RunContext& context) override;
   bool Execute(int32_t vertex_id, RunContext& context, std::string* error) override;
@@ -88,6 +88,9 @@ class PlanBackend : public Backend {
   const std::vector<std::shared_ptr<Executable>> executables_;
   const std::shared_ptr<DiskExtent> disk_;
   PJRT_ExecuteOptions execute_options_;
+  char* host_ = nullptr;  // the plan's part of the host block, during a run
+  bool uses_disk_ = false;
+  std::unique_ptr<FixedMemory> fixed_;
 
   // Of slots in arenas: device, offset, dtype, dims. Empty after construction.
   std::map<std::tuple<int32_t, int64_t, int32_t, std::vector<int64_t>>, int32_t> slot_of_place_;

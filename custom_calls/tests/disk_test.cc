@@ -2,6 +2,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -198,6 +199,48 @@ TEST(DiskUringKeepsWhatAModelKeeps) {
 
 TEST(DiskUringStripesOverFolders) {
   if (HasUring()) CompareFromThreads("io_uring", 2);
+}
+
+// Writes and reads two megabytes at `place`; returns how many requests took registered buffers.
+int64_t FixedRequestsOf(DiskExtent& extent, char* place, uint64_t seed) {
+  const int64_t before = FixedMemory::num_requests();
+  const int64_t bytes = extent.bytes();
+  Fill(place, bytes, seed);
+  const std::vector<char> model(place, place + bytes);
+  CHECK(MustWrite(extent, 0, place, bytes));
+  std::memset(place, 0, bytes);
+  CHECK(MustRead(extent, 0, place, bytes));
+  CHECK_EQ(std::memcmp(place, model.data(), bytes), 0);
+  return FixedMemory::num_requests() - before;
+}
+
+TEST(DiskUringTakesRegisteredBuffersWhereItMay) {
+  if (!HasUring()) return;
+  constexpr int64_t kBytes = 2 << 20;
+  const Folder folder;
+  const std::shared_ptr<DiskStore> store = DiskStore::Open({folder.path()}, Engine("io_uring"));
+  const std::shared_ptr<DiskExtent> extent = store->Reserve(kBytes);
+  char* const range = static_cast<char*>(
+      mmap(nullptr, 3 * kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  {
+    const FixedMemory fixed(range, kBytes);
+    CHECK(FixedRequestsOf(*extent, range, 1) > 0);
+    CHECK_EQ(FixedRequestsOf(*extent, range + kBytes, 2), 0);
+  }
+  CHECK_EQ(FixedRequestsOf(*extent, range, 3), 0);
+  // Other pages at the same addresses: those that were registered must not be written to.
+  CHECK_EQ(madvise(range, kBytes, MADV_DONTNEED), 0);
+  {
+    const FixedMemory fixed(range, kBytes);
+    CHECK(FixedRequestsOf(*extent, range, 4) > 0);
+  }
+  // What cannot be registered is transferred all the same.
+  CHECK_EQ(munmap(range + 2 * kBytes, kBytes), 0);
+  {
+    const FixedMemory fixed(range, 3 * kBytes);
+    CHECK_EQ(FixedRequestsOf(*extent, range, 5), 0);
+  }
+  munmap(range, 2 * kBytes);
 }
 
 TEST(DiskNeighboursInOneBlockDoNotDisturbOneAnother) {

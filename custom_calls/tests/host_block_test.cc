@@ -110,6 +110,18 @@ TEST(HostBlockReusesPlacesAndKeepsNoMoreThanItsCap) {
   CHECK_EQ(block.Allocate(4 * kMiB)[0], 0);  // a fresh page
 }
 
+TEST(HostBlockKeepsWhatAPlanExpects) {
+  HostBlock block(kMiB, 64 * kMiB);
+  block.Expect(8 * kMiB);
+  block.Expect(4 * kMiB);
+  block.Free(block.Allocate(8 * kMiB));
+  CHECK_EQ(block.stats().kept_bytes, 8 * kMiB);
+  block.Forget(4 * kMiB);
+  CHECK_EQ(block.stats().kept_bytes, 8 * kMiB);
+  block.Forget(8 * kMiB);
+  CHECK(block.stats().kept_bytes <= kMiB);
+}
+
 TEST(HostBlockTellsOfHoles) {
   HostBlock block(64 * kMiB, 1024 * kMiB);
   std::vector<char*> places;

@@ -295,14 +295,15 @@ TEST(LauncherCallbacksMayWaitForOtherRuns) {
 }
 
 TEST(CallbackThreadsRunTasksThatWaitForEachOther) {
-  std::atomic<int> left{8};
+  // The tasks' own, for they look at it when the test may have ended.
+  const auto left = std::make_shared<std::atomic<int>>(8);
   for (int i = 0; i < 8; ++i) {
-    CallbackThreads::Global().Post([&left] {
-      --left;
-      while (left > 0) std::this_thread::yield();
+    CallbackThreads::Global().Post([left] {
+      --*left;
+      while (*left > 0) std::this_thread::yield();
     });
   }
-  while (left > 0) std::this_thread::yield();
+  while (*left > 0) std::this_thread::yield();
 }
 
 TEST(LauncherReportsBytesThatMoved) {

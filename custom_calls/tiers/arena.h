@@ -1,6 +1,6 @@
 // A range of addresses whose start never changes and whose pages come when they are touched.
 //
-// The arena of a device (on CPU) and of the host tier. All plans of a client share it, since runs
+// The arena of a device on CPU. All plans of a client share it, since runs
 // are executed one at a time: places of different plans overlap, and what is resident is what the
 // largest plan has touched. A plan leases its bytes; when a lease ends, pages beyond the largest
 // remaining one go back to the operating system.

@@ -1,6 +1,7 @@
 #include <linux/io_uring.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -8,13 +9,28 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <utility>
+#include <vector>
 
 #include "base/mutex.h"
 #include "tiers/disk_engine.h"
 
 namespace jaxoffload {
 namespace {
+
+constexpr int64_t kFixedPiece = int64_t{1} << 30;  // the most that one registered buffer may have
+
+std::atomic<int64_t> num_fixed_requests{0};
+
+// Memory that rings may register; see FixedMemory.
+struct FixedRange {
+  char* base = nullptr;
+  int64_t bytes = 0;
+  uint64_t generation = 0;  // of each range another one
+
+  bool Has(const char* address) const { return address >= base && address < base + bytes; }
+};
 
 // One submission and one completion queue; used by one thread at a time.
 class Ring {
@@ -45,6 +61,23 @@ class Ring {
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
+  // Registers this range and no other. Where the system refuses (RLIMIT_MEMLOCK), requests look
+  // their pages up one by one, as without.
+  void Fix(const FixedRange& range) {
+    if (fixed_.generation == range.generation) return;
+    if (is_fixed_) syscall(__NR_io_uring_register, fd_, IORING_UNREGISTER_BUFFERS, nullptr, 0);
+    fixed_ = range;
+    is_fixed_ = false;
+    if (range.bytes == 0) return;
+    std::vector<iovec> pieces;
+    for (int64_t at = 0; at < range.bytes; at += kFixedPiece) {
+      const auto length = static_cast<size_t>(std::min(kFixedPiece, range.bytes - at));
+      pieces.push_back({range.base + at, length});
+    }
+    is_fixed_ = syscall(__NR_io_uring_register, fd_, IORING_REGISTER_BUFFERS, pieces.data(),
+                        static_cast<unsigned>(pieces.size())) == 0;
+  }
+
   void Push(const DiskRequest& request, const DiskProgress& progress, uint64_t tag) {
     const unsigned tail = *sq_tail_;
     io_uring_sqe& entry = entries_[tail & sq_mask_];
@@ -55,6 +88,15 @@ class Ring {
     entry.len = static_cast<uint32_t>(request.bytes - progress.done);
     entry.off = static_cast<uint64_t>(request.offset + progress.done);
     entry.user_data = tag;
+    if (is_fixed_ && fixed_.Has(request.address)) {
+      const int64_t first = request.address - fixed_.base;
+      const int64_t last = first + request.bytes - 1;
+      if (last < fixed_.bytes && first / kFixedPiece == last / kFixedPiece) {
+        entry.opcode = request.is_write ? IORING_OP_WRITE_FIXED : IORING_OP_READ_FIXED;
+        entry.buf_index = static_cast<uint16_t>(first / kFixedPiece);
+        num_fixed_requests.fetch_add(1, std::memory_order_relaxed);
+      }
+    }
     sq_array_[tail & sq_mask_] = tail & sq_mask_;
     __atomic_store_n(sq_tail_, tail + 1, __ATOMIC_RELEASE);
     ++unsubmitted_;
@@ -134,20 +176,68 @@ class Ring {
   io_uring_sqe* entries_ = nullptr;
   size_t entries_bytes_ = 0;
   unsigned unsubmitted_ = 0;
+  FixedRange fixed_;
+  bool is_fixed_ = false;
+};
+
+// The rings of the process that nobody uses at the moment, by depth. Never destroyed, as stores may
+// outlive everything.
+class RingPool {
+ public:
+  static RingPool& Global() {
+    static RingPool* const pool = new RingPool;
+    return *pool;
+  }
+
+  // Null, with *error set, if the system refuses.
+  std::unique_ptr<Ring> Take(int depth, std::string* error) {
+    MutexLock lock(mutex_);
+    std::vector<std::unique_ptr<Ring>>& idle = idle_[depth];
+    if (idle.empty()) return Ring::Create(static_cast<unsigned>(depth), error);
+    std::unique_ptr<Ring> ring = std::move(idle.back());
+    idle.pop_back();
+    return ring;
+  }
+
+  void Give(int depth, std::unique_ptr<Ring> ring) {
+    MutexLock lock(mutex_);
+    if (range_.bytes == 0) ring->Fix(range_);
+    idle_[depth].push_back(std::move(ring));
+  }
+
+  FixedRange range() {
+    MutexLock lock(mutex_);
+    return range_;
+  }
+
+  void SetRange(char* base, int64_t bytes) {
+    MutexLock lock(mutex_);
+    range_ = {base, bytes, range_.generation + 1};
+    if (bytes > 0) return;  // each ring registers it when it first meets it
+    for (auto& [depth, idle] : idle_) {
+      for (const std::unique_ptr<Ring>& ring : idle) ring->Fix(range_);
+    }
+  }
+
+ private:
+  Mutex mutex_;
+  std::map<int, std::vector<std::unique_ptr<Ring>>> idle_ GUARDED_BY(mutex_);
+  FixedRange range_ GUARDED_BY(mutex_);
 };
 
 class UringEngine : public DiskEngine {
  public:
-  UringEngine(int queue_depth, std::unique_ptr<Ring> first) : depth_(queue_depth) {
-    idle_.push_back(std::move(first));
-  }
+  explicit UringEngine(int queue_depth) : depth_(queue_depth) {}
 
   const char* name() const override { return "io_uring"; }
 
   bool Transfer(const std::vector<DiskRequest>& requests, const std::atomic<bool>& abort,
                 const Step& before, const Step& after, std::string* error) override {
-    std::unique_ptr<Ring> ring = Take(error);
+    if (requests.empty()) return true;
+    std::unique_ptr<Ring> ring = RingPool::Global().Take(depth_, error);
     if (ring == nullptr) return false;
+    const FixedRange range = RingPool::Global().range();
+    if (range.Has(requests.front().address)) ring->Fix(range);
     std::vector<DiskProgress> progress(requests.size());
     std::vector<size_t> completed;
     size_t started = 0;
@@ -194,35 +284,27 @@ class UringEngine : public DiskEngine {
         }
       }
     }
-    MutexLock lock(mutex_);
-    idle_.push_back(std::move(ring));
+    RingPool::Global().Give(depth_, std::move(ring));
     return ok;
   }
 
  private:
-  std::unique_ptr<Ring> Take(std::string* error) {
-    {
-      MutexLock lock(mutex_);
-      if (!idle_.empty()) {
-        std::unique_ptr<Ring> ring = std::move(idle_.back());
-        idle_.pop_back();
-        return ring;
-      }
-    }
-    return Ring::Create(static_cast<unsigned>(depth_), error);
-  }
-
   const int depth_;
-  Mutex mutex_;
-  std::vector<std::unique_ptr<Ring>> idle_ GUARDED_BY(mutex_);
 };
 
 }  // namespace
 
+FixedMemory::FixedMemory(char* base, int64_t bytes) { RingPool::Global().SetRange(base, bytes); }
+
+FixedMemory::~FixedMemory() { RingPool::Global().SetRange(nullptr, 0); }
+
+int64_t FixedMemory::num_requests() { return num_fixed_requests.load(std::memory_order_relaxed); }
+
 std::unique_ptr<DiskEngine> NewUringEngine(int queue_depth, std::string* reason) {
-  std::unique_ptr<Ring> ring = Ring::Create(static_cast<unsigned>(queue_depth), reason);
+  std::unique_ptr<Ring> ring = RingPool::Global().Take(queue_depth, reason);
   if (ring == nullptr) return nullptr;
-  return std::make_unique<UringEngine>(queue_depth, std::move(ring));
+  RingPool::Global().Give(queue_depth, std::move(ring));
+  return std::make_unique<UringEngine>(queue_depth);
 }
 
 }  // namespace jaxoffload

@@ -194,7 +194,7 @@ void HostBlock::Free(char* place) {
   stats_.in_use_bytes -= found->second->size * kPage;
   ++stats_.num_freed;
   Insert(Join(found->second.get()));
-  ShrinkTo(cap_pages_);
+  ShrinkTo(KeepPages());
 }
 
 void HostBlock::Discard(Run* run) {
@@ -214,6 +214,23 @@ void HostBlock::ShrinkTo(int64_t pages) {
   }
 }
 
+int64_t HostBlock::KeepPages() const {
+  if (expected_.empty()) return cap_pages_;
+  return std::max(cap_pages_, RoundUp(*expected_.rbegin(), kHugePage) / kPage);
+}
+
+void HostBlock::Expect(int64_t bytes) {
+  MutexLock lock(mutex_);
+  expected_.insert(bytes);
+}
+
+void HostBlock::Forget(int64_t bytes) {
+  MutexLock lock(mutex_);
+  const auto found = expected_.find(bytes);
+  if (found != expected_.end()) expected_.erase(found);
+  ShrinkTo(KeepPages());
+}
+
 void HostBlock::ReleaseFree() {
   MutexLock lock(mutex_);
   ShrinkTo(0);
@@ -222,7 +239,7 @@ void HostBlock::ReleaseFree() {
 void HostBlock::SetCap(int64_t cap_bytes) {
   MutexLock lock(mutex_);
   cap_pages_ = cap_bytes / kPage;
-  ShrinkTo(cap_pages_);
+  ShrinkTo(KeepPages());
 }
 
 HostBlock::Stats HostBlock::stats() const {

@@ -6,7 +6,8 @@
 // that the pages of free runs can be given back, and a stray write cannot corrupt it.
 //
 // Fresh pages cost a fault each (about 0.1 ms a MiB, more than copying it), so those of free runs
-// are kept, up to a cap, beyond which the longest runs' go back to the system. On a machine with
+// are kept, up to a cap, beyond which the longest runs' go back to the system. A plan says what its
+// runs will take, and as much is kept for it whatever the cap is. On a machine with
 // several memory nodes a page comes from the node of the thread that first touches it, which is the
 // lane that copies to it: nothing better is known here.
 
@@ -17,6 +18,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <unordered_map>
 
 #include "base/mutex.h"
@@ -46,6 +48,11 @@ class HostBlock {
   char* Allocate(int64_t bytes) EXCLUDES(mutex_);
   // What Allocate gave. Ends the process, with a message, if it did not, or has it back already.
   void Free(char* place) EXCLUDES(mutex_);
+
+  // Keeps the pages of so many bytes from one run of a plan to the next, until Forget is told the
+  // same number. Of several the largest counts.
+  void Expect(int64_t bytes) EXCLUDES(mutex_);
+  void Forget(int64_t bytes) EXCLUDES(mutex_);
 
   // Gives the pages of free runs back to the system.
   void ReleaseFree() EXCLUDES(mutex_);
@@ -83,6 +90,7 @@ class HostBlock {
   Run* Join(Run* run) REQUIRES(mutex_);
   void Discard(Run* run) REQUIRES(mutex_);
   void ShrinkTo(int64_t pages) REQUIRES(mutex_);
+  int64_t KeepPages() const REQUIRES(mutex_);
 
   // Makes the pages up to there usable. Throws std::bad_alloc.
   void GrowTo(int64_t pages) REQUIRES(mutex_);
@@ -92,7 +100,8 @@ class HostBlock {
 
   mutable Mutex mutex_;
   int64_t cap_pages_ GUARDED_BY(mutex_);
-  int64_t usable_pages_ GUARDED_BY(mutex_) = 0;  // from the start; the others have no access
+  std::multiset<int64_t> expected_ GUARDED_BY(mutex_);  // bytes
+  int64_t usable_pages_ GUARDED_BY(mutex_) = 0;         // from the start; the others have no access
   int64_t kept_pages_ GUARDED_BY(mutex_) = 0;
   uint64_t first_map_ GUARDED_BY(mutex_) = 0;
   std::array<uint32_t, kFirst> second_map_ GUARDED_BY(mutex_){};

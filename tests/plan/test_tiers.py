@@ -65,6 +65,8 @@ def test_any_host_memory_that_holds_one_tensor_is_right(
         in_place_io=in_place,
     )
     assert memgraph.host_bytes() <= host_pages * HOST_PAGE
+    needless = np.setdiff1d(memgraph.outputs, memgraph.inputs)
+    assert not np.isin(memgraph.space[needless], (Space.HOST, Space.DISK)).any()
     check(graph, memgraph)
 
 
