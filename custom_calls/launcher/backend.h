@@ -51,9 +51,19 @@ class Backend {
   // thread of the launcher's or the caller's choice. An exception fails the run.
   virtual void Begin(RunContext& context) = 0;
 
-  // Runs one vertex to its end on the calling lane's thread. Called concurrently for vertices of
-  // different lanes. False means failure, with the cause in *error. Must not throw.
+  // Runs one vertex to its end on the calling lane's thread; on a launcher with a window, may only
+  // put it on a stream of the device's. Called concurrently for vertices of different lanes. False
+  // means failure, with the cause in *error. Must not throw.
   virtual bool Execute(int32_t vertex_id, RunContext& context, std::string* error) = 0;
+
+  // With a window: waits for the end of a vertex that Execute put on a stream. Called once for
+  // each, lane by lane in the order of Execute, on another thread than Execute. Must not throw.
+  virtual bool Await(int32_t /*vertex_id*/, RunContext& /*context*/, std::string* /*error*/) {
+    return true;
+  }
+  // With a window: whether a lane's vertices run one after another in the order of Execute, so that
+  // what depends on one may be put behind it before it has ended.
+  virtual bool IsInOrder(int32_t /*lane*/) const { return true; }
 
   // Called after the last vertex, or after Begin threw. Must leave everything fit for the next
   // Begin, also when vertices failed or never ran.

@@ -9,7 +9,16 @@
 
 namespace jaxoffload {
 
-Launcher::Launcher(int32_t num_lanes) : pid_(getpid()), lanes_(num_lanes) {}
+Launcher::Launcher(int32_t num_lanes, int32_t window)
+    : pid_(getpid()), window_(window), lanes_(num_lanes) {
+  for (Lane& lane : lanes_) {
+    if (window_ > 0) lane.has_room = sem_init(&lane.room, 0, static_cast<unsigned>(window_)) == 0;
+  }
+}
+
+Launcher::Lane::~Lane() {
+  if (has_room) sem_destroy(&room);
+}
 
 Launcher::~Launcher() { Shutdown(); }
 
@@ -28,6 +37,7 @@ void Launcher::StartLanes() {
       name += "-" + std::to_string(lane / kLanesPerDevice);
     }
     pthread_setname_np(lanes_[lane].thread.native_handle(), name.substr(0, 15).c_str());
+    if (window_ > 0) lanes_[lane].awaiter = std::thread([this, lane] { AwaiterMain(lane); });
   }
 }
 
@@ -57,6 +67,7 @@ void Launcher::Shutdown() {
       // A forked child: the threads are not there. Let go of their handles.
       for (Lane& lane : lanes_) {
         if (lane.thread.joinable()) lane.thread.detach();
+        if (lane.awaiter.joinable()) lane.awaiter.detach();
       }
       return;
     }
@@ -67,6 +78,9 @@ void Launcher::Shutdown() {
   }
   for (Lane& lane : lanes_) lane.inbox.Stop();
   for (Lane& lane : lanes_) lane.thread.join();
+  if (window_ == 0) return;
+  for (Lane& lane : lanes_) lane.issued.Stop();
+  for (Lane& lane : lanes_) lane.awaiter.join();
 }
 
 // Runs that end without a vertex (empty or failed in Begin) end here, in a loop and not by
@@ -74,6 +88,7 @@ void Launcher::Shutdown() {
 void Launcher::Start(std::shared_ptr<Run> run) {
   std::vector<std::shared_ptr<Run>> ended;
   while (run) {
+    run->is_windowed_ = window_ > 0;
     if (run->Begin()) {
       active_run_.store(run.get(), std::memory_order_relaxed);
       // The run cannot end before the last source is pushed, and `run` keeps it alive after that.
@@ -115,7 +130,8 @@ void Launcher::LaneMain(int32_t lane) {
   for (;;) {
     const int32_t taken = lanes_[lane].inbox.Take();
     if (taken == Inbox::kStop) return;
-    Work(lane, *active_run_.load(std::memory_order_relaxed), taken);
+    Run& run = *active_run_.load(std::memory_order_relaxed);
+    window_ > 0 ? Issue(lane, run, taken) : Work(lane, run, taken);
   }
 }
 
@@ -137,6 +153,72 @@ void Launcher::Work(int32_t lane, Run& run, int32_t taken) {
     run.Execute(vertex_id);
     if (!Complete(lane, run, vertex_id)) return;
     taken = inbox.TryTake();
+  }
+}
+
+void Launcher::Issue(int32_t lane_id, Run& run, int32_t taken) {
+  Lane& lane = lanes_[lane_id];
+  ReadyQueue& ready = run.ready_[lane_id];
+  const auto take_in = [&](int32_t list) {
+    for (int32_t v = list; v != Inbox::kEmpty;) {
+      const int32_t next = run.next_[v];
+      ready.Push(v);
+      v = next;
+    }
+  };
+  take_in(taken);
+  for (bool more = true; more;) {
+    while (sem_wait(&lane.room) != 0) {  // a signal
+    }
+    // What became ready while there was no room may be more critical. The run cannot end meanwhile,
+    // for something is ready.
+    take_in(lane.inbox.TryTake());
+    const int32_t vertex_id = ready.Pop();
+    if (vertex_id < 0) {
+      // With the fixed policy something is ready but not next.
+      sem_post(&lane.room);
+      take_in(lane.inbox.Take());
+      continue;
+    }
+    run.Execute(vertex_id);
+    if (run.ReleasesAtIssue(lane_id)) Release(lane_id, run, vertex_id, true, false);
+    more = !ready.empty();  // read before the push: after it, the run may end
+    lane.issued.Push(vertex_id, run.next_issued_.data());
+  }
+}
+
+void Launcher::AwaiterMain(int32_t lane_id) {
+  Lane& lane = lanes_[lane_id];
+  std::vector<int32_t> issued;
+  for (;;) {
+    int32_t taken = lane.issued.Take();
+    if (taken == Inbox::kStop) return;
+    Run& run = *active_run_.load(std::memory_order_relaxed);
+    issued.clear();
+    for (; taken != Inbox::kEmpty; taken = run.next_issued_[taken]) issued.push_back(taken);
+    // The inbox is a stack: the last is the one that was issued first.
+    for (auto vertex = issued.rbegin(); vertex != issued.rend(); ++vertex) {
+      run.Await(*vertex);
+      sem_post(&lane.room);
+      Release(lane_id, run, *vertex, !run.ReleasesAtIssue(lane_id), true);
+      if (run.pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) Finish();
+    }
+  }
+}
+
+void Launcher::Release(int32_t lane, Run& run, int32_t vertex_id, bool own, bool others) {
+  const LoadedPlan& plan = *run.plan_;
+  const int32_t* const end = plan.successors_end(vertex_id);
+  for (const int32_t* s = plan.successors_begin(vertex_id); s != end; ++s) {
+    const int32_t target = plan.lane(*s);
+    if (!(target == lane ? own : others)) continue;
+    if (run.unmet_[*s].fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
+    // A lane's own ready queue is its thread's: only there may it be touched.
+    if (own && !others) {
+      run.ready_[lane].Push(*s);
+    } else {
+      lanes_[target].inbox.Push(*s, run.next_.data());
+    }
   }
 }
 

@@ -5,6 +5,12 @@
 // work-conserving rule). There is no master thread: completions drive the loop on the lanes' own
 // threads. Counter protocol and draining after a failure follow XLA's thunk_executor.
 //
+// **Window.** Where vertices run on streams of a device, Execute only puts them there, and a second
+// thread a lane waits for their ends, in order. Up to `window` vertices of a lane may be under way,
+// so that the device never waits for the host; which one is next is decided as late as that allows.
+// A vertex of which nothing is missing but vertices that are ahead of it on the same stream is put
+// behind them at once.
+//
 // Runs are executed one at a time, in the order of submission, because the plans of one client
 // share its arenas: that keeps the promise that a plan's budget is all the memory in use. Submit
 // never blocks.
@@ -12,6 +18,7 @@
 #ifndef JAXOFFLOAD_LAUNCHER_LAUNCHER_H_
 #define JAXOFFLOAD_LAUNCHER_LAUNCHER_H_
 
+#include <semaphore.h>
 #include <sys/types.h>
 
 #include <atomic>
@@ -29,7 +36,8 @@ namespace jaxoffload {
 
 class Launcher {
  public:
-  explicit Launcher(int32_t num_lanes);
+  // `window` 0: Execute runs vertices to their ends, and nothing has to be waited for.
+  explicit Launcher(int32_t num_lanes, int32_t window = 0);
   // As Shutdown.
   ~Launcher();
 
@@ -42,14 +50,29 @@ class Launcher {
 
  private:
   struct Lane {
+    Lane() = default;
+    ~Lane();
+    Lane(const Lane&) = delete;
+    Lane& operator=(const Lane&) = delete;
+
     Inbox inbox;
     std::thread thread;
+    // With a window: vertices that were put on the stream, and who waits for their ends.
+    Inbox issued;
+    std::thread awaiter;
+    sem_t room;  // how many more may be put on the stream
+    bool has_room = false;
   };
 
   void StartLanes() REQUIRES(mutex_);
   void LaneMain(int32_t lane);
   // Runs what is ready on a lane until nothing is. `taken` is a list out of the inbox.
   void Work(int32_t lane, Run& run, int32_t taken);
+  // The same with a window: puts them on the stream.
+  void Issue(int32_t lane, Run& run, int32_t taken);
+  void AwaiterMain(int32_t lane);
+  // Counts down what a vertex held back on its own lane (is_own), or on the others.
+  void Release(int32_t lane, Run& run, int32_t vertex_id, bool own, bool others);
   // After a vertex: makes its successors ready. True if this lane has more of the run to do; if
   // not, the run may be gone.
   bool Complete(int32_t lane, Run& run, int32_t vertex_id);
@@ -58,6 +81,7 @@ class Launcher {
   std::shared_ptr<Run> EndActiveAndPop(const std::shared_ptr<Run>& ended);
 
   const pid_t pid_;
+  const int32_t window_;
   std::vector<Lane> lanes_;
   // The run whose vertices are in the inboxes. Relaxed: a lane reads it only after it has taken a
   // vertex of that run, and the push published it.

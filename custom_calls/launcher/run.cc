@@ -28,9 +28,11 @@ Run::Run(std::shared_ptr<const LoadedPlan> plan, std::shared_ptr<Backend> backen
       done_callback_(std::move(done)),
       unmet_(new std::atomic<int32_t>[plan_->num_vertices()]),
       next_(plan_->num_vertices()),
+      next_issued_(plan_->num_vertices()),
       pending_(plan_->num_vertices()),
       start_ns_(plan_->num_vertices(), -1),
-      end_ns_(plan_->num_vertices(), -1) {
+      end_ns_(plan_->num_vertices(), -1),
+      lane_end_ns_(plan_->num_lanes(), -1) {
   context_.arguments = std::move(arguments);
   context_.results = std::move(results);
   context_.address.resize(plan_->num_versions());
@@ -111,6 +113,25 @@ void Run::Execute(int32_t vertex_id) {
     Fail(vertex_id, std::move(error));
     return;
   }
+  if (!is_windowed_) End(vertex_id);
+}
+
+void Run::Await(int32_t vertex_id) {
+  if (start_ns_[vertex_id] < 0) return;  // it was never put on its stream
+  std::string error;
+  if (!backend_->Await(vertex_id, context_, &error)) {
+    start_ns_[vertex_id] = -1;
+    Fail(vertex_id, std::move(error));
+    return;
+  }
+  // It starts when the one ahead of it on the stream has ended.
+  int64_t& lane_end = lane_end_ns_[plan_->lane(vertex_id)];
+  start_ns_[vertex_id] = std::max(start_ns_[vertex_id], lane_end);
+  End(vertex_id);
+  lane_end = end_ns_[vertex_id];
+}
+
+void Run::End(int32_t vertex_id) {
   end_ns_[vertex_id] = Now();
   if (live_ranges_) live_ranges_->Complete(vertex_id);
   if (options_.max_delay_us > 0) Delay(vertex_id, 1);

@@ -88,8 +88,14 @@ class Run {
   bool Begin();
   // Resolves the address of every version.
   void Bind();
-  // Runs one vertex, unless the run is being stopped.
+  // Runs one vertex, or puts it on its stream, unless the run is being stopped.
   void Execute(int32_t vertex_id);
+  // With a window: waits for the end of a vertex that was put on its stream.
+  void Await(int32_t vertex_id);
+  // Whether what depends on a vertex of this lane may be put behind it on the same stream. Not
+  // while ranges are watched: there only ends count.
+  bool ReleasesAtIssue(int32_t lane) const { return !options_.check && backend_->IsInOrder(lane); }
+  void End(int32_t vertex_id);
   void Fail(int32_t vertex_id, std::string message);
   void Delay(int32_t vertex_id, uint64_t salt) const;
   // After the last vertex: gives the backend back and writes the report.
@@ -110,12 +116,16 @@ class Run {
   std::unique_ptr<std::atomic<int32_t>[]> unmet_;
   // Links of the lanes' inboxes. Written by the pusher, published by the push.
   std::vector<int32_t> next_;
+  // Links of vertices that were put on streams, likewise.
+  std::vector<int32_t> next_issued_;
   // One for each lane; only that lane's thread touches it.
   std::vector<ReadyQueue> ready_;
   // Vertices that have not completed. acq_rel: the last one sees the whole run.
   std::atomic<int32_t> pending_;
   std::vector<int64_t> start_ns_;
   std::vector<int64_t> end_ns_;
+  bool is_windowed_ = false;
+  std::vector<int64_t> lane_end_ns_;  // with a window: the last end on each lane
   std::unique_ptr<LiveRanges> live_ranges_;
 
   std::atomic<bool> cancelled_{false};
