@@ -112,8 +112,7 @@ Clients& AllClients() {
   return *clients;
 }
 
-std::shared_ptr<Client> NewClient(const std::string& plugin_path, int32_t num_devices) {
-  std::shared_ptr<Client> client = Client::Create(plugin_path, num_devices);
+std::shared_ptr<Client> Remember(std::shared_ptr<Client> client) {
   Clients& clients = AllClients();
   MutexLock lock(clients.mutex);
   auto& list = clients.list;
@@ -121,6 +120,16 @@ std::shared_ptr<Client> NewClient(const std::string& plugin_path, int32_t num_de
              list.end());
   list.push_back(client);
   return client;
+}
+
+std::shared_ptr<Client> NewClient(const std::string& plugin_path, int32_t num_devices) {
+  return Remember(Client::Create(plugin_path, num_devices));
+}
+
+std::shared_ptr<Client> AdoptClient(const std::string& plugin_path, uintptr_t client,
+                                    std::vector<int32_t> ordinals, const std::string& driver_path) {
+  return Remember(Client::Adopt(plugin_path, reinterpret_cast<PJRT_Client*>(client),
+                                std::move(ordinals), driver_path));
 }
 
 // Called by Python's atexit: no lane may be running when static objects of XLA are destroyed, and
@@ -211,6 +220,8 @@ std::shared_ptr<const RunReport> RunAndWait(Plan& plan, const std::vector<nb::ob
 void BindClient(nb::module_& m) {
   nb::class_<Client>(m, "Client", nb::is_weak_referenceable())
       .def(nb::new_(&NewClient), "plugin_path"_a, "num_devices"_a = 1, nb::call_guard<WithoutGil>())
+      .def_static("adopt", &AdoptClient, "plugin_path"_a, "client"_a, "ordinals"_a,
+                  "driver_path"_a = "", nb::call_guard<WithoutGil>())
       .def_prop_ro("platform_name", &Client::platform_name)
       .def_prop_ro("platform_version", &Client::platform_version)
       .def_prop_ro("num_devices", &Client::num_devices)
@@ -232,6 +243,12 @@ void BindClient(nb::module_& m) {
           },
           "code"_a, "options"_a)
       .def(
+          "adopt_executable",
+          [](Client& client, uintptr_t executable, const nb::object& /*owner*/) {
+            return client.AdoptExecutable(reinterpret_cast<PJRT_LoadedExecutable*>(executable));
+          },
+          "executable"_a, "owner"_a, nb::keep_alive<0, 3>())
+      .def(
           "register_ffi_handlers",
           [](Client& client, const std::vector<std::pair<std::string, nb::capsule>>& handlers) {
             std::vector<std::pair<std::string, void*>> pointers;
@@ -248,7 +265,7 @@ void BindClient(nb::module_& m) {
             if (device < 0 || device >= client.num_devices()) {
               throw std::invalid_argument("arena_bytes: no device " + std::to_string(device));
             }
-            return client.device_arena(device).leased_bytes();
+            return client.platform().leased_bytes(device);
           },
           "device"_a = 0)
       .def(
@@ -258,7 +275,7 @@ void BindClient(nb::module_& m) {
               throw std::invalid_argument("arena_resident_bytes: no device " +
                                           std::to_string(device));
             }
-            return client.device_arena(device).resident_bytes();
+            return client.platform().resident_bytes(device);
           },
           "device"_a = 0);
 
@@ -411,6 +428,8 @@ void BindHostBuffer(nb::module_& m) {
     found["largest_hole_bytes"] = stats.largest_hole_bytes;
     found["num_allocated"] = stats.num_allocated;
     found["num_freed"] = stats.num_freed;
+    found["pinned_bytes"] = stats.pinned_bytes;
+    found["num_pin_failures"] = stats.num_pin_failures;
     found["num_fixed_requests"] = FixedMemory::num_requests();
     return found;
   });

@@ -17,10 +17,12 @@ std::string VersionText(const PJRT_Api_Version& version) {
 // Functions are only ever added at the end of the table, so a table that reaches to the newest one
 // that we call has them all.
 constexpr size_t kNeededSize = PJRT_STRUCT_SIZE(PJRT_Api, PJRT_Executable_GetCompiledMemoryStats);
+constexpr size_t kNeededCudaSize =
+    PJRT_STRUCT_SIZE(PJRT_Api, PJRT_Client_CreateUninitializedBuffer);
 
-void CheckVersion(const PJRT_Api* api, const std::string& path) {
+void CheckVersion(const PJRT_Api* api, const std::string& path, size_t needed) {
   const PJRT_Api_Version& version = api->pjrt_api_version;
-  if (version.major_version != PJRT_API_MAJOR || api->struct_size < kNeededSize) {
+  if (version.major_version != PJRT_API_MAJOR || api->struct_size < needed) {
     throw std::runtime_error("Client: plugin_path=" + path + " has PJRT C API " +
                              VersionText(version) + ", which does not fit the " +
                              std::to_string(PJRT_API_MAJOR) + "." + std::to_string(PJRT_API_MINOR) +
@@ -28,14 +30,7 @@ void CheckVersion(const PJRT_Api* api, const std::string& path) {
   }
 }
 
-}  // namespace
-
-const PJRT_Api* LoadPlugin(const std::string& path) {
-  static Mutex mutex;
-  static auto* const loaded = new std::map<std::string, const PJRT_Api*>();
-  MutexLock lock(mutex);
-  const auto found = loaded->find(path);
-  if (found != loaded->end()) return found->second;
+const PJRT_Api* Open(const std::string& path, size_t needed) {
   void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     throw std::runtime_error("Client: plugin_path=" + path + " cannot be loaded: " + dlerror());
@@ -47,7 +42,21 @@ const PJRT_Api* LoadPlugin(const std::string& path) {
   }
   const PJRT_Api* const api = get_api();
   if (api == nullptr) throw std::runtime_error("Client: plugin_path=" + path + " gave no API");
-  CheckVersion(api, path);
+  CheckVersion(api, path, needed);
+  return api;
+}
+
+}  // namespace
+
+const PJRT_Api* FindPlugin(const std::string& path) { return Open(path, kNeededCudaSize); }
+
+const PJRT_Api* LoadPlugin(const std::string& path) {
+  static Mutex mutex;
+  static auto* const loaded = new std::map<std::string, const PJRT_Api*>();
+  MutexLock lock(mutex);
+  const auto found = loaded->find(path);
+  if (found != loaded->end()) return found->second;
+  const PJRT_Api* const api = Open(path, kNeededSize);
   JO_PJRT_ARGS(PJRT_Plugin_Initialize, args);
   Check(api, api->PJRT_Plugin_Initialize(&args), "initializing the plugin");
   loaded->emplace(path, api);

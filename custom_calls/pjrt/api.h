@@ -21,6 +21,9 @@ namespace jaxoffload {
 // threads and static objects do not survive a dlclose. Throws std::runtime_error.
 const PJRT_Api* LoadPlugin(const std::string& path);
 
+// The table of a plugin that somebody else loaded and initialized. Throws std::runtime_error.
+const PJRT_Api* FindPlugin(const std::string& path);
+
 // The text of an error, which it destroys.
 std::string TakeMessage(const PJRT_Api* api, PJRT_Error* error);
 

@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 
+#include "cuda/platform.h"
 #include "pjrt/ffi_trampolines.h"
 
 namespace jaxoffload {
@@ -61,25 +62,52 @@ std::shared_ptr<Client> Client::Create(const std::string& plugin_path, int32_t n
                              ", but the plugin has " +
                              std::to_string(devices.num_addressable_devices));
   }
-  return std::shared_ptr<Client>(
-      new Client(api, create.client,
-                 std::vector<PJRT_Device*>(devices.addressable_devices,
-                                           devices.addressable_devices + num_devices)));
+  const std::vector<PJRT_Device*> used(devices.addressable_devices,
+                                       devices.addressable_devices + num_devices);
+  return std::shared_ptr<Client>(new Client(api, create.client, true, used,
+                                            std::make_unique<CpuPlatform>(api, create.client, used),
+                                            nullptr));
 }
 
-Client::Client(const PJRT_Api* api, PJRT_Client* client, std::vector<PJRT_Device*> devices)
+std::shared_ptr<Client> Client::Adopt(const std::string& plugin_path, PJRT_Client* client,
+                                      std::vector<int32_t> ordinals,
+                                      const std::string& driver_path) {
+  const PJRT_Api* const api = FindPlugin(plugin_path);
+  JO_PJRT_ARGS(PJRT_Client_AddressableDevices, devices);
+  devices.client = client;
+  Check(api, api->PJRT_Client_AddressableDevices(&devices), "listing the XLA client's devices");
+  std::vector<PJRT_Device*> used;
+  for (const int32_t ordinal : ordinals) {
+    for (size_t d = 0; d < devices.num_addressable_devices; ++d) {
+      JO_PJRT_ARGS(PJRT_Device_LocalHardwareId, id);
+      id.device = devices.addressable_devices[d];
+      Check(api, api->PJRT_Device_LocalHardwareId(&id), "asking for a device's number");
+      if (id.local_hardware_id == ordinal) used.push_back(id.device);
+    }
+  }
+  if (ordinals.empty() || used.size() != ordinals.size()) {
+    throw std::invalid_argument("Client: ordinals has a device that the XLA client does not have");
+  }
+  std::shared_ptr<CudaDriver> driver = CudaDriver::Load(driver_path);
+  auto platform = std::make_unique<CudaPlatform>(api, client, used, std::move(ordinals), driver);
+  return std::shared_ptr<Client>(
+      new Client(api, client, false, used, std::move(platform), std::move(driver)));
+}
+
+Client::Client(const PJRT_Api* api, PJRT_Client* client, bool is_ours,
+               std::vector<PJRT_Device*> devices, std::unique_ptr<Platform> platform,
+               std::shared_ptr<CudaDriver> driver)
     : api_(api),
       client_(client),
+      is_ours_(is_ours),
       devices_(std::move(devices)),
-      launcher_(num_devices() * kLanesPerDevice + kDiskLanes) {
-  for (int32_t device = 0; device < num_devices(); ++device) {
-    device_arenas_.push_back(
-        std::make_unique<Arena>("the arena of device " + std::to_string(device)));
-  }
-}
+      platform_(std::move(platform)),
+      driver_(std::move(driver)),
+      launcher_(num_devices() * kLanesPerDevice + kDiskLanes, platform_->window()) {}
 
 Client::~Client() {
   launcher_.Shutdown();
+  if (!is_ours_) return;
   JO_PJRT_ARGS(PJRT_Client_Destroy, args);
   args.client = client_;
   PJRT_Error* const error = api_->PJRT_Client_Destroy(&args);
@@ -129,7 +157,11 @@ std::shared_ptr<Executable> Client::Compile(const std::string& code, const std::
   args.compile_options = options.data();
   args.compile_options_size = options.size();
   Check(api_, api_->PJRT_Client_Compile(&args), "compiling a kernel");
-  return std::make_shared<Executable>(shared_from_this(), args.executable);
+  return std::make_shared<Executable>(shared_from_this(), args.executable, true);
+}
+
+std::shared_ptr<Executable> Client::AdoptExecutable(PJRT_LoadedExecutable* loaded) {
+  return std::make_shared<Executable>(shared_from_this(), loaded, false);
 }
 
 void Client::RegisterFfiHandlers(const std::vector<std::pair<std::string, void*>>& handlers) {
@@ -144,9 +176,7 @@ class TrimBackend : public Backend {
   explicit TrimBackend(Client& client) : client_(client) {}
   char* DeviceBase(int32_t) override { return nullptr; }
   char* HostBase() override { return nullptr; }
-  void Begin(RunContext&) override {
-    for (int32_t d = 0; d < client_.num_devices(); ++d) client_.device_arena(d).Trim();
-  }
+  void Begin(RunContext&) override { client_.platform().Trim(); }
   bool Execute(int32_t, RunContext&, std::string*) override { return true; }
   void End(RunContext&) override {}
 
@@ -166,12 +196,13 @@ void Client::Trim() {
   run->Wait();
 }
 
-Executable::Executable(std::shared_ptr<Client> client, PJRT_LoadedExecutable* loaded)
-    : client_(std::move(client)), loaded_(loaded) {
+Executable::Executable(std::shared_ptr<Client> client, PJRT_LoadedExecutable* loaded, bool is_ours)
+    : client_(std::move(client)), loaded_(loaded), is_ours_(is_ours) {
   ReadMetadata();
 }
 
 Executable::~Executable() {
+  if (!is_ours_) return;
   JO_PJRT_ARGS(PJRT_LoadedExecutable_Destroy, args);
   args.executable = loaded_;
   PJRT_Error* const error = client_->api()->PJRT_LoadedExecutable_Destroy(&args);

@@ -1,4 +1,5 @@
-// A PJRT client of our own beside JAX's, with the arenas and the launcher that its plans share.
+// A PJRT client, with the platform and the launcher that its plans share: on CPU one of our own
+// beside JAX's, on CUDA that of JAX.
 
 #ifndef JAXOFFLOAD_PJRT_CLIENT_H_
 #define JAXOFFLOAD_PJRT_CLIENT_H_
@@ -12,18 +13,26 @@
 
 #include "launcher/launcher.h"
 #include "pjrt/api.h"
-#include "tiers/arena.h"
+#include "pjrt/platform.h"
 
 namespace jaxoffload {
 
+class CudaDriver;
 class Executable;
 
 class Client : public std::enable_shared_from_this<Client> {
  public:
   using Attribute = std::variant<std::string, int64_t, std::vector<int64_t>, double, bool>;
 
-  // Throws std::runtime_error: the plugin cannot be loaded, or has an unfit version.
+  // A client of our own for CPU. Throws std::runtime_error: the plugin cannot be loaded, or has an
+  // unfit version.
   static std::shared_ptr<Client> Create(const std::string& plugin_path, int32_t num_devices);
+  // Somebody else's client of the plugin for CUDA, who keeps it alive until Shutdown. `ordinals`:
+  // the devices to use, by the driver's number, in the order of plans' devices. `driver_path`: see
+  // CudaDriver::Load. Throws std::runtime_error.
+  static std::shared_ptr<Client> Adopt(const std::string& plugin_path, PJRT_Client* client,
+                                       std::vector<int32_t> ordinals,
+                                       const std::string& driver_path);
   // Waits for the runs in the queue. Must not be called from a lane.
   ~Client();
   Client(const Client&) = delete;
@@ -39,11 +48,14 @@ class Client : public std::enable_shared_from_this<Client> {
   // with XLA's message.
   std::shared_ptr<Executable> Compile(const std::string& code, const std::string& options);
 
+  // One that somebody else has compiled on this client, and keeps alive.
+  std::shared_ptr<Executable> AdoptExecutable(PJRT_LoadedExecutable* loaded);
+
   // Makes FFI handlers known to the plugin, which has a registry of its own: see ffi_trampolines.h.
   // A name that is registered already is left alone.
   void RegisterFfiHandlers(const std::vector<std::pair<std::string, void*>>& handlers);
 
-  // Gives the device arenas' pages back, once no run is active. Waits for that.
+  // Gives the device arenas' memory back, once no run is active. Waits for that.
   void Trim();
 
   // Ends the launcher; later runs are refused. For the end of the process.
@@ -53,16 +65,21 @@ class Client : public std::enable_shared_from_this<Client> {
   PJRT_Client* get() const { return client_; }
   int32_t num_devices() const { return static_cast<int32_t>(devices_.size()); }
   PJRT_Device* device(int32_t device) const { return devices_[device]; }
-  Arena& device_arena(int32_t device) { return *device_arenas_[device]; }
+  Platform& platform() { return *platform_; }
+  // The driver behind the platform; null on CPU.
+  const std::shared_ptr<CudaDriver>& driver() const { return driver_; }
   Launcher& launcher() { return launcher_; }
 
  private:
-  Client(const PJRT_Api* api, PJRT_Client* client, std::vector<PJRT_Device*> devices);
+  Client(const PJRT_Api* api, PJRT_Client* client, bool is_ours, std::vector<PJRT_Device*> devices,
+         std::unique_ptr<Platform> platform, std::shared_ptr<CudaDriver> driver);
 
   const PJRT_Api* const api_;
   PJRT_Client* const client_;
+  const bool is_ours_;
   const std::vector<PJRT_Device*> devices_;
-  std::vector<std::unique_ptr<Arena>> device_arenas_;
+  const std::unique_ptr<Platform> platform_;
+  const std::shared_ptr<CudaDriver> driver_;
   // Last: destroyed first, so that no lane outlives what its vertices use.
   Launcher launcher_;
 };
@@ -70,7 +87,7 @@ class Client : public std::enable_shared_from_this<Client> {
 // A compiled program.
 class Executable {
  public:
-  Executable(std::shared_ptr<Client> client, PJRT_LoadedExecutable* loaded);
+  Executable(std::shared_ptr<Client> client, PJRT_LoadedExecutable* loaded, bool is_ours);
   ~Executable();
   Executable(const Executable&) = delete;
   Executable& operator=(const Executable&) = delete;
@@ -98,6 +115,7 @@ class Executable {
 
   const std::shared_ptr<Client> client_;
   PJRT_LoadedExecutable* const loaded_;
+  const bool is_ours_;
   PJRT_Device* device_ = nullptr;
   std::vector<PJRT_Buffer_Type> output_types_;
   std::vector<std::vector<int64_t>> output_dims_;

@@ -69,12 +69,14 @@ PlanBackend::PlanBackend(std::shared_ptr<Client> client, std::shared_ptr<const L
                          std::vector<std::shared_ptr<Executable>> executables,
                          std::shared_ptr<DiskExtent> disk)
     : client_(std::move(client)),
+      platform_(client_->platform()),
       api_(client_->api()),
       plan_(std::move(plan)),
       executables_(std::move(executables)),
       disk_(std::move(disk)),
       slot_of_version_(plan_->num_versions(), -1),
-      calls_(plan_->num_vertices()) {
+      calls_(plan_->num_vertices()),
+      complete_(platform_.window() > 0 ? plan_->num_vertices() : 0) {
   const int64_t disk_bytes = disk_ == nullptr ? 0 : disk_->bytes();
   if (disk_bytes < plan_->disk_bytes()) {
     Refuse("disk has " + std::to_string(disk_bytes) + " bytes, the plan needs " +
@@ -96,10 +98,10 @@ PlanBackend::PlanBackend(std::shared_ptr<Client> client, std::shared_ptr<const L
   const std::vector<int64_t>& arena_bytes = plan_->arena_bytes();
   try {
     for (; device < static_cast<int32_t>(arena_bytes.size()); ++device) {
-      client_->device_arena(device).Acquire(arena_bytes[device]);
+      platform_.Acquire(device, arena_bytes[device]);
     }
   } catch (...) {
-    while (device-- > 0) client_->device_arena(device).Release(arena_bytes[device]);
+    while (device-- > 0) platform_.Release(device, arena_bytes[device]);
     throw;
   }
   HostBlock::Global().Expect(plan_->host_bytes());
@@ -110,7 +112,7 @@ PlanBackend::~PlanBackend() {
   for (Slot& slot : slots_) Drop(slot);
   const std::vector<int64_t>& arena_bytes = plan_->arena_bytes();
   for (size_t device = 0; device < arena_bytes.size(); ++device) {
-    client_->device_arena(static_cast<int32_t>(device)).Release(arena_bytes[device]);
+    platform_.Release(static_cast<int32_t>(device), arena_bytes[device]);
   }
 }
 
@@ -189,7 +191,6 @@ int32_t PlanBackend::SlotOf(int32_t version_id, int32_t device) {
   slot.version = version_id;
   slot.device = device;
   slot.in_callers_array = !in_arena;
-  if (in_arena) slot.address = DeviceBase(device) + plan_->offset(version_id);
   slots_.push_back(slot);
   return slot_id;
 }
@@ -217,21 +218,10 @@ void PlanBackend::CheckPlace(int32_t version_id, int32_t device) const {
 }
 
 PJRT_Error* PlanBackend::Import(Slot& slot) {
-  JO_PJRT_ARGS(PJRT_Client_BufferFromHostBuffer, args);
-  args.client = client_->get();
-  args.data = slot.address;
-  args.type = static_cast<PJRT_Buffer_Type>(plan_->dtype(slot.version));
-  args.dims = plan_->dims(slot.version);
-  args.num_dims = plan_->num_dims(slot.version);
-  args.host_buffer_semantics = PJRT_HostBufferSemantics_kMutableZeroCopy;
-  args.device = client_->device(slot.device);
-  PJRT_Error* const error = api_->PJRT_Client_BufferFromHostBuffer(&args);
-  if (error != nullptr) return error;
-  slot.buffer = args.buffer;
-  // Tells when XLA is done with the memory; it is ours for longer than that.
-  JO_PJRT_ARGS(PJRT_Event_Destroy, destroy);
-  destroy.event = args.done_with_host_buffer;
-  return api_->PJRT_Event_Destroy(&destroy);
+  return platform_.Import(
+      {slot.address, static_cast<PJRT_Buffer_Type>(plan_->dtype(slot.version)),
+       plan_->dims(slot.version), static_cast<size_t>(plan_->num_dims(slot.version)), slot.device},
+      &slot.buffer);
 }
 
 void PlanBackend::Drop(Slot& slot) {
@@ -240,7 +230,19 @@ void PlanBackend::Drop(Slot& slot) {
   slot.buffer = nullptr;
 }
 
+// The arenas' starts may have changed since the last run.
+void PlanBackend::BindArenas() {
+  platform_.Prepare();
+  for (Slot& slot : slots_) {
+    if (slot.in_callers_array) continue;
+    char* const address = DeviceBase(slot.device) + plan_->offset(slot.version);
+    if (slot.address != address) Drop(slot);
+    slot.address = address;
+  }
+}
+
 void PlanBackend::Begin(RunContext& context) {
+  BindArenas();
   const int64_t host_bytes = plan_->host_bytes();
   if (host_bytes > 0) {
     try {
@@ -265,7 +267,7 @@ void PlanBackend::Begin(RunContext& context) {
                                std::to_string(donated[i + 1]) +
                                " are one range in the plan, but not the same extent on disk");
     }
-    CopyBytes(result, argument, bytes, context.abort);
+    platform_.CopyNow(result, argument, bytes, context.abort);
     context.realigned_bytes.fetch_add(bytes, std::memory_order_relaxed);
     argument = result;
   }
@@ -284,6 +286,11 @@ void PlanBackend::PlaceSlot(Slot& slot, char* place, RunContext& context) {
     address = DeviceBase(
         slot.device);  // never read or written; a caller's empty array may have no address
   } else if (!IsAligned(place)) {
+    if (platform_.window() > 0) {
+      throw std::runtime_error(
+          "an array on the device begins at an address that is not a multiple of 64, where a "
+          "kernel uses it. Pass whole arrays, not parts of others.");
+    }
     const int32_t writer = plan_->writer(slot.version);
     if (writer >= 0 && plan_->kind(writer) != Kind::kKernel) {
       throw std::runtime_error(plan_->Describe(writer) +
@@ -302,6 +309,9 @@ void PlanBackend::PlaceSlot(Slot& slot, char* place, RunContext& context) {
 }
 
 void PlanBackend::End(RunContext&) {
+  if (has_bad_slots_.exchange(false)) {
+    for (Slot& slot : slots_) Drop(slot);
+  }
   fixed_.reset();
   if (host_ != nullptr) HostBlock::Global().Free(host_);
   host_ = nullptr;
@@ -321,8 +331,38 @@ bool PlanBackend::Execute(int32_t vertex_id, RunContext& context, std::string* e
   const int32_t to = plan_->output(plan_->outputs(vertex_id).begin);
   if (plan_->kind(vertex_id) == Kind::kLoad) return ExecuteLoad(from, to, context, error);
   if (plan_->kind(vertex_id) == Kind::kStore) return ExecuteStore(from, to, context, error);
-  CopyBytes(context.address[to], context.address[from], plan_->bytes(to), context.abort);
-  return true;
+  const auto device = [this](int32_t version) {
+    return plan_->space(version) == Space::kDevice ? plan_->index(version) : -1;
+  };
+  return platform_.Copy(
+      plan_->lane(vertex_id),
+      {context.address[to], context.address[from], plan_->bytes(to), device(to), device(from)},
+      context.abort, error);
+}
+
+bool PlanBackend::Await(int32_t vertex_id, RunContext&, std::string* error) {
+  switch (plan_->kind(vertex_id)) {
+    case Kind::kLoad:
+    case Kind::kStore:
+      return true;  // they ended in Execute
+    case Kind::kKernel:
+      break;
+    default:
+      return platform_.Await(plan_->lane(vertex_id), error);
+  }
+  PJRT_Event* const complete = complete_[vertex_id];
+  complete_[vertex_id] = nullptr;
+  if (complete == nullptr) return true;
+  PJRT_Error* const failure = AwaitAndDestroy(api_, complete);
+  if (failure == nullptr) return true;
+  *error = TakeMessage(api_, failure);
+  has_bad_slots_ = true;
+  return false;
+}
+
+bool PlanBackend::IsInOrder(int32_t lane) const {
+  // Kernels share a stream, and loads and stores end before they return.
+  return lane >= client_->num_devices() * kLanesPerDevice || lane % kLanesPerDevice == 0;
 }
 
 bool PlanBackend::ExecuteLoad(int32_t from, int32_t to, RunContext& context, std::string* error) {
@@ -368,27 +408,40 @@ bool PlanBackend::ExecuteKernel(int32_t vertex_id, RunContext& context, std::str
     DropDonated(call);
     return false;
   }
+  if (platform_.window() > 0) {
+    if (!TakeOutputs(call, &complete, context, error)) return false;
+    complete_[vertex_id] = complete;
+    return true;
+  }
   if (PJRT_Error* const failure = AwaitAndDestroy(api_, complete)) {
     *error = TakeMessage(api_, failure);
     for (int64_t o = 0; o < call.outputs.size(); ++o) DestroyBuffer(api_, outputs[o]);
     DropDonated(call);
     return false;
   }
-  return TakeOutputs(call, context, error);
+  complete = nullptr;
+  return TakeOutputs(call, &complete, context, error);
 }
 
-bool PlanBackend::TakeOutputs(const Call& call, RunContext& context, std::string* error) {
+bool PlanBackend::TakeOutputs(const Call& call, PJRT_Event** complete, RunContext& context,
+                              std::string* error) {
+  const auto fail = [&] {
+    for (int64_t o = call.outputs.begin; o < call.outputs.end; ++o) {
+      DestroyBuffer(api_, outputs_[o]);
+    }
+    DropDonated(call);
+    return false;
+  };
   std::vector<char*> found;  // only filled if an output is not in place: no allocation otherwise
   for (int64_t o = call.outputs.begin; o < call.outputs.end; ++o) {
     JO_PJRT_ARGS(PJRT_Buffer_UnsafePointer, pointer);
     pointer.buffer = outputs_[o];
     if (PJRT_Error* const failure = api_->PJRT_Buffer_UnsafePointer(&pointer)) {
       *error = TakeMessage(api_, failure);
-      for (int64_t d = call.outputs.begin; d < call.outputs.end; ++d) {
-        DestroyBuffer(api_, outputs_[d]);
+      if (*complete != nullptr) {
+        if (PJRT_Error* const late = AwaitAndDestroy(api_, *complete)) TakeMessage(api_, late);
       }
-      DropDonated(call);
-      return false;
+      return fail();
     }
     const int32_t version = output_version_[o];
     char* const where = reinterpret_cast<char*>(pointer.buffer_pointer);
@@ -401,7 +454,20 @@ bool PlanBackend::TakeOutputs(const Call& call, RunContext& context, std::string
     }
     if (!in_place) found[o - call.outputs.begin] = where;
   }
-  if (!found.empty()) CopyMisplaced(call, found, context);
+  if (!found.empty()) {
+    PJRT_Error* const failure =
+        *complete == nullptr ? nullptr : AwaitAndDestroy(api_, std::exchange(*complete, nullptr));
+    if (failure != nullptr) {
+      *error = TakeMessage(api_, failure);
+      return fail();
+    }
+    try {
+      CopyMisplaced(call, found, context);
+    } catch (const std::exception& e) {
+      *error = e.what();
+      return fail();
+    }
+  }
   for (int64_t o = call.outputs.begin; o < call.outputs.end; ++o) {
     Drop(slots_[donor_slot_[o]]);
     Slot& slot = slots_[output_slot_[o]];
@@ -422,14 +488,17 @@ void PlanBackend::CopyMisplaced(const Call& call, const std::vector<char*>& foun
   for (size_t o = 0; o < found.size(); ++o) {
     if (found[o] == nullptr) continue;
     const int64_t bytes = plan_->bytes(output_version_[call.outputs.begin + o]);
-    aside[o].assign(found[o], found[o] + bytes);
+    aside[o].resize(bytes);
+    platform_.CopyNow(aside[o].data(), found[o], bytes, context.abort);
   }
   for (size_t o = 0; o < found.size(); ++o) {
     if (found[o] == nullptr) continue;
     const int64_t entry = call.outputs.begin + static_cast<int64_t>(o);
     const Slot& slot = slots_[output_slot_[entry]];
-    std::memcpy(context.address[output_version_[entry]], aside[o].data(), aside[o].size());
-    if (slot.is_scratch) std::memcpy(slot.address, aside[o].data(), aside[o].size());
+    const int64_t bytes = static_cast<int64_t>(aside[o].size());
+    platform_.CopyNow(context.address[output_version_[entry]], aside[o].data(), bytes,
+                      context.abort);
+    if (slot.is_scratch) platform_.CopyNow(slot.address, aside[o].data(), bytes, context.abort);
     context.copied_outputs.fetch_add(1, std::memory_order_relaxed);
   }
 }

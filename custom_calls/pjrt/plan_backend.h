@@ -1,11 +1,11 @@
 // Runs the vertices of one plan on a PJRT client: kernels by PJRT_LoadedExecutable_Execute into
-// places of our choice, copies by memcpy.
+// places of our choice, copies by the platform (platform.h).
 //
 // **How XLA writes where the plan says.** A kernel is compiled as f(*inputs, *places): `places` are
 // dummies for the outputs that do not overwrite an input, donated, as the overwritten inputs are.
-// XLA writes each output into the memory of the parameter that it aliases. A buffer over memory of
-// ours that may be donated comes from PJRT_Client_BufferFromHostBuffer with kMutableZeroCopy; what
-// Execute returns is again a buffer over that memory, and is kept to be donated the next time.
+// XLA writes each output into the memory of the parameter that it aliases. The platform makes a
+// buffer over memory of ours that may be donated; what Execute returns is again a buffer over that
+// memory, and is kept to be donated the next time.
 //
 // **Slots.** A slot holds the buffer over one place, made when first needed and used from then on.
 // Versions that have the same place and shape share one: a plan that is free of races never uses
@@ -13,11 +13,16 @@
 // anew when the address differs.
 //
 // **When XLA does not write in place** (it refused the alias, or the address is not aligned to 64
-// bytes) the output is copied to its place and counted in RunContext::copied_outputs.
+// bytes) the output is copied to its place and counted in RunContext::copied_outputs. That is
+// looked at after every execution: XLA decides anew each time.
+//
+// **Under way.** On a platform with a window, Execute leaves a kernel on XLA's compute stream, and
+// Await waits for the event that XLA gave for it, which also tells whether it failed.
 
 #ifndef JAXOFFLOAD_PJRT_PLAN_BACKEND_H_
 #define JAXOFFLOAD_PJRT_PLAN_BACKEND_H_
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -42,11 +47,13 @@ class PlanBackend : public Backend {
   PlanBackend(const PlanBackend&) = delete;
   PlanBackend& operator=(const PlanBackend&) = delete;
 
-  char* DeviceBase(int32_t device) override { return client_->device_arena(device).base(); }
+  char* DeviceBase(int32_t device) override { return platform_.ArenaBase(device); }
   char* HostBase() override { return host_; }
   char* DiskBase() override { return disk_ == nullptr ? nullptr : disk_->tag(); }
   void Begin(RunContext& context) override;
   bool Execute(int32_t vertex_id, RunContext& context, std::string* error) override;
+  bool Await(int32_t vertex_id, RunContext& context, std::string* error) override;
+  bool IsInOrder(int32_t lane) const override;
   void End(RunContext& context) override;
 
  private:
@@ -73,16 +80,20 @@ class PlanBackend : public Backend {
   void CheckPlace(int32_t version_id, int32_t device) const;
   PJRT_Error* Import(Slot& slot);
   void Drop(Slot& slot);
+  void BindArenas();
   void PlaceSlot(Slot& slot, char* place, RunContext& context);
   bool ExecuteLoad(int32_t from, int32_t to, RunContext& context, std::string* error);
   bool ExecuteStore(int32_t from, int32_t to, RunContext& context, std::string* error);
   bool ExecuteKernel(int32_t vertex_id, RunContext& context, std::string* error);
   // Takes the outputs of an execution into their slots. False, with *error set, on failure.
-  bool TakeOutputs(const Call& call, RunContext& context, std::string* error);
+  // `complete` is its end, null when that has passed; waited for if an output must be copied.
+  bool TakeOutputs(const Call& call, PJRT_Event** complete, RunContext& context,
+                   std::string* error);
   void CopyMisplaced(const Call& call, const std::vector<char*>& found, RunContext& context);
   void DropDonated(const Call& call);
 
   const std::shared_ptr<Client> client_;
+  Platform& platform_;
   const PJRT_Api* const api_;
   const std::shared_ptr<const LoadedPlan> plan_;
   const std::vector<std::shared_ptr<Executable>> executables_;
@@ -104,6 +115,12 @@ class PlanBackend : public Backend {
   std::vector<int32_t> donor_slot_;  // whose buffer each output takes over
   std::vector<int32_t> output_version_;
   std::vector<PJRT_Buffer*> outputs_;
+
+  // On a platform with a window: the ends of kernels that are under way, by vertex. Written by the
+  // lane's thread before the vertex goes to its awaiter.
+  std::vector<PJRT_Event*> complete_;
+  // A kernel that was under way has failed, so that buffers over its outputs are of no use.
+  std::atomic<bool> has_bad_slots_{false};
 };
 
 }  // namespace jaxoffload

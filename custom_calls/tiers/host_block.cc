@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
 #include <new>
 #include <utility>
 
@@ -15,6 +16,7 @@ namespace {
 constexpr int64_t kPage = 4096;
 constexpr int64_t kHugePage = int64_t{2} << 20;
 constexpr int64_t kHugePages = kHugePage / kPage;
+constexpr int64_t kPinPages = HostBlock::kPinBytes / kPage;
 
 int64_t RoundUp(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -44,7 +46,13 @@ HostBlock::HostBlock(int64_t cap_bytes, int64_t reserve_bytes) : cap_pages_(cap_
   throw std::bad_alloc();
 }
 
-HostBlock::~HostBlock() { munmap(base_, pages_ * kPage); }
+HostBlock::~HostBlock() {
+  {
+    MutexLock lock(mutex_);
+    for (size_t chunk = 0; chunk < pinned_.size(); ++chunk) UnpinChunk(static_cast<int64_t>(chunk));
+  }
+  munmap(base_, pages_ * kPage);
+}
 
 void HostBlock::ListOf(int64_t size, int* first, int* second) {
   if (size < kSecond) {
@@ -164,6 +172,7 @@ char* HostBlock::Allocate(int64_t bytes) {
   if (run == nullptr) throw std::bad_alloc();
   const int64_t skip = is_huge ? RoundUp(run->start, kHugePages) - run->start : 0;
   GrowTo(run->start + skip + size);
+  PinRange(run->start + skip, size);
   Remove(run);
   if (skip > 0) {
     Run* const lead = run;
@@ -198,10 +207,59 @@ void HostBlock::Free(char* place) {
 }
 
 void HostBlock::Discard(Run* run) {
-  const int64_t size = std::min(run->size, usable_pages_ - run->start);
-  if (size > 0) madvise(base_ + run->start * kPage, size * kPage, MADV_DONTNEED);
-  kept_pages_ -= run->kept;
-  run->kept = 0;
+  int64_t start = run->start;
+  int64_t end = std::min(run->start + run->size, usable_pages_);
+  if (pin_) {
+    // A device still knows the pages of a pinned range, so those go only with the whole range.
+    start = RoundUp(start, kPinPages);
+    end = end / kPinPages * kPinPages;
+    for (int64_t page = start; page < end; page += kPinPages) UnpinChunk(page / kPinPages);
+  }
+  if (end <= start) return;
+  madvise(base_ + start * kPage, (end - start) * kPage, MADV_DONTNEED);
+  const int64_t gone = pin_ ? std::min(run->kept, end - start) : run->kept;
+  kept_pages_ -= gone;
+  run->kept -= gone;
+}
+
+void HostBlock::PinRange(int64_t start, int64_t size) {
+  if (!pin_) return;
+  pinned_.resize((pages_ + kPinPages - 1) / kPinPages);
+  for (int64_t chunk = start / kPinPages; chunk * kPinPages < start + size; ++chunk) {
+    if (pinned_[chunk]) continue;
+    const int64_t first = chunk * kPinPages;
+    const int64_t pages = std::min(kPinPages, pages_ - first);
+    GrowTo(first + pages);
+    if (pin_(base_ + first * kPage, pages * kPage)) {
+      pinned_[chunk] = true;
+      stats_.pinned_bytes += pages * kPage;
+    } else {
+      ++stats_.num_pin_failures;
+    }
+  }
+}
+
+void HostBlock::UnpinChunk(int64_t chunk) {
+  if (chunk >= static_cast<int64_t>(pinned_.size()) || !pinned_[chunk]) return;
+  unpin_(base_ + chunk * kPinBytes);
+  pinned_[chunk] = false;
+  stats_.pinned_bytes -= std::min(kPinPages, pages_ - chunk * kPinPages) * kPage;
+}
+
+void HostBlock::PinWith(Pin pin, Unpin unpin) {
+  MutexLock lock(mutex_);
+  if (pin_) return;
+  pin_ = std::move(pin);
+  unpin_ = std::move(unpin);
+  for (const Run* run = last_; run != nullptr; run = run->before) {
+    if (!run->is_free) PinRange(run->start, run->size);
+  }
+}
+
+int64_t HostBlock::BytesToPinBorder(const char* place) const {
+  const int64_t offset = place - base_;
+  if (offset < 0 || offset >= pages_ * kPage) return std::numeric_limits<int64_t>::max();
+  return kPinBytes - offset % kPinBytes;
 }
 
 void HostBlock::ShrinkTo(int64_t pages) {

@@ -10,16 +10,21 @@
 // runs will take, and as much is kept for it whatever the cap is. On a machine with
 // several memory nodes a page comes from the node of the thread that first touches it, which is the
 // lane that copies to it: nothing better is known here.
+//
+// Where a device copies from and to the tier by itself, PinWith has ranges of kPinBytes pinned as
+// soon as a place in one is taken; one is let go when its pages are given back.
 
 #ifndef JAXOFFLOAD_TIERS_HOST_BLOCK_H_
 #define JAXOFFLOAD_TIERS_HOST_BLOCK_H_
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
 #include <unordered_map>
+#include <vector>
 
 #include "base/mutex.h"
 
@@ -35,7 +40,14 @@ class HostBlock {
     int64_t largest_hole_bytes = 0;
     int64_t num_allocated = 0;
     int64_t num_freed = 0;
+    int64_t pinned_bytes = 0;
+    int64_t num_pin_failures = 0;
   };
+
+  static constexpr int64_t kPinBytes = int64_t{64} << 20;
+  // Pins a range, false if it cannot be; and ends that.
+  using Pin = std::function<bool(char* place, int64_t bytes)>;
+  using Unpin = std::function<void(char* place)>;
 
   // Reserves addresses, not memory: up to `reserve_bytes`, less where the system refuses.
   explicit HostBlock(int64_t cap_bytes, int64_t reserve_bytes = int64_t{1} << 40);
@@ -53,6 +65,13 @@ class HostBlock {
   // same number. Of several the largest counts.
   void Expect(int64_t bytes) EXCLUDES(mutex_);
   void Forget(int64_t bytes) EXCLUDES(mutex_);
+
+  // Pins what is in use, and from now on what is allocated. A range that cannot be pinned is used
+  // as it is, and counted. The first caller's functions stay.
+  void PinWith(Pin pin, Unpin unpin) EXCLUDES(mutex_);
+  // Bytes from an address to the end of the range that is pinned together with it; no limit for an
+  // address that is not in the block.
+  int64_t BytesToPinBorder(const char* place) const;
 
   // Gives the pages of free runs back to the system.
   void ReleaseFree() EXCLUDES(mutex_);
@@ -92,6 +111,9 @@ class HostBlock {
   void ShrinkTo(int64_t pages) REQUIRES(mutex_);
   int64_t KeepPages() const REQUIRES(mutex_);
 
+  void PinRange(int64_t start, int64_t size) REQUIRES(mutex_);
+  void UnpinChunk(int64_t chunk) REQUIRES(mutex_);
+
   // Makes the pages up to there usable. Throws std::bad_alloc.
   void GrowTo(int64_t pages) REQUIRES(mutex_);
 
@@ -109,6 +131,9 @@ class HostBlock {
   std::unordered_map<int64_t, std::unique_ptr<Run>> runs_ GUARDED_BY(mutex_);  // by start
   Run* last_ GUARDED_BY(mutex_) = nullptr;
   Stats stats_ GUARDED_BY(mutex_);
+  Pin pin_ GUARDED_BY(mutex_);
+  Unpin unpin_ GUARDED_BY(mutex_);
+  std::vector<bool> pinned_ GUARDED_BY(mutex_);  // by range of kPinBytes
 };
 
 }  // namespace jaxoffload

@@ -1,0 +1,47 @@
+#include "launcher/backend.h"
+#include "pjrt/platform.h"
+
+namespace jaxoffload {
+
+CpuPlatform::CpuPlatform(const PJRT_Api* api, PJRT_Client* client,
+                         std::vector<PJRT_Device*> devices)
+    : api_(api), client_(client), devices_(std::move(devices)) {
+  for (size_t device = 0; device < devices_.size(); ++device) {
+    arenas_.push_back(std::make_unique<Arena>("the arena of device " + std::to_string(device)));
+  }
+}
+
+void CpuPlatform::Trim() {
+  for (const std::unique_ptr<Arena>& arena : arenas_) arena->Trim();
+}
+
+PJRT_Error* CpuPlatform::Import(const BufferSpec& spec, PJRT_Buffer** buffer) {
+  JO_PJRT_ARGS(PJRT_Client_BufferFromHostBuffer, args);
+  args.client = client_;
+  args.data = spec.address;
+  args.type = spec.type;
+  args.dims = spec.dims;
+  args.num_dims = spec.num_dims;
+  args.host_buffer_semantics = PJRT_HostBufferSemantics_kMutableZeroCopy;
+  args.device = devices_[spec.device];
+  PJRT_Error* const error = api_->PJRT_Client_BufferFromHostBuffer(&args);
+  if (error != nullptr) return error;
+  *buffer = args.buffer;
+  // Tells when XLA is done with the memory; it is ours for longer than that.
+  JO_PJRT_ARGS(PJRT_Event_Destroy, destroy);
+  destroy.event = args.done_with_host_buffer;
+  return api_->PJRT_Event_Destroy(&destroy);
+}
+
+bool CpuPlatform::Copy(int32_t, const CopySpec& copy, const std::atomic<bool>& abort,
+                       std::string*) {
+  CopyBytes(copy.to, copy.from, copy.bytes, abort);
+  return true;
+}
+
+void CpuPlatform::CopyNow(char* to, const char* from, int64_t bytes,
+                          const std::atomic<bool>& abort) {
+  CopyBytes(to, from, bytes, abort);
+}
+
+}  // namespace jaxoffload

@@ -1,0 +1,100 @@
+// What differs between the platforms that XLA runs on: whose memory the arenas are, how a place
+// becomes a buffer of XLA's, who copies, and how one learns that a copy has ended.
+
+#ifndef JAXOFFLOAD_PJRT_PLATFORM_H_
+#define JAXOFFLOAD_PJRT_PLATFORM_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "pjrt/api.h"
+#include "tiers/arena.h"
+
+namespace jaxoffload {
+
+// A range of memory that a buffer of XLA's is made over.
+struct BufferSpec {
+  char* address;
+  PJRT_Buffer_Type type;
+  const int64_t* dims;
+  size_t num_dims;
+  int32_t device;
+};
+
+// One copy between tiers. A device of -1 is the host.
+struct CopySpec {
+  char* to;
+  const char* from;
+  int64_t bytes;
+  int32_t to_device;
+  int32_t from_device;
+};
+
+class Platform {
+ public:
+  virtual ~Platform() = default;
+
+  // How many vertices of a lane may be under way; 0: they run on the lane's own thread, and their
+  // end is the end of the call.
+  virtual int32_t window() const = 0;
+
+  // The arena of a device. A lease makes [0, bytes) usable from the next Prepare on, for as long as
+  // it is held; the start may change in Prepare, and is null before the first. Acquire and Prepare
+  // throw std::runtime_error.
+  virtual char* ArenaBase(int32_t device) const = 0;
+  virtual void Acquire(int32_t device, int64_t bytes) = 0;
+  virtual void Release(int32_t device, int64_t bytes) = 0;
+  // Before a run, while none is active.
+  virtual void Prepare() = 0;
+  // Gives back what can be had again. No run may be active.
+  virtual void Trim() = 0;
+  virtual int64_t leased_bytes(int32_t device) const = 0;
+  virtual int64_t resident_bytes(int32_t device) const = 0;
+
+  // A buffer over memory of ours that may be donated. The memory outlives it.
+  virtual PJRT_Error* Import(const BufferSpec& spec, PJRT_Buffer** buffer) = 0;
+
+  // Copies, or with a window puts the copy on a stream of the lane's. Called on the lane's thread.
+  // False, with *error set and nothing under way, on failure.
+  virtual bool Copy(int32_t lane, const CopySpec& copy, const std::atomic<bool>& abort,
+                    std::string* error) = 0;
+  // Waits for the lane's earliest copy that was not waited for.
+  virtual bool Await(int32_t /*lane*/, std::string* /*error*/) { return true; }
+  // Copies between any two addresses and returns when it is done. Throws std::runtime_error.
+  virtual void CopyNow(char* to, const char* from, int64_t bytes,
+                       const std::atomic<bool>& abort) = 0;
+};
+
+// XLA's CPU plugin: arenas are host memory, and everything ends before it returns.
+class CpuPlatform : public Platform {
+ public:
+  CpuPlatform(const PJRT_Api* api, PJRT_Client* client, std::vector<PJRT_Device*> devices);
+
+  int32_t window() const override { return 0; }
+  char* ArenaBase(int32_t device) const override { return arenas_[device]->base(); }
+  void Acquire(int32_t device, int64_t bytes) override { arenas_[device]->Acquire(bytes); }
+  void Release(int32_t device, int64_t bytes) override { arenas_[device]->Release(bytes); }
+  void Prepare() override {}
+  void Trim() override;
+  int64_t leased_bytes(int32_t device) const override { return arenas_[device]->leased_bytes(); }
+  int64_t resident_bytes(int32_t device) const override {
+    return arenas_[device]->resident_bytes();
+  }
+  PJRT_Error* Import(const BufferSpec& spec, PJRT_Buffer** buffer) override;
+  bool Copy(int32_t lane, const CopySpec& copy, const std::atomic<bool>& abort,
+            std::string* error) override;
+  void CopyNow(char* to, const char* from, int64_t bytes, const std::atomic<bool>& abort) override;
+
+ private:
+  const PJRT_Api* const api_;
+  PJRT_Client* const client_;
+  const std::vector<PJRT_Device*> devices_;
+  std::vector<std::unique_ptr<Arena>> arenas_;
+};
+
+}  // namespace jaxoffload
+
+#endif  // JAXOFFLOAD_PJRT_PLATFORM_H_
