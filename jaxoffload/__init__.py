@@ -10,6 +10,7 @@ except ImportError as error:
 
 from jaxoffload import policies as policies
 from jaxoffload.caches import clear_caches as clear_caches
+from jaxoffload.errors import BackendError as BackendError
 from jaxoffload.errors import CaptureError as CaptureError
 from jaxoffload.errors import DiskError as DiskError
 from jaxoffload.errors import OffloadError as OffloadError

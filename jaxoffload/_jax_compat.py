@@ -74,10 +74,14 @@ def _bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Sequence[Any],
     return found if isinstance(found, tuple) else ((), found)
 
 
-def portable_stablehlo(lowered: Any, version: str) -> bytes:
-    """A lowered function as StableHLO bytecode that a consumer of `version` ("1.13.7") can read."""
+def portable_stablehlo(lowered: Any, version: str | None) -> bytes:
+    """A lowered function as StableHLO bytecode that a consumer of `version` ("1.13.7") can read.
+
+    None: the version of JAX itself.
+    """
     code = _mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
-    oldest = min((version, _stablehlo.get_current_version()), key=_version_key)
+    current = _stablehlo.get_current_version()
+    oldest = min((version or current, current), key=_version_key)
     # This one, unlike the dialect's own, also takes CHLO operations such as erf.
     return bytes(_jax.mlir.serialize_portable_artifact(code, oldest))
 
@@ -106,6 +110,64 @@ def cpu_plugin_path() -> str:
     )
 
 
+CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+
+
+def cuda_plugin_path() -> str:
+    """Path of the CUDA plugin that JAX loads: of the newest CUDA that is installed.
+
+    Raises:
+      ImportError: there is none.
+    """
+    for name in CUDA_PLUGINS:
+        try:
+            spec = importlib.util.find_spec(name)
+        except ModuleNotFoundError:
+            continue
+        for folder in (spec.submodule_search_locations or ()) if spec else ():
+            path = os.path.join(folder, "xla_cuda_plugin.so")
+            if os.path.exists(path):
+                return path
+    raise ImportError("JAX's CUDA plugin is not installed. Run: pip install 'jaxoffload[cuda]'")
+
+
+def client_pointer(device: Any) -> int:
+    """The PJRT_Client behind a device.
+
+    Raises:
+      RuntimeError: the device's client is not one of a PJRT plugin.
+    """
+    pointer = getattr(device.client, "unsafe_client_pointer", 0)
+    pointer = pointer() if callable(pointer) else pointer
+    if not pointer:
+        raise RuntimeError(
+            f"jax {jax.__version__} does not tell the PJRT client of {device}. Install a version "
+            "that jaxoffload supports: jax>=0.10,<0.12."
+        )
+    return pointer
+
+
+def executable_pointer(executable: Any) -> int:
+    """The PJRT_LoadedExecutable behind a compiled program.
+
+    Raises:
+      RuntimeError: it is not one of a PJRT plugin.
+    """
+    pointer = getattr(executable, "unsafe_executable_pointer", 0)
+    pointer = pointer() if callable(pointer) else pointer
+    if not pointer:
+        raise RuntimeError(
+            f"jax {jax.__version__} does not tell the PJRT executable of a compiled program. "
+            "Install a version that jaxoffload supports: jax>=0.10,<0.12."
+        )
+    return pointer
+
+
+def pointer_of(array: jax.Array) -> int:
+    """Address of an array's bytes where it is. The array must be ready and on one device."""
+    return array.unsafe_buffer_pointer()
+
+
 def cpu_custom_call_targets() -> list[tuple[str, Any]]:
     """Handlers that jaxlib registers for its own CPU client (LAPACK, for one), by target name."""
     from jaxlib import lapack
@@ -116,11 +178,6 @@ def cpu_custom_call_targets() -> list[tuple[str, Any]]:
         if capsule is not None:
             found.append((name, capsule))
     return found
-
-
-def host_pointer(array: jax.Array) -> int:
-    """Address of a CPU array's bytes. The array must be ready, whole, and on one device."""
-    return array.unsafe_buffer_pointer()
 
 
 def keep_alive(lowering_context: Any, thing: Any) -> None:

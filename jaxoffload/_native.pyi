@@ -17,6 +17,20 @@ class Client:
     """
 
     def __init__(self, plugin_path: str, num_devices: int = 1) -> None: ...
+    @staticmethod
+    def adopt(
+        plugin_path: str, client: int, ordinals: Sequence[int], driver_path: str = ""
+    ) -> Client:
+        """A client of CUDA's plugin that JAX has made, and keeps.
+
+        Args:
+          client: the PJRT_Client.
+          ordinals: the driver's numbers of the devices to use.
+          driver_path: for tests; the system's driver if empty.
+
+        Raises:
+          RuntimeError: the driver or the plugin does not fit. ValueError: no such device.
+        """
     @property
     def platform_name(self) -> str: ...
     @property
@@ -32,6 +46,8 @@ class Client:
         Raises:
           RuntimeError: with XLA's message.
         """
+    def adopt_executable(self, executable: int, owner: Any) -> Executable:
+        """A PJRT_LoadedExecutable that JAX has compiled, and that lives as long as `owner`."""
     def register_ffi_handlers(self, handlers: Sequence[tuple[str, Any]]) -> None:
         """Makes FFI handlers (capsules) known to the plugin. Names that it knows are left alone."""
     def trim(self) -> None:
@@ -293,7 +309,8 @@ def ffi_handlers() -> dict[str, Any]:
 def host_stats() -> dict[str, int]:
     """Of the host tier: in_use_bytes, peak_bytes, kept_bytes (free, probably in memory),
     hole_bytes (free below the highest place in use), largest_hole_bytes, num_allocated, num_freed;
-    num_fixed_requests: of io_uring, to and from its places, by way of registered buffers.
+    num_fixed_requests: of io_uring, to and from its places, by way of registered buffers;
+    pinned_bytes, num_pin_failures: for copies by a GPU.
     """
 
 def host_release() -> None:

@@ -11,6 +11,7 @@ def clear_caches() -> None:
     Plans held by `Offloaded` functions that are still in use stay.
     """
     plans.clear()
-    backends.cpu().executables.clear()
-    backends.cpu().client.trim()
+    for backend in backends.known():
+        backend.executables.clear()
+        backend.client.trim()
     _native.host_release()

@@ -56,6 +56,13 @@ class DiskError(OffloadError, OSError):
     """
 
 
+class BackendError(OffloadError, RuntimeError):
+    """A platform cannot be used: a driver, a plugin or a setting is missing or unfit.
+
+    The message names it and says what to do. `jaxoffload doctor` shows all that was found.
+    """
+
+
 class VerificationError(OffloadError, ArithmeticError):
     """With `verify=True`: the offloaded run and plain `jax.jit` gave different results.
 

@@ -136,7 +136,7 @@ class Offloaded:
             if program is None:
                 options, asked = self._options, self._options.device_memory != "auto"
                 if not asked:
-                    free = backends.cpu().free_memory()
+                    free = backends.current().free_memory()
                     options = dataclasses.replace(
                         options, device_memory=int(free * (1 - AUTO_MARGIN))
                     )
@@ -193,6 +193,7 @@ def offload(
     vertex_memory: int | str | None = None,
     check: bool = False,
     verify: bool = False,
+    results: str = "device",
 ) -> Any:
     """Makes a function run within a device memory budget, with the same results.
 
@@ -218,6 +219,9 @@ def offload(
         lets the cut follow the budget.
       check: watch every run for two tensors in one place at one time (slower; for tests).
       verify: compare the first run with plain `jax.jit`, which needs the memory for that.
+      results: "host": results come back as `HostArray`s, for those that the device cannot hold
+        (outside `jax.jit` only). Results of donated arrays below the device stay in their tier
+        either way.
 
     Returns:
       An `Offloaded`: callable like `function`, with `plan`, `explain` and `last_run`.
@@ -235,7 +239,9 @@ def offload(
     References:
       TURNIP: a "nondeterministic" GPU runtime with CPU RAM offload, sections 4 to 7.
     """
-    options = make_options(device_memory, host_memory, disk, vertex_memory, launch, check, verify)
+    options = make_options(
+        device_memory, host_memory, disk, vertex_memory, launch, check, verify, results
+    )
 
     def decorate(f: Callable[..., Any]) -> Offloaded:
         if not callable(f):

@@ -30,6 +30,7 @@ class Options:
       launch: the launch policy.
       check: whether every run is watched by the live range checker.
       verify: whether the first run of each plan is compared with plain `jax.jit`.
+      results: "device" or "host", where results go that do not follow a donated argument.
     """
 
     device_memory: int | str | None = "auto"
@@ -39,6 +40,7 @@ class Options:
     launch: policies.LaunchPolicy = dataclasses.field(default_factory=policies.work_conserving)
     check: bool = False
     verify: bool = False
+    results: str = "device"
 
 
 def make_options(
@@ -49,6 +51,7 @@ def make_options(
     launch: object,
     check: bool,
     verify: bool,
+    results: object,
 ) -> Options:
     """Options from what the user typed.
 
@@ -65,9 +68,11 @@ def make_options(
     for name, value in (("check", check), ("verify", verify)):
         if not isinstance(value, bool):
             raise TypeError(f"offload: {name}={value!r} is not a bool. Pass True or False.")
+    if results not in ("device", "host"):
+        raise ValueError(f'offload: results={results!r} is no tier. Pass "device" or "host".')
     return Options(
         device_memory, host_memory, folders, vertex_memory, policies.as_policy(launch), check,
-        verify,
+        verify, str(results),
     )  # fmt: skip
 
 

@@ -78,6 +78,7 @@ class Plan:
       constants: arrays that the function closes over; they follow its own arguments.
       out_shapes: shape and dtype of each flat result.
       pairs: (argument, result) that share a tier, and memory if `taskgraph.donated` has them too.
+      backend: where its vertices run.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Plan:
         constants: Sequence[Any],
         planner: "Planner",
     ):
+        self.backend = planner.backend
         self.name = request.name
         self.budget = budget
         self.resident = resident
@@ -190,7 +192,7 @@ class Plan:
                 sizes += [int(np.asarray(c).nbytes) for c in self.constants]
                 self._native = load(
                     self.memgraph,
-                    backends.cpu().client,
+                    self.backend.client,
                     self._executables,
                     sizes,
                     [_aval_bytes(a) for a in self._request.jaxpr.out_avals],
@@ -226,10 +228,15 @@ def _aval_bytes(aval: Any) -> int:
 
 
 class Planner:
-    """One function, captured once, planned for any budget."""
+    """One function, captured once, planned for any budget.
 
-    def __init__(self, request: Request):
+    Args:
+      backend: where it is to run; None: where JAX runs by default.
+    """
+
+    def __init__(self, request: Request, backend: backends.Backend | None = None):
         self._request = request
+        self.backend = backend or backends.current()
         program = unroll(request.jaxpr)
         self._ordered = order_program(program)
         extra = program.arguments[len(request.jaxpr.in_avals) :]
@@ -328,7 +335,7 @@ class Planner:
         key = (max_bytes, max_equations)
         if key not in self._cuts:
             captured = self._captured(max_bytes, max_equations)
-            executables, report = backends.cpu().executables.executables(captured.kernels)
+            executables, report = self.backend.executables.executables(captured.kernels)
             logger.debug("%s: cut %s: %s", self._request.name, key, report)
             captured = _with_workspace(captured, captured.kernels, executables)
             self._cuts[key] = (captured, executables, report)

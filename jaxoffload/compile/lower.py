@@ -5,18 +5,16 @@ an input, in output order. They and the overwritten inputs are donated, so XLA w
 where the plan wants it. Nothing is left out when unused: the parameter order is a contract.
 """
 
+from typing import Any
+
 import jax
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.kernel import Kernel
 
 
-def lower(kernel: Kernel, stablehlo_version: str) -> bytes:
-    """The kernel as a portable StableHLO artifact.
-
-    Args:
-      stablehlo_version: the newest version that the consumer reads, "1.9.0".
-    """
+def lower(kernel: Kernel, platform: str) -> Any:
+    """The kernel, lowered by JAX for a platform."""
     count = len(kernel.inputs)
     places = kernel.output_avals[len(kernel.overwrites) :]
     donated = [read for read, _ in kernel.overwrites]
@@ -26,5 +24,13 @@ def lower(kernel: Kernel, stablehlo_version: str) -> bytes:
     )
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*kernel.inputs, *places)]
     with compat.no_donation_warning():
-        lowered = function.trace(*shapes).lower(lowering_platforms=("cpu",))
+        return function.trace(*shapes).lower(lowering_platforms=(platform,))
+
+
+def portable(lowered: Any, stablehlo_version: str | None) -> bytes:
+    """A lowered kernel as a portable StableHLO artifact.
+
+    Args:
+      stablehlo_version: the newest version that the consumer reads, "1.9.0"; None: JAX's own.
+    """
     return compat.portable_stablehlo(lowered, stablehlo_version)

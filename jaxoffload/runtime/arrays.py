@@ -104,6 +104,13 @@ class TierArray:
         """
         raise NotImplementedError
 
+    def write(self, values: np.ndarray) -> None:
+        """Replaces all of its bytes."""
+        self._write_bytes(np.ascontiguousarray(values, self.dtype).reshape(-1).view(np.uint8))
+
+    def _write_bytes(self, words: np.ndarray) -> None:
+        raise NotImplementedError
+
     def _check_alive(self) -> None:
         if self._deleted:
             raise RuntimeError(f"{self!r} has been deleted or donated. Use the result instead.")
@@ -130,11 +137,15 @@ class HostArray(TierArray):
         self.buffer = None
 
     def successor(self, in_place: bool) -> "HostArray":
-        buffer = self.buffer if in_place else _native.HostBuffer(max(1, self.nbytes))
-        return HostArray(self.shape, self.dtype, buffer)
+        if in_place:
+            return HostArray(self.shape, self.dtype, self.buffer)
+        return empty_host_array(self.shape, self.dtype)
 
     def _read_bytes(self, offset: int, count: int) -> np.ndarray:
         return np.asarray(self.buffer)[offset : offset + count].copy()
+
+    def _write_bytes(self, words: np.ndarray) -> None:
+        np.asarray(self.buffer)[: words.size] = words
 
     def _where(self) -> str:
         return f"{format_bytes(self.nbytes)} in host memory"
@@ -175,6 +186,10 @@ class DiskArray(TierArray):
         if count:
             self.source.read_into(words, offset)
         return words
+
+    def _write_bytes(self, words: np.ndarray) -> None:
+        if words.size:
+            self.source.write(words, 0)
 
     def _where(self) -> str:
         return f"{format_bytes(self.nbytes)} in {self.path}"
@@ -318,30 +333,33 @@ def _described(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
     )
 
 
+def empty_host_array(shape: tuple[int, ...], dtype: Any) -> HostArray:
+    """A `HostArray` whose contents are anything."""
+    count = math.prod(shape) * np.dtype(dtype).itemsize
+    return HostArray(shape, dtype, _native.HostBuffer(max(1, count)))
+
+
 def _to_host(leaf: Any) -> HostArray:
-    shape, dtype = _described(leaf)
-    count = math.prod(shape) * dtype.itemsize
-    buffer = _native.HostBuffer(max(1, count))
-    words = np.asarray(buffer)[:count]
+    array = empty_host_array(*_described(leaf))
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        words[:] = 0
+        np.asarray(array.buffer)[:] = 0
     else:
-        words[:] = np.ascontiguousarray(np.asarray(leaf, dtype)).reshape(-1).view(np.uint8)
-    return HostArray(shape, dtype, buffer)
+        array.write(np.asarray(leaf, array.dtype))
+    return array
 
 
 def _to_disk(leaf: Any, disk: Disk) -> DiskArray:
     shape, dtype = _described(leaf)
     count = math.prod(shape) * dtype.itemsize
     extent = reserve(disk, count)
+    array = DiskArray(shape, dtype, extent, disk)
     try:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             zeros = np.zeros(min(count, _PIECE), np.uint8)
             for start in range(0, count, _PIECE):
                 extent.write(zeros[: count - start], start)
-        elif count:
-            whole = np.ascontiguousarray(np.asarray(leaf, dtype)).reshape(-1).view(np.uint8)
-            extent.write(whole, 0)
+        else:
+            array.write(np.asarray(leaf, dtype))
     except OSError as error:
         raise _disk_error(error) from error
-    return DiskArray(shape, dtype, extent, disk)
+    return array

@@ -1,32 +1,59 @@
-"""The client on which vertices run, made once a process when first needed."""
+"""Where vertices run: one backend a platform, made once a process when first needed."""
 
-import functools
+import dataclasses
+import os
 import threading
 from typing import Any
+
+import jax
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
 from jaxoffload.compile.cache import ExecutableCache
+from jaxoffload.compile.compilers import JaxCompiler, PluginCompiler
 from jaxoffload.compile.options import compile_options
+from jaxoffload.errors import BackendError
+from jaxoffload.runtime.callers import DeviceMemory, HostMemory
 
-_lock = threading.Lock()
+
+class Backend:
+    """What the stages above ask of a platform.
+
+    Attributes:
+      name: "cpu" or "cuda".
+      client: the native client.
+      executables: every kernel compiled so far.
+      memory: where callers' arrays are and how they are handed over (callers.py).
+    """
+
+    name = ""
+    client: Any
+    executables: ExecutableCache
+    memory: Any
+
+    def free_memory(self) -> int:
+        """Bytes of device memory that nobody uses."""
+        raise NotImplementedError
+
+    def version_text(self) -> str:
+        """What runs the vertices, for reports."""
+        return f"{self.client.platform_name} ({self.client.platform_version.splitlines()[0]})"
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """XLA's CPU plugin, in a client of its own beside JAX's.
 
     JAX's own CPU client cannot be used: executing on the client that runs the outer program
     deadlocks when several outer calls are in flight.
-
-    Attributes:
-      client: the native client.
-      executables: every kernel compiled so far.
     """
+
+    name = "cpu"
 
     def __init__(self) -> None:
         self.client = _native.Client(compat.cpu_plugin_path(), 1)
         self.client.register_ffi_handlers(compat.cpu_custom_call_targets())
-        self.executables = ExecutableCache(self.client, compile_options())
+        self.executables = ExecutableCache(PluginCompiler(self.client, compile_options()))
+        self.memory = HostMemory()
 
     def free_memory(self) -> int:
         """Bytes that the machine can still give, from the kernel's own estimate."""
@@ -37,18 +64,108 @@ class CpuBackend:
         raise OSError("/proc/meminfo has no MemAvailable line")
 
 
-@functools.cache
-def _cpu() -> CpuBackend:
-    return CpuBackend()
+_DEADLOCKS = {"XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT": "1", "PJRT_GPU_ENABLE_ASYNC_DISPATCH": "1"}
+"""Settings with which one thread dispatches for the whole device, so that a vertex under an outer
+program waits behind it for ever."""
 
 
-def cpu() -> CpuBackend:
+class CudaBackend(Backend):
+    """JAX's own CUDA client: JAX compiles vertices on it, the runtime launches them.
+
+    Raises:
+      BackendError: something is missing; says what, and what to do.
+    """
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        refuse_deadlocks(os.environ)
+        try:
+            self.device = cuda_device()
+            path = compat.cuda_plugin_path()
+            pointer = compat.client_pointer(self.device)
+            self._jax_client = self.device.client  # must outlive ours
+            self.client = _native.Client.adopt(path, pointer, [self.device.local_hardware_id])
+        except (RuntimeError, ImportError, ValueError) as error:
+            raise BackendError(f"jaxoffload on CUDA: {error}") from error
+        self.executables = ExecutableCache(JaxCompiler(self.client, self.device))
+        self.memory = DeviceMemory(self.device)
+
+    def free_memory(self) -> int:
+        """Bytes that XLA's own pool can still give."""
+        stats = self.device.memory_stats() or {}
+        if "bytes_limit" not in stats:
+            raise BackendError(
+                f"{self.device} does not tell its free memory. Pass device_memory=, for example "
+                '"8GiB".'
+            )
+        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+
+
+def refuse_deadlocks(settings: Any) -> None:
+    """Refuses environments in which a run under `jax.jit` would never end.
+
+    Raises:
+      BackendError: names the variable.
+    """
+    for name, value in _DEADLOCKS.items():
+        if settings.get(name, "").lower() in (value, "true"):
+            raise BackendError(
+                f"jaxoffload on CUDA: {name}={settings[name]} makes one thread launch everything, "
+                "so that an offloaded function under jax.jit would wait for itself. Unset it."
+            )
+
+
+def cuda_device() -> Any:
+    """The GPU that JAX uses by default.
+
+    Raises:
+      RuntimeError: JAX sees none.
+    """
+    default = jax.config.jax_default_device  # pyrefly: ignore[missing-attribute]
+    if getattr(default, "platform", None) == "gpu":
+        return default
+    return jax.local_devices(backend="cuda")[0]
+
+
+@dataclasses.dataclass
+class _Made:
+    lock: Any = dataclasses.field(default_factory=threading.Lock)
+    known: dict[str, Backend] = dataclasses.field(default_factory=dict)
+
+
+_made = _Made()
+_KINDS = {"cpu": CpuBackend, "cuda": CudaBackend}
+
+
+def get(name: str) -> Backend:
+    """The process's backend of a platform.
+
+    Raises:
+      BackendError: it cannot be had; says why.
+    """
+    with _made.lock:
+        if name not in _made.known:
+            _made.known[name] = _KINDS[name]()
+        return _made.known[name]
+
+
+def cpu() -> Backend:
     """The process's CPU backend."""
-    with _lock:
-        return _cpu()
+    return get("cpu")
+
+
+def current() -> Backend:
+    """The backend for calls outside `jax.jit`: that of the platform that JAX uses by default."""
+    return get("cuda" if jax.default_backend() in ("gpu", "cuda") else "cpu")
+
+
+def known() -> list[Backend]:
+    """Those that have been made."""
+    with _made.lock:
+        return list(_made.known.values())
 
 
 def version_text() -> str:
     """What runs the vertices, for reports."""
-    client: Any = cpu().client
-    return f"{client.platform_name} ({client.platform_version.splitlines()[0]})"
+    return current().version_text()

@@ -2,20 +2,16 @@
 
 import dataclasses
 import functools
-import sys
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from jaxoffload import _jax_compat as compat
-from jaxoffload import _native
 from jaxoffload.errors import RunError
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.options import Options
-from jaxoffload.runtime.arrays import DiskArray, HostArray, TierArray
+from jaxoffload.runtime.arrays import TierArray, empty_host_array
 
 if TYPE_CHECKING:
     from jaxoffload.pipeline import Plan
@@ -127,10 +123,6 @@ def make_run(plan: "Plan", report: Any) -> Run:
     )
 
 
-_ours: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-"""Result buffers in use, by address, so that a donated one can be written again in place."""
-
-
 def run_plan(
     plan: "Plan", operands: Sequence[Any], options: Options, donated: Sequence[bool] = ()
 ) -> tuple[list[Any], Run]:
@@ -148,46 +140,35 @@ def run_plan(
       RunError: a vertex failed. DiskError: no room for a result on disk. KeyboardInterrupt: the run
       was cancelled.
     """
-    arrays = [*operands, *plan.constants]
-    arguments = [_place(x) for x in arrays]
-    outputs = _outputs_below(plan, operands, donated)
-    reused, held = _take_donated(plan, operands, arguments, donated)
-    shapes = plan.out_shapes
-    buffers = {
-        j: reused.get(j) or _native.HostBuffer(max(1, _bytes(shape)))
-        for j, shape in enumerate(shapes)
-        if j not in outputs
-    }
-    places = [
-        _place(outputs[j]) if j in outputs else buffers[j].address for j in range(len(shapes))
-    ]
+    below = _results_below(plan, operands, options, donated)
+    memory = plan.backend.memory
+    handover = memory.hand_over(plan, operands, donated, below)
     for operand, given in zip(operands, donated, strict=False):
         if given and isinstance(operand, TierArray):
             operand.delete()
     launch = options.launch
     report = plan.native.run(
-        arguments,
-        places,
+        handover.arguments,
+        handover.places,
         policy=launch.code,
         seed=launch.seed,
         max_delay_us=round(launch.max_delay_seconds * 1e6),
         check=options.check,
     )
-    for array in held:
-        if isinstance(array, jax.Array):
-            array.delete()
+    for operand, given in zip(operands, donated, strict=False):
+        if given and isinstance(operand, jax.Array) and not operand.is_deleted():
+            operand.delete()
     run = make_run(plan, report)
-    outs = {}
-    for j, buffer in buffers.items():
-        _ours[buffer.address] = buffer
-        words = np.asarray(buffer)[: _bytes(shapes[j])]
-        outs[j] = words.view(shapes[j].dtype).reshape(shapes[j].shape)
-    outs = jax.device_put(outs, jax.devices("cpu")[0], may_alias=True) | outputs
-    return [outs[j] for j in range(len(shapes))], run
+    outs = memory.results(plan, handover)
+    for j, array in below.items():
+        if j in outs:  # everything fitted, so it was computed on the device
+            array.write(np.asarray(outs[j]))
+        outs[j] = array
+    return [outs[j] for j in range(len(plan.out_shapes))], run
 
 
-def _outputs_below(
-    plan: "Plan", operands: Sequence[Any], donated: Sequence[bool]
+def _results_below(
+    plan: "Plan", operands: Sequence[Any], options: Options, donated: Sequence[bool]
 ) -> dict[int, TierArray]:
     """The results that come back below the device, in the memory of their donated arguments where
     the plan writes them over those, else in new memory of the same tier."""
@@ -203,60 +184,8 @@ def _outputs_below(
                 "take it out of donate_argnums."
             )
         found[j] = operand.successor(in_place=(i, j) in same)
+    if options.results == "host":
+        for j, shape in enumerate(plan.out_shapes):
+            if j not in found:
+                found[j] = empty_host_array(shape.shape, shape.dtype)
     return found
-
-
-def _place(array: Any) -> Any:
-    """What the runtime takes for an array: an address, or the handle of bytes on disk."""
-    if isinstance(array, DiskArray):
-        return array.source
-    return array.buffer.address if isinstance(array, HostArray) else _address(array)
-
-
-def _bytes(shape: Any) -> int:
-    return int(np.prod(shape.shape, dtype=np.int64)) * np.dtype(shape.dtype).itemsize
-
-
-def _address(array: Any) -> int:
-    """Address of an array's bytes in host memory."""
-    if isinstance(array, jax.Array):
-        array.block_until_ready()
-        return compat.host_pointer(array)
-    return array.ctypes.data
-
-
-def _take_donated(
-    plan: "Plan", operands: Sequence[Any], arguments: Sequence[Any], donated: Sequence[bool]
-) -> tuple[dict[int, Any], list[Any]]:
-    """Takes over the donated operands.
-
-    Returns:
-      The buffers that nobody else can see, by the result that is written over them; and what must
-      be held during the run: other buffers, and arrays to delete after it.
-    """
-    partner = dict(plan.taskgraph.donated)
-    reused: dict[int, Any] = {}
-    held: list[Any] = []
-    ours: dict[int, Any] = {}
-    for i, given in enumerate(donated):
-        operand = operands[i]
-        if not given or not isinstance(operand, jax.Array):
-            continue
-        buffer = _ours.get(arguments[i])
-        if buffer is None or arguments.count(arguments[i]) > 1:
-            held.append(operand)
-            continue
-        operand.delete()
-        ours[i] = buffer
-    buffer = operand = None
-    if ours:
-        compat.collect_released_buffers()
-    for i in list(ours):
-        buffer = ours.pop(i)
-        # Two references are this function's own: the variable and getrefcount's argument. One more
-        # is a view that somebody still reads, and the memory must be left alone.
-        if i in partner and sys.getrefcount(buffer) == 2:
-            reused[partner[i]] = buffer
-        else:
-            held.append(buffer)
-    return reused, held

@@ -1,10 +1,16 @@
 // A CUDA driver without a GPU, as a shared library: streams are threads that do their work in order
-// and late, device memory is host memory. Environment variables make it fail or slow:
+// and late, device memory is host memory behind addresses that the host cannot use. Environment
+// variables make it fail or slow:
 //   FAKE_CUDA_DEVICES=n          how many devices it finds (1)
+//   FAKE_CUDA_MIB=n              memory of each (1024)
 //   FAKE_CUDA_DELAY_US=n         each operation of a stream may take up to so long (0)
 //   FAKE_CUDA_FAIL_COPY=n        the n-th copy that is given to it fails with code 700
 //   FAKE_CUDA_FAIL_PIN=1         memory cannot be pinned
 //   FAKE_CUDA_FAIL_EVENT=n       the n-th wait for an event fails with code 719
+
+#include "fake_cuda.h"
+
+#include <sys/mman.h>
 
 #include <atomic>
 #include <chrono>
@@ -19,12 +25,23 @@
 #include <mutex>
 #include <thread>
 
-namespace {
+namespace fake_cuda {
 
 int Setting(const char* name, int otherwise) {
   const char* const text = std::getenv(name);
   return text == nullptr ? otherwise : std::atoi(text);
 }
+
+}  // namespace fake_cuda
+
+namespace {
+
+using fake_cuda::Setting;
+using fake_cuda::Shadow;
+
+constexpr int kMaxDevices = 8;
+constexpr size_t kSlice = size_t{4} << 30;  // addresses of one device
+constexpr size_t kAlignment = 256;
 
 struct Event {
   std::mutex mutex;
@@ -82,6 +99,7 @@ class Stream {
 };
 
 std::atomic<int> num_copies{0};
+std::atomic<int> num_peer_copies{0};
 std::atomic<int> num_waits{0};
 std::atomic<int64_t> pinned_bytes{0};
 std::mutex pinned_mutex;
@@ -92,7 +110,91 @@ thread_local void* current = nullptr;
 constexpr int kInvalidValue = 1;
 constexpr int kInvalidContext = 201;
 
+// Two ranges of the same length: addresses that nobody may use, and the bytes behind them.
+struct DeviceMemory {
+  DeviceMemory() : addresses(Map(PROT_NONE)), bytes(Map(PROT_READ | PROT_WRITE)) {}
+  static char* Map(int protection) {
+    void* const range = mmap(nullptr, kMaxDevices * kSlice, protection,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (range == MAP_FAILED) std::abort();
+    return static_cast<char*>(range);
+  }
+  bool Has(const char* address) const {
+    return address >= addresses && address < addresses + kMaxDevices * kSlice;
+  }
+
+  char* const addresses;
+  char* const bytes;
+  std::mutex mutex;
+  std::map<size_t, size_t> taken;  // end of each place, by its start
+};
+
+DeviceMemory& Memory() {
+  static auto* const memory = new DeviceMemory;
+  return *memory;
+}
+
+Stream& ComputeStream(int device) {
+  static std::mutex mutex;
+  static Stream* streams[kMaxDevices] = {};
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (streams[device] == nullptr) streams[device] = new Stream;
+  return *streams[device];
+}
+
+// A copy of host memory must not cross the border of a pinned range.
+bool CrossesPinned(const void* address, size_t bytes) {
+  const char* const start = static_cast<const char*>(address);
+  const std::lock_guard<std::mutex> lock(pinned_mutex);
+  for (const auto& [place, size] : pinned) {
+    const char* const first = static_cast<const char*>(place);
+    const bool overlaps = start < first + size && first < start + bytes;
+    if (overlaps && (start < first || start + bytes > first + size)) return true;
+  }
+  return false;
+}
+
 }  // namespace
+
+namespace fake_cuda {
+
+char* Allocate(int device, size_t bytes) {
+  DeviceMemory& memory = Memory();
+  const std::lock_guard<std::mutex> lock(memory.mutex);
+  const size_t begin = static_cast<size_t>(device) * kSlice;
+  const size_t limit = begin + (static_cast<size_t>(Setting("FAKE_CUDA_MIB", 1024)) << 20);
+  const size_t size = (bytes + kAlignment) / kAlignment * kAlignment;
+  size_t start = begin;
+  for (auto next = memory.taken.lower_bound(begin); next != memory.taken.end(); ++next) {
+    if (next->first >= start + size) break;
+    start = next->second;
+  }
+  if (start + size > limit) return nullptr;
+  memory.taken.emplace(start, start + size);
+  return memory.addresses + start;
+}
+
+void Free(char* address) {
+  DeviceMemory& memory = Memory();
+  const std::lock_guard<std::mutex> lock(memory.mutex);
+  const auto found = memory.taken.find(static_cast<size_t>(address - memory.addresses));
+  if (found == memory.taken.end()) std::abort();
+  // Who still reads there shall notice.
+  std::memset(memory.bytes + found->first, 0xcd, found->second - found->first);
+  memory.taken.erase(found);
+}
+
+char* Shadow(const void* address) {
+  char* const given = static_cast<char*>(const_cast<void*>(address));
+  DeviceMemory& memory = Memory();
+  return memory.Has(given) ? memory.bytes + (given - memory.addresses) : given;
+}
+
+void Compute(int device, std::function<void()> work) { ComputeStream(device).Add(std::move(work)); }
+
+void AwaitCompute(int device) { ComputeStream(device).Synchronize(); }
+
+}  // namespace fake_cuda
 
 extern "C" {
 
@@ -120,6 +222,13 @@ int cuDevicePrimaryCtxRetain(void** context, int device) {
 }
 int cuCtxSetCurrent(void* context) {
   current = context;
+  return 0;
+}
+int cuCtxSynchronize() {
+  if (current == nullptr) return kInvalidContext;
+  for (int device = 0; device < Setting("FAKE_CUDA_DEVICES", 1); ++device) {
+    fake_cuda::AwaitCompute(device);
+  }
   return 0;
 }
 int cuStreamCreate(void** stream, unsigned) {
@@ -170,12 +279,14 @@ int cuEventSynchronize(void* event) {
 int cuMemcpyAsync(void* to, const void* from, size_t bytes, void* stream) {
   if (current == nullptr) return kInvalidContext;
   if (++num_copies == Setting("FAKE_CUDA_FAIL_COPY", -1)) return 700;
-  static_cast<Stream*>(stream)->Add([=] { std::memmove(to, from, bytes); });
+  if (CrossesPinned(to, bytes) || CrossesPinned(from, bytes)) return kInvalidValue;
+  static_cast<Stream*>(stream)->Add([=] { std::memmove(Shadow(to), Shadow(from), bytes); });
   return 0;
 }
 int cuMemcpyPeerAsync(void* to, void* to_context, const void* from, void* from_context,
                       size_t bytes, void* stream) {
   if (to_context == nullptr || from_context == nullptr) return kInvalidContext;
+  ++num_peer_copies;
   return cuMemcpyAsync(to, from, bytes, stream);
 }
 int cuMemHostRegister_v2(void* address, size_t bytes, unsigned) {
@@ -218,5 +329,13 @@ int cuGetErrorName(int code, const char** name) {
 // What tests look at.
 int64_t fake_cuda_pinned_bytes() { return pinned_bytes; }
 int fake_cuda_num_copies() { return num_copies; }
+int fake_cuda_num_peer_copies() { return num_peer_copies; }
+int64_t fake_cuda_taken_bytes() {
+  DeviceMemory& memory = Memory();
+  const std::lock_guard<std::mutex> lock(memory.mutex);
+  size_t taken = 0;
+  for (const auto& [start, end] : memory.taken) taken += end - start;
+  return static_cast<int64_t>(taken);
+}
 
 }  // extern "C"

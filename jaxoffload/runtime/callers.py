@@ -1,0 +1,229 @@
+"""Callers' arrays as the runtime sees them: where their bytes are, and who makes the results.
+
+On CPU arguments and results are host memory, and a result may take the memory of a donated argument
+that nobody else sees. On a GPU arrays of JAX are device memory; what is below the device goes to
+its vertices by way of the arena.
+"""
+
+import dataclasses
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload import _native
+from jaxoffload.runtime.arrays import DiskArray, TierArray
+
+if TYPE_CHECKING:
+    from jaxoffload.pipeline import Plan
+
+
+@dataclasses.dataclass
+class Handover:
+    """One run's arguments and results.
+
+    Attributes:
+      arguments, places: what the runtime takes for each: an address, or a handle of bytes on disk.
+      made: what `results` needs to know, by result.
+      held: what must live until the run has ended, and arrays to delete then.
+    """
+
+    arguments: list[Any]
+    places: list[Any]
+    made: dict[int, Any]
+    held: list[Any]
+
+
+def place_below(array: TierArray) -> Any:
+    """What the runtime takes for an array below the device."""
+    return array.source if isinstance(array, DiskArray) else array.buffer.address  # pyrefly: ignore[missing-attribute]
+
+
+def byte_count(shape: Any) -> int:
+    """Bytes of an array of this shape and dtype."""
+    return int(np.prod(shape.shape, dtype=np.int64)) * np.dtype(shape.dtype).itemsize
+
+
+class HostMemory:
+    """Callers' arrays are in host memory: CPU."""
+
+    def __init__(self) -> None:
+        # Result buffers in use, by address, so that a donated one can be written again in place.
+        self._ours: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def hand_over(
+        self,
+        plan: "Plan",
+        operands: Sequence[Any],
+        donated: Sequence[bool],
+        below: Mapping[int, TierArray],
+    ) -> Handover:
+        """Arguments and results for a run.
+
+        Args:
+          operands: the caller's; the plan's constants follow.
+          donated: which of them may be overwritten; they are deleted.
+          below: results that are below the device.
+        """
+        arguments = [_host_place(x) for x in (*operands, *plan.constants)]
+        reused, held = self._take_donated(plan, operands, arguments, donated)
+        buffers = {
+            j: reused.get(j) or _native.HostBuffer(max(1, byte_count(shape)))
+            for j, shape in enumerate(plan.out_shapes)
+            if j not in below
+        }
+        places = [
+            place_below(below[j]) if j in below else buffers[j].address
+            for j in range(len(plan.out_shapes))
+        ]
+        return Handover(arguments, places, buffers, held)
+
+    def results(self, plan: "Plan", run: Handover) -> dict[int, jax.Array]:
+        """The results that are not below the device, after a run that succeeded."""
+        outs = {}
+        for j, buffer in run.made.items():
+            self._ours[buffer.address] = buffer
+            shape = plan.out_shapes[j]
+            words = np.asarray(buffer)[: byte_count(shape)]
+            outs[j] = words.view(shape.dtype).reshape(shape.shape)
+        return jax.device_put(outs, jax.devices("cpu")[0], may_alias=True)
+
+    def _take_donated(
+        self,
+        plan: "Plan",
+        operands: Sequence[Any],
+        arguments: Sequence[Any],
+        donated: Sequence[bool],
+    ) -> tuple[dict[int, Any], list[Any]]:
+        """Takes over the donated operands.
+
+        Returns:
+          The buffers that nobody else can see, by the result that is written over them; and what
+          must be held during the run: other buffers, and arrays to delete after it.
+        """
+        partner = dict(plan.taskgraph.donated)
+        reused: dict[int, Any] = {}
+        held: list[Any] = []
+        ours: dict[int, Any] = {}
+        for i, given in enumerate(donated):
+            operand = operands[i]
+            if not given or not isinstance(operand, jax.Array):
+                continue
+            buffer = self._ours.get(arguments[i])
+            if buffer is None or arguments.count(arguments[i]) > 1:
+                held.append(operand)
+                continue
+            operand.delete()
+            ours[i] = buffer
+        buffer = operand = None
+        if ours:
+            compat.collect_released_buffers()
+        for i in list(ours):
+            buffer = ours.pop(i)
+            # Two references are this function's own: the variable and getrefcount's argument. One
+            # more is a view that somebody still reads, and the memory must be left alone.
+            if i in partner and sys.getrefcount(buffer) == 2:
+                reused[partner[i]] = buffer
+            else:
+                held.append(buffer)
+        return reused, held
+
+
+def _host_place(array: Any) -> Any:
+    if isinstance(array, TierArray):
+        return place_below(array)
+    if isinstance(array, jax.Array):
+        array.block_until_ready()
+        return compat.pointer_of(array)
+    return array.ctypes.data
+
+
+class DeviceMemory:
+    """Callers' arrays are on a device, or below it: CUDA.
+
+    Args:
+      device: of JAX; where results go.
+    """
+
+    def __init__(self, device: Any):
+        self._device = device
+
+    def hand_over(
+        self,
+        plan: "Plan",
+        operands: Sequence[Any],
+        donated: Sequence[bool],
+        below: Mapping[int, TierArray],
+    ) -> Handover:
+        """Arguments and results for a run: as `HostMemory.hand_over`.
+
+        Where everything fits, kernels read arguments and write results in place, so those that are
+        below the device are brought there first, and back afterwards.
+        """
+        partner = dict(plan.taskgraph.donated)
+        arguments: list[Any] = []
+        made: dict[int, Any] = {}
+        held: list[Any] = []
+        for i, array in enumerate((*operands, *plan.constants)):
+            is_donated = i < len(donated) and donated[i]
+            if isinstance(array, TierArray) and not plan.resident:
+                arguments.append(place_below(array))
+                held.append(array)
+                continue
+            if plan.resident and not self.is_here(array):
+                array = self.put(array)
+                held.append(array)
+            elif is_donated and self.is_here(array):
+                if i in partner and partner[i] not in below:
+                    array = made[partner[i]] = self.take_over(array)
+                else:
+                    held.append(array)
+            arguments.append(self.address(array))
+        for j, shape in enumerate(plan.out_shapes):
+            if j not in made and (j not in below or plan.resident):
+                made[j] = self.empty(shape)
+        places = [
+            self.address(made[j]) if j in made else place_below(below[j])
+            for j in range(len(plan.out_shapes))
+        ]
+        return Handover(arguments, places, made, held)
+
+    def results(self, plan: "Plan", run: Handover) -> dict[int, Any]:
+        """The results that are on the device, after a run that succeeded."""
+        return dict(run.made)
+
+    def is_here(self, array: Any) -> bool:
+        """Whether an array is in this device's memory."""
+        return isinstance(array, jax.Array) and array.devices() == {self._device}
+
+    def put(self, array: Any) -> Any:
+        """A copy of an array on the device."""
+        return jax.device_put(np.asarray(array), self._device)
+
+    def empty(self, shape: Any) -> Any:
+        """A new array on the device that nobody else sees."""
+        return jnp.empty(shape.shape, shape.dtype, device=self._device)
+
+    def take_over(self, array: Any) -> Any:
+        """An array with the bytes, and where XLA allows it the memory, of one that is donated."""
+        return _identity(array)
+
+    def address(self, array: Any) -> int:
+        """Address of an array's bytes, on the device or in host memory."""
+        if not isinstance(array, jax.Array):
+            return array.ctypes.data
+        if len(array.devices()) != 1:
+            raise ValueError(
+                f"offload: an argument of shape {array.shape} is spread over several devices. Put "
+                "it on one with jax.device_put, or in host memory with jaxoffload.host_put."
+            )
+        array.block_until_ready()
+        return compat.pointer_of(array)
+
+
+_identity = jax.jit(lambda x: x, donate_argnums=0)

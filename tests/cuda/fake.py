@@ -1,0 +1,136 @@
+"""A GPU that is not there: a driver and a PJRT plugin that imitate CUDA's (custom_calls/fakes).
+
+Streams run late, device addresses cannot be touched by the host, executions end when the host has
+long gone on. What runs is the code of the CUDA backend, all but JAX's own client.
+"""
+
+import ctypes
+import functools
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+
+import xla_plugins.xla_cpu_pjrt as plugin_package
+from jaxoffload import _jax_compat as compat
+from jaxoffload import _native
+from jaxoffload.compile.cache import ExecutableCache
+from jaxoffload.compile.compilers import PluginCompiler
+from jaxoffload.compile.options import compile_options
+from jaxoffload.runtime.backends import Backend
+from jaxoffload.runtime.callers import DeviceMemory
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FAKES = ROOT / "custom_calls" / "fakes"
+NUM_DEVICES = 2
+
+
+@functools.cache
+def library():
+    """The driver and the plugin, built if a source is newer, and loaded."""
+    made = ROOT / "build" / "fakes" / "libfake_cuda.so"
+    sources = [FAKES / "fake_cuda.cc", FAKES / "fake_plugin.cc"]
+    inputs = [*sources, FAKES / "fake_cuda.h"]
+    if not made.exists() or made.stat().st_mtime < max(s.stat().st_mtime for s in inputs):
+        made.parent.mkdir(parents=True, exist_ok=True)
+        include = next(iter(plugin_package.__path__)) + "/include"
+        command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-g", "-Wall", "-Werror"]
+        command += ["-shared", "-fPIC", "-pthread", f"-I{include}", *map(str, sources), "-ldl"]
+        new = made.with_suffix(f".{os.getpid()}")
+        done = subprocess.run([*command, "-o", str(new)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        new.replace(made)
+    os.environ["FAKE_CUDA_PLUGIN"] = compat.cpu_plugin_path()
+    os.environ["FAKE_CUDA_DEVICES"] = str(NUM_DEVICES)
+    found = ctypes.CDLL(str(made))
+    found.path = str(made)
+    for name in ("fake_cuda_client", "fake_cuda_allocate"):
+        getattr(found, name).restype = ctypes.c_void_p
+    for name in ("fake_cuda_pinned_bytes", "fake_cuda_taken_bytes"):
+        getattr(found, name).restype = ctypes.c_int64
+    return found
+
+
+def count(name):
+    """A counter of the fakes."""
+    return getattr(library(), f"fake_cuda_{name}")()
+
+
+@functools.cache
+def client(num_devices=1):
+    """A native client on the first devices."""
+    pointer = library().fake_cuda_client()
+    assert pointer
+    path = library().path
+    made = _native.Client.adopt(path, pointer, list(range(num_devices)), path)
+    made.register_ffi_handlers(compat.cpu_custom_call_targets())
+    return made
+
+
+class FakeArray:
+    """An array in the fake device's memory."""
+
+    def __init__(self, shape, dtype, values=None):
+        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self.size = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        self.address = library().fake_cuda_allocate(0, ctypes.c_size_t(max(1, self.size)))
+        assert self.address, "the fake GPU is full"
+        if values is not None:
+            words = np.ascontiguousarray(values, self.dtype)
+            library().fake_cuda_write(
+                ctypes.c_void_p(self.address), ctypes.c_void_p(words.ctypes.data),
+                ctypes.c_size_t(self.size),
+            )  # fmt: skip
+
+    def __array__(self, dtype=None, copy=None):
+        words = np.empty(self.shape, self.dtype)
+        library().fake_cuda_read(
+            ctypes.c_void_p(words.ctypes.data), ctypes.c_void_p(self.address),
+            ctypes.c_size_t(self.size),
+        )  # fmt: skip
+        return words
+
+    def __del__(self):
+        library().fake_cuda_free(ctypes.c_void_p(self.address))
+
+
+class FakeMemory(DeviceMemory):
+    """Device arrays are FakeArrays; what JAX holds is in host memory."""
+
+    def __init__(self):
+        super().__init__(None)
+
+    def is_here(self, array):
+        return isinstance(array, FakeArray)
+
+    def put(self, array):
+        return FakeArray(array.shape, array.dtype, np.asarray(array))
+
+    def empty(self, shape):
+        return FakeArray(shape.shape, shape.dtype)
+
+    def take_over(self, array):
+        return array
+
+    def address(self, array):
+        return array.address if isinstance(array, FakeArray) else super().address(array)
+
+
+class FakeBackend(Backend):
+    """The CUDA backend without JAX's client."""
+
+    name = "cuda"
+
+    def __init__(self):
+        self.client = client()
+        self.executables = ExecutableCache(PluginCompiler(self.client, compile_options()))
+        self.memory = FakeMemory()
+
+    def free_memory(self):
+        return 2**30
+
+
+@functools.cache
+def backend():
+    return FakeBackend()
