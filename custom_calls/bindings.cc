@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "cuda/driver.h"
 #include "ffi.h"
 #include "pjrt/client.h"
 #include "pjrt/plan.h"
@@ -400,7 +401,24 @@ void BindPlan(nb::module_& m) {
       .def("last_report",
            [](const Plan& plan) { return std::const_pointer_cast<RunReport>(plan.last_report()); });
 
-  m.def("register_plan", &RegisterPlan, "key"_a, "plan"_a);
+  m.def(
+      "register_plan",
+      [](const std::string& key, std::shared_ptr<Plan> plan,
+         const std::vector<std::pair<int32_t, nb::object>>& bound) {
+        BoundPlan made;
+        if (!bound.empty()) made.arguments.resize(plan->loaded().argument_bytes().size());
+        for (const auto& [argument, entry] : bound) {
+          if (argument < 0 || argument >= static_cast<int32_t>(made.arguments.size())) {
+            throw std::invalid_argument("register_plan: bound has argument " +
+                                        std::to_string(argument) + ", which the plan has not");
+          }
+          const Places<DiskSource> place({entry});
+          made.arguments[argument] = {true, place.addresses[0], place.sources[0]};
+        }
+        made.plan = std::move(plan);
+        RegisterPlan(key, std::move(made));
+      },
+      "key"_a, "plan"_a, "bound"_a = std::vector<std::pair<int32_t, nb::object>>());
   m.def("unregister_plan", &UnregisterPlan, "key"_a, nb::call_guard<WithoutGil>());
 }
 
@@ -553,6 +571,27 @@ NB_MODULE(_native, m) {
   BindPlan(m);
   BindHostBuffer(m);
   BindDisk(m);
+  m.def(
+      "cuda_driver",
+      [](const std::string& path) {
+        const std::shared_ptr<CudaDriver> driver = CudaDriver::Load(path);
+        nb::list devices;
+        for (int device = 0; device < driver->num_devices(); ++device) {
+          size_t free = 0;
+          size_t total = 0;
+          driver->MemoryInfo(device, &free, &total);
+          nb::dict found;
+          found["name"] = driver->device_name(device);
+          found["free_bytes"] = free;
+          found["total_bytes"] = total;
+          devices.append(found);
+        }
+        nb::dict found;
+        found["version"] = driver->version();
+        found["devices"] = devices;
+        return found;
+      },
+      "path"_a = "");
   m.def("ffi_handlers", [] {
     nb::dict found;
     for (const auto& [name, handler] : FfiHandlers()) {

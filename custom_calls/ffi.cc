@@ -1,12 +1,14 @@
-// "jaxoffload_run": a whole plan as one custom call of an outer XLA program, on CPU.
+// "jaxoffload_run": a whole plan as one custom call of an outer XLA program.
 //
-// The handler queues the run and returns a Future, so no thread of XLA's waits in it. The outer
-// program goes on from a callback thread, never from a lane.
+// On CPU the handler queues the run and returns a Future, so no thread of XLA's waits in it, and
+// the outer program goes on from a callback thread, never from a lane. On CUDA it waits: see
+// RunOnCuda.
 
 #include "ffi.h"
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -15,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/driver.h"
 #include "pjrt/plan.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -56,60 +59,124 @@ std::vector<char*> Addresses(const Buffers& buffers, const char* name,
   return addresses;
 }
 
-ffi::Future StartRun(ffi::RemainingArgs arguments, ffi::RemainingRets results, std::string_view key,
-                     int64_t policy, int64_t seed, int64_t max_delay_us, int64_t check) {
-  const std::shared_ptr<Plan> plan = FindPlan(std::string(key));
+// The attributes of the call.
+struct Wishes {
+  std::string_view key;
+  int64_t policy;
+  int64_t seed;
+  int64_t max_delay_us;
+  int64_t check;
+};
+
+// Queues the run of a plan. Operands are the plan's arguments but for those that were bound to the
+// key. Throws std::exception.
+std::shared_ptr<Run> Submit(ffi::RemainingArgs operands, ffi::RemainingRets results,
+                            const Wishes& wishes,
+                            const std::function<void(const RunReport&, const Plan&)>& done) {
+  const BoundPlan bound = FindPlan(std::string(wishes.key));
+  const std::shared_ptr<Plan>& plan = bound.plan;
   if (plan == nullptr) {
-    return Failed("jaxoffload_run: no plan has the key " + std::string(key) +
-                  ". It has been dropped, or this program was compiled in another process.");
+    throw std::invalid_argument(
+        "jaxoffload_run: no plan has the key " + std::string(wishes.key) +
+        ". It has been dropped, or this program was compiled in another process.");
   }
-  if (policy < 0 || policy > 2) {
-    return Failed("jaxoffload_run: policy=" + std::to_string(policy) + " is unknown");
+  if (wishes.policy < 0 || wishes.policy > 2) {
+    throw std::invalid_argument("jaxoffload_run: policy=" + std::to_string(wishes.policy) +
+                                " is unknown");
   }
   RunOptions options;
-  options.policy = static_cast<Policy>(policy);
-  options.seed = static_cast<uint64_t>(seed);
-  options.max_delay_us = max_delay_us;
-  options.check = check != 0;
+  options.policy = static_cast<Policy>(wishes.policy);
+  options.seed = static_cast<uint64_t>(wishes.seed);
+  options.max_delay_us = wishes.max_delay_us;
+  options.check = wishes.check != 0;
   const LoadedPlan& loaded = plan->loaded();
-  for (size_t i = 0; i < loaded.argument_bytes().size(); ++i) {
-    if (loaded.argument_on_disk(static_cast<int32_t>(i))) {
-      return Failed("jaxoffload_run: argument " + std::to_string(i) +
-                    " is on disk, which only a call outside jax.jit can use.");
+  std::vector<char*> arguments(loaded.argument_bytes().size(), nullptr);
+  std::vector<std::shared_ptr<DiskSource>> sources(arguments.size());
+  std::vector<int64_t> operand_bytes;
+  std::vector<size_t> operand_index;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (i < bound.arguments.size() && bound.arguments[i].is_bound) {
+      arguments[i] = bound.arguments[i].address;
+      sources[i] = bound.arguments[i].source;
+      continue;
     }
+    operand_index.push_back(i);
+    operand_bytes.push_back(loaded.argument_bytes()[i]);
   }
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  plan->Submit(Addresses(arguments, "arguments", plan->loaded().argument_bytes()),
-               Addresses(results, "results", plan->loaded().result_bytes()), options,
-               [plan, promise](const std::shared_ptr<const RunReport>& report) mutable {
-                 plan->set_last_report(report);
-                 if (report->error_message.empty()) {
-                   promise.SetAvailable();
-                   return;
-                 }
-                 std::string where;
-                 if (report->error_vertex >= 0) {
-                   where = " in " + plan->loaded().Describe(report->error_vertex);
-                 }
-                 promise.SetError(ffi::Error::Internal("the run stopped" + where + ": " +
-                                                       report->error_message));
-               });
-  return future;
+  const std::vector<char*> given = Addresses(operands, "arguments", operand_bytes);
+  for (size_t i = 0; i < given.size(); ++i) arguments[operand_index[i]] = given[i];
+  return plan->Submit(
+      std::move(arguments), Addresses(results, "results", loaded.result_bytes()), options,
+      [bound, done](const std::shared_ptr<const RunReport>& report) {
+        bound.plan->set_last_report(report);
+        done(*report, *bound.plan);
+      },
+      std::move(sources));
 }
 
-ffi::Future StartRunSafely(ffi::RemainingArgs arguments, ffi::RemainingRets results,
-                           std::string_view key, int64_t policy, int64_t seed, int64_t max_delay_us,
-                           int64_t check) {
+std::string Failure(const RunReport& report, const Plan& plan) {
+  std::string where;
+  if (report.error_vertex >= 0) where = " in " + plan.loaded().Describe(report.error_vertex);
+  return "the run stopped" + where + ": " + report.error_message;
+}
+
+ffi::Future RunOnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results, std::string_view key,
+                     int64_t policy, int64_t seed, int64_t max_delay_us, int64_t check) {
   try {
-    return StartRun(arguments, results, key, policy, seed, max_delay_us, check);
+    ffi::Promise promise;
+    ffi::Future future(promise);
+    Submit(operands, results, {key, policy, seed, max_delay_us, check},
+           [promise](const RunReport& report, const Plan& plan) mutable {
+             if (report.error_message.empty()) {
+               promise.SetAvailable();
+             } else {
+               promise.SetError(ffi::Error::Internal(Failure(report, plan)));
+             }
+           });
+    return future;
   } catch (const std::exception& e) {
     return Failed(e.what());
   }
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kRun, StartRunSafely,
+// On a GPU the handler is called while XLA puts the outer program on its stream, by a thread that
+// may wait: what is ahead on the stream comes first, then the run, then what is behind it.
+ffi::Error RunOnCuda(void* stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                     std::string_view key, int64_t policy, int64_t seed, int64_t max_delay_us,
+                     int64_t check) {
+  try {
+    const std::shared_ptr<Plan> plan = FindPlan(std::string(key)).plan;
+    if (plan != nullptr && plan->client()->driver() != nullptr) {
+      const CudaDriver& driver = *plan->client()->driver();
+      const int code = driver.AwaitStream(stream);
+      if (code != 0) return ffi::Error::Internal(driver.Describe(code, "waiting for operands"));
+    }
+    const std::shared_ptr<Run> run =
+        Submit(operands, results, {key, policy, seed, max_delay_us, check},
+               [](const RunReport&, const Plan&) {});
+    run->Wait();
+    const std::shared_ptr<const RunReport> report = run->report();
+    if (report->error_message.empty()) return ffi::Error::Success();
+    return ffi::Error::Internal(Failure(*report, *plan));
+  } catch (const std::exception& e) {
+    return ffi::Error::InvalidArgument(e.what());
+  }
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kRunOnCpu, RunOnCpu,
                               ffi::Ffi::Bind()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<std::string_view>("key")
+                                  .Attr<int64_t>("policy")
+                                  .Attr<int64_t>("seed")
+                                  .Attr<int64_t>("max_delay_us")
+                                  .Attr<int64_t>("check"));
+
+// Without the trait that would let XLA record it in a command buffer.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kRunOnCuda, RunOnCuda,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<void*>>()
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<std::string_view>("key")
@@ -121,7 +188,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kRun, StartRunSafely,
 }  // namespace
 
 std::vector<std::pair<std::string, void*>> FfiHandlers() {
-  return {{"jaxoffload_run", reinterpret_cast<void*>(&kRun)}};
+  return {{"cpu", reinterpret_cast<void*>(&kRunOnCpu)},
+          {"CUDA", reinterpret_cast<void*>(&kRunOnCuda)}};
 }
 
 std::pair<int, int> FfiApiVersion() { return {XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR}; }

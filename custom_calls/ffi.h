@@ -1,4 +1,4 @@
-// The XLA FFI handlers, by target name.
+// The XLA FFI handlers of "jaxoffload_run", by platform.
 
 #ifndef JAXOFFLOAD_FFI_H_
 #define JAXOFFLOAD_FFI_H_
@@ -9,7 +9,7 @@
 
 namespace jaxoffload {
 
-// Name and XLA_FFI_Handler* of each.
+// Platform, as XLA calls it, and XLA_FFI_Handler* of each.
 std::vector<std::pair<std::string, void*>> FfiHandlers();
 
 // (major, minor) of the FFI headers that this was built with.

@@ -10,6 +10,8 @@ except ImportError as error:
 
 from jaxoffload import policies as policies
 from jaxoffload.caches import clear_caches as clear_caches
+from jaxoffload.doctor import BackendReport as BackendReport
+from jaxoffload.doctor import backends as backends
 from jaxoffload.errors import BackendError as BackendError
 from jaxoffload.errors import CaptureError as CaptureError
 from jaxoffload.errors import DiskError as DiskError

@@ -74,14 +74,10 @@ def _bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Sequence[Any],
     return found if isinstance(found, tuple) else ((), found)
 
 
-def portable_stablehlo(lowered: Any, version: str | None) -> bytes:
-    """A lowered function as StableHLO bytecode that a consumer of `version` ("1.13.7") can read.
-
-    None: the version of JAX itself.
-    """
+def portable_stablehlo(lowered: Any, version: str) -> bytes:
+    """A lowered function as StableHLO bytecode that a consumer of `version` ("1.13.7") can read."""
     code = _mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
-    current = _stablehlo.get_current_version()
-    oldest = min((version or current, current), key=_version_key)
+    oldest = min((version, _stablehlo.get_current_version()), key=_version_key)
     # This one, unlike the dialect's own, also takes CHLO operations such as erf.
     return bytes(_jax.mlir.serialize_portable_artifact(code, oldest))
 

@@ -299,12 +299,24 @@ class DiskStore:
           OSError: the disk is full.
         """
 
-def register_plan(key: str, plan: Plan) -> None:
-    """Lets custom calls find a plan, which stays alive until it is unregistered."""
+def register_plan(key: str, plan: Plan, bound: Sequence[tuple[int, int | DiskSource]] = ()) -> None:
+    """Lets custom calls find a plan, which stays alive until it is unregistered.
+
+    Args:
+      bound: arguments that no operand brings: which, and its address in host memory or what holds
+        it on disk. The memory must outlive every run.
+    """
 
 def unregister_plan(key: str) -> None: ...
 def ffi_handlers() -> dict[str, Any]:
-    """Capsules by XLA FFI target name: "jaxoffload_run"."""
+    """Capsules of the target "jaxoffload_run", by XLA's name of the platform."""
+
+def cuda_driver(path: str = "") -> dict[str, Any]:
+    """What the NVIDIA driver says: version, and of each device name, free_bytes, total_bytes.
+
+    Raises:
+      RuntimeError: there is none, or it finds no GPU.
+    """
 
 def host_stats() -> dict[str, int]:
     """Of the host tier: in_use_bytes, peak_bytes, kept_bytes (free, probably in memory),

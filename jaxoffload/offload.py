@@ -102,7 +102,7 @@ class Offloaded:
         call = self._spec.bind(args, kwargs)
         program = self._program(call)
         if any(isinstance(leaf, compat.Tracer) for leaf in call.leaves):
-            self._refuse_tiers_in_a_trace(call)
+            self._check_trace(call)
             flat = bind(call.leaves, program.traced.jaxpr, **program.params())
         else:
             flat = self._run(program, call)
@@ -163,13 +163,19 @@ class Offloaded:
             program.verified = True
         return flat
 
-    def _refuse_tiers_in_a_trace(self, call: Call) -> None:
-        for leaf in call.leaves:
-            if isinstance(leaf, TierArray):
-                raise TypeError(
-                    f"offload({self._spec.name}): {leaf!r} is an argument inside jax.jit or "
-                    "another transformation, which would bring it into memory whole. Call the "
-                    "offloaded function outside."
+    def _check_trace(self, call: Call) -> None:
+        if self._options.results != "device":
+            raise ValueError(
+                f"offload({self._spec.name}): results={self._options.results!r} inside jax.jit or "
+                "another transformation, where every result is an array on the device. Call the "
+                "offloaded function outside."
+            )
+        for leaf, donated in zip(call.leaves, call.signature.donated, strict=True):
+            if isinstance(leaf, TierArray) and donated:
+                raise ValueError(
+                    f"offload({self._spec.name}): {leaf!r} is donated inside jax.jit or another "
+                    "transformation, where it cannot be handed back in its tier. Call the "
+                    "offloaded function outside, or take it out of donate_argnums."
                 )
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

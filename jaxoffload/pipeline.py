@@ -49,6 +49,7 @@ class Request:
         device the result comes back in the same tier.
       options: with `device_memory` already a number or None.
       disk_arguments: those that are on disk.
+      reloads_all: no argument may be read where it is: kernels cannot reach some of them.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Request:
     donated: tuple[tuple[int, int], ...]
     options: Options
     disk_arguments: frozenset[int] = frozenset()
+    reloads_all: bool = False
 
     @property
     def disk_results(self) -> frozenset[int]:
@@ -253,7 +255,7 @@ class Planner:
         budget = self._request.options.device_memory
         assert budget is None or isinstance(budget, int)
         whole = self._fixed_cut() or self._compiled(float("inf"), None)
-        if self._request.disk_arguments:
+        if self._request.disk_arguments or self._request.reloads_all:
             if budget is None:
                 room = 2 * resident_peak(whole[0].taskgraph)
                 return self._finish(whole, self._build(whole[0], room), budget, resident=False)

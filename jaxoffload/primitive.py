@@ -1,10 +1,12 @@
 """The primitive behind `offload` inside a transformation, and its rules.
 
-Under `jit` it becomes one XLA FFI custom call whose asynchronous handler enters the launcher.
+Under `jit` it becomes one XLA FFI custom call whose handler enters the launcher.
 `vmap` gives an offloaded batched function. Differentiating it from outside cannot offload what it
 never saw, so `jvp` evaluates the body in plain JAX: right, not offloaded, and said so.
 """
 
+import bisect
+import dataclasses
 import functools
 import threading
 import warnings
@@ -13,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.extend as jex
+import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from jaxoffload import _jax_compat as compat
@@ -22,6 +25,8 @@ from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.options import Options
 from jaxoffload.pipeline import Plan, Planner, make_request
 from jaxoffload.runtime import backends
+from jaxoffload.runtime.arrays import TierArray
+from jaxoffload.runtime.callers import place_below
 from jaxoffload.runtime.run import run_plan
 
 offload_p = compat.Primitive("jaxoffload")
@@ -30,8 +35,13 @@ offload_p.multiple_results = True
 FFI_TARGET = "jaxoffload_run"
 
 
+Below = tuple[tuple[int, TierArray], ...]
+"""Leaves that are below the device, with their positions. They are no operands: XLA never sees
+them, as it never sees what a jitted function closes over."""
+
+
 def bind(
-    operands: Sequence[Any],
+    leaves: Sequence[Any],
     jaxpr: Any,
     *,
     name: str,
@@ -39,30 +49,41 @@ def bind(
     donated: tuple[bool, ...],
     options: Options,
 ) -> list[Any]:
-    """Applies an offloaded jaxpr to tracers or arrays.
+    """Applies an offloaded jaxpr to tracers, arrays, and arrays below the device.
 
     Args:
       jaxpr: closed, over arrays.
-      kinds, donated: one for each operand.
+      kinds, donated: one for each leaf.
     """
+    below = tuple((i, x) for i, x in enumerate(leaves) if isinstance(x, TierArray))
+    operands = [x for x in leaves if not isinstance(x, TierArray)]
     return offload_p.bind(
-        *operands, jaxpr=jaxpr, name=name, kinds=kinds, donated=donated, options=options
-    )
+        *operands, jaxpr=jaxpr, name=name, kinds=kinds, donated=donated, options=options,
+        below=below,
+    )  # fmt: skip
+
+
+def _leaves(operands: Sequence[Any], below: Sequence[tuple[int, Any]]) -> list[Any]:
+    """All leaves, in order."""
+    found = list(operands)
+    for i, array in below:
+        found.insert(i, array)
+    return found
 
 
 class _Plans:
-    """Plans of bound jaxprs, by the jaxpr's identity and the params."""
+    """Plans of bound jaxprs, by the jaxpr's identity, the params and the backend."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[Any, tuple[Any, Plan]] = {}
 
-    def get(self, params: dict[str, Any]) -> Plan:
+    def get(self, params: dict[str, Any], backend: backends.Backend) -> Plan:
         jaxpr = params["jaxpr"]
-        key = (id(jaxpr), params["donated"], params["options"])
+        key = (id(jaxpr), params["donated"], params["options"], params["below"], backend.name)
         with self._lock:
             if key not in self._known:
-                self._known[key] = (jaxpr, make_plan(**params))
+                self._known[key] = (jaxpr, make_plan(**params, backend=backend))
             return self._known[key][1]
 
     def clear(self) -> None:
@@ -80,15 +101,25 @@ def make_plan(
     kinds: tuple[TensorKind, ...],
     donated: tuple[bool, ...],
     options: Options,
+    below: Below = (),
+    backend: backends.Backend | None = None,
 ) -> Plan:
     """Plans a closed jaxpr; `options.device_memory` must be a number or None."""
-    return Planner(make_request(jaxpr, name, kinds, donated, options)).plan()
+    tiers = [""] * len(jaxpr.in_avals)
+    for i, array in below:
+        tiers[i] = array.tier
+    request = make_request(jaxpr, name, kinds, donated, options, tiers)
+    if below and backend is not None and backend.name != "cpu":
+        request = dataclasses.replace(request, reloads_all=True)
+    return Planner(request, backend).plan()
 
 
 @offload_p.def_impl
 def _impl(*operands: Any, **params: Any) -> list[Any]:
-    plan = plans.get({**params, "donated": (False,) * len(operands)})
-    return run_plan(plan, operands, params["options"])[0]
+    leaves = _leaves(operands, params["below"])
+    backend = backends.current()
+    plan = plans.get({**params, "donated": (False,) * len(leaves)}, backend)
+    return run_plan(plan, leaves, params["options"])[0]
 
 
 @offload_p.def_abstract_eval
@@ -96,22 +127,31 @@ def _abstract_eval(*avals: Any, jaxpr: Any, **params: Any) -> list[Any]:
     return list(jaxpr.out_avals)
 
 
-def _lower_cpu(context: Any, *operands: Any, **params: Any) -> Any:
-    _register_target()
-    plan = plans.get(params)
+def _lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> Any:
+    _register_target(backend_name)
+    plan = plans.get(params, backends.get(backend_name))
     native = plan.native
-    _native.register_plan(plan.key, native)
+    below = params["below"]
+    for _, array in below:
+        array.check_alive()
+    bound = [(i, place_below(array)) for i, array in below]
+    key = ":".join([plan.key, *(f"{i}@{id(array)}" for i, array in below)])
+    _native.register_plan(key, native, bound)
     compat.keep_alive(context, native)
+    for _, array in below:
+        compat.keep_alive(context, array.source if array.tier == "disk" else array.buffer)
     operands = (*operands, *(mlir.ir_constant(c) for c in plan.constants))
     if plan.constants:
         extra = [compat.ShapedArray(c.shape, c.dtype) for c in plan.constants]
         context = context.replace(avals_in=[*context.avals_in, *extra])
     launch, options = params["options"].launch, params["options"]
-    rule = jax.ffi.ffi_lowering(FFI_TARGET, operand_output_aliases=dict(plan.taskgraph.donated))
+    hidden = sorted(i for i, _ in below)
+    aliases = {i - bisect.bisect(hidden, i): j for i, j in plan.taskgraph.donated}
+    rule = jax.ffi.ffi_lowering(FFI_TARGET, operand_output_aliases=aliases)
     return rule(
         context,
         *operands,
-        key=plan.key,
+        key=key,
         policy=compat.int64_attribute(launch.code),
         seed=compat.int64_attribute(launch.seed),
         max_delay_us=compat.int64_attribute(round(launch.max_delay_seconds * 1e6)),
@@ -121,28 +161,38 @@ def _lower_cpu(context: Any, *operands: Any, **params: Any) -> Any:
 
 def _lower_elsewhere(context: Any, *operands: Any, **params: Any) -> Any:
     warnings.warn(
-        f"offload({params['name']}): offloading is available on CPU only so far; the function runs "
-        "whole on this platform.",
+        f"offload({params['name']}): offloading is available on CPU and CUDA only; the function "
+        "runs whole on this platform.",
         OffloadWarning,
         stacklevel=2,
     )
-    body = functools.partial(_evaluate, params["jaxpr"])
-    return mlir.lower_fun(body, multiple_results=True)(context, *operands)
+    return mlir.lower_fun(_whole(params), multiple_results=True)(context, *operands)
 
 
 mlir.register_lowering(offload_p, _lower_elsewhere)
-mlir.register_lowering(offload_p, _lower_cpu, platform="cpu")
+mlir.register_lowering(offload_p, functools.partial(_lower, "cpu"), platform="cpu")
+mlir.register_lowering(offload_p, functools.partial(_lower, "cuda"), platform="cuda")
 
 
 @functools.cache
-def _register_target() -> None:
-    backends.cpu()
-    handler = _native.ffi_handlers()[FFI_TARGET]
-    jax.ffi.register_ffi_target(FFI_TARGET, handler, platform="cpu")
+def _register_target(backend_name: str) -> None:
+    backends.get(backend_name)
+    platform = {"cpu": "cpu", "cuda": "CUDA"}[backend_name]
+    jax.ffi.register_ffi_target(FFI_TARGET, _native.ffi_handlers()[platform], platform=platform)
 
 
 def _evaluate(jaxpr: Any, *operands: Any) -> list[Any]:
     return list(jex.core.jaxpr_as_fun(jaxpr)(*operands))
+
+
+def _whole(params: dict[str, Any]) -> Any:
+    """The function in plain JAX, of its operands."""
+
+    def body(*operands: Any) -> list[Any]:
+        below = tuple((i, np.asarray(array)) for i, array in params["below"])
+        return _evaluate(params["jaxpr"], *_leaves(operands, below))
+
+    return body
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
@@ -152,17 +202,22 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
         OffloadWarning,
         stacklevel=2,
     )
-    body = jax.jit(functools.partial(_evaluate, params["jaxpr"]))
-    return jax.jvp(body, list(primals), [ad.instantiate_zeros(t) for t in tangents])
+    return jax.jvp(
+        jax.jit(_whole(params)), list(primals), [ad.instantiate_zeros(t) for t in tangents]
+    )
 
 
 ad.primitive_jvps[offload_p] = _jvp
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    body = jax.vmap(functools.partial(_evaluate, params["jaxpr"]), in_axes=tuple(dims))
-    jaxpr = compat.jaxpr_of(body, operands)
-    outs = bind(operands, jaxpr, **{k: v for k, v in params.items() if k != "jaxpr"})
+    below = params["below"]
+    axes = _leaves(dims, tuple((i, None) for i, _ in below))
+    body = jax.vmap(functools.partial(_evaluate, params["jaxpr"]), in_axes=tuple(axes))
+    leaves = _leaves(operands, below)
+    jaxpr = compat.jaxpr_of(body, leaves)
+    others = {k: v for k, v in params.items() if k not in ("jaxpr", "below")}
+    outs = bind(leaves, jaxpr, **others)
     return outs, [0] * len(outs)
 
 

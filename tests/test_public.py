@@ -9,9 +9,9 @@ import pytest
 
 import jaxoffload as jo
 
-NAMES = """CaptureError DiskArray DiskError Explanation HostArray OffloadError OffloadWarning
-Offloaded Plan PlanError Run RunError VerificationError VerifyError clear_caches disk_put host_put
-offload open_safetensors policies""".split()
+NAMES = """BackendError BackendReport CaptureError DiskArray DiskError Explanation HostArray
+OffloadError OffloadWarning Offloaded Plan PlanError Run RunError VerificationError VerifyError
+backends clear_caches disk_put host_put offload open_safetensors policies""".split()
 
 
 def test_public_names():

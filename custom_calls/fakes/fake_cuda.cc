@@ -329,6 +329,7 @@ int cuGetErrorName(int code, const char** name) {
 // What tests look at.
 int64_t fake_cuda_pinned_bytes() { return pinned_bytes; }
 int fake_cuda_num_copies() { return num_copies; }
+int fake_cuda_num_waits() { return num_waits; }
 int fake_cuda_num_peer_copies() { return num_peer_copies; }
 int64_t fake_cuda_taken_bytes() {
   DeviceMemory& memory = Memory();

@@ -38,7 +38,7 @@ void CheckSource(const char* name, size_t i, const DiskSource* source, bool on_d
 
 struct Registry {
   Mutex mutex;
-  std::map<std::string, std::shared_ptr<Plan>> plans GUARDED_BY(mutex);
+  std::map<std::string, BoundPlan> plans GUARDED_BY(mutex);
 };
 
 // Never destroyed: XLA may look into it until the process ends.
@@ -97,15 +97,15 @@ void Plan::set_last_report(std::shared_ptr<const RunReport> report) {
   last_report_ = std::move(report);
 }
 
-void RegisterPlan(const std::string& key, std::shared_ptr<Plan> plan) {
+void RegisterPlan(const std::string& key, BoundPlan plan) {
   Registry& registry = GlobalRegistry();
   MutexLock lock(registry.mutex);
   // Swapped, not assigned: the plan that goes is destroyed after the lock.
-  registry.plans[key].swap(plan);
+  std::swap(registry.plans[key], plan);
 }
 
 void UnregisterPlan(const std::string& key) {
-  std::shared_ptr<Plan> gone;
+  BoundPlan gone;
   Registry& registry = GlobalRegistry();
   MutexLock lock(registry.mutex);
   const auto found = registry.plans.find(key);
@@ -114,11 +114,11 @@ void UnregisterPlan(const std::string& key) {
   registry.plans.erase(found);
 }
 
-std::shared_ptr<Plan> FindPlan(const std::string& key) {
+BoundPlan FindPlan(const std::string& key) {
   Registry& registry = GlobalRegistry();
   MutexLock lock(registry.mutex);
   const auto found = registry.plans.find(key);
-  return found == registry.plans.end() ? nullptr : found->second;
+  return found == registry.plans.end() ? BoundPlan() : found->second;
 }
 
 }  // namespace jaxoffload

@@ -51,12 +51,24 @@ class Plan : public std::enable_shared_from_this<Plan> {
   std::shared_ptr<const RunReport> last_report_ GUARDED_BY(mutex_);
 };
 
+// An argument that no operand of the custom call brings: it is below the device.
+struct BoundArgument {
+  bool is_bound = false;
+  char* address = nullptr;             // in host memory
+  std::shared_ptr<DiskSource> source;  // on disk; the address does not matter then
+};
+
+struct BoundPlan {
+  std::shared_ptr<Plan> plan;
+  std::vector<BoundArgument> arguments;  // those of the plan, or none
+};
+
 // Plans by key, for the FFI handler. Registering a key again replaces its plan; a run in progress
-// keeps the one that it has.
-void RegisterPlan(const std::string& key, std::shared_ptr<Plan> plan);
+// keeps the one that it has. Memory of bound arguments outlives the registration and its runs.
+void RegisterPlan(const std::string& key, BoundPlan plan);
 void UnregisterPlan(const std::string& key);
-// Null if there is none.
-std::shared_ptr<Plan> FindPlan(const std::string& key);
+// Without a plan if there is none.
+BoundPlan FindPlan(const std::string& key);
 
 }  // namespace jaxoffload
 

@@ -47,7 +47,7 @@ class JaxCompiler:
         """What tells the kernel's program from others, and what `compile` takes."""
         with jax.default_device(self._device):
             lowered = lower(kernel, self._device.platform)
-        return hashlib.sha256(portable(lowered, None)).digest(), lowered
+        return hashlib.sha256(lowered.as_text().encode()).digest(), lowered
 
     def compile(self, lowered: Any) -> Any:
         """The executable. Any thread."""

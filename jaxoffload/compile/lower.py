@@ -27,10 +27,10 @@ def lower(kernel: Kernel, platform: str) -> Any:
         return function.trace(*shapes).lower(lowering_platforms=(platform,))
 
 
-def portable(lowered: Any, stablehlo_version: str | None) -> bytes:
+def portable(lowered: Any, stablehlo_version: str) -> bytes:
     """A lowered kernel as a portable StableHLO artifact.
 
     Args:
-      stablehlo_version: the newest version that the consumer reads, "1.9.0"; None: JAX's own.
+      stablehlo_version: the newest version that the consumer reads, "1.9.0".
     """
     return compat.portable_stablehlo(lowered, stablehlo_version)

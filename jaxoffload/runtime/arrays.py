@@ -72,7 +72,7 @@ class TierArray:
 
     def __getitem__(self, index: int | slice) -> np.ndarray:
         """Rows of the leading axis, without reading the others: an int, or a slice of step 1."""
-        self._check_alive()
+        self.check_alive()
         if not self.shape or not isinstance(index, int | slice):
             raise TypeError(
                 f"{self!r}[{index!r}]: only an int or a slice of the leading axis can be read. Use "
@@ -88,7 +88,7 @@ class TierArray:
         return words.view(self.dtype).reshape(shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        self._check_alive()
+        self.check_alive()
         found = self._read_bytes(0, self.nbytes).view(self.dtype).reshape(self.shape)
         return found if dtype is None else found.astype(dtype, copy=False)
 
@@ -111,7 +111,8 @@ class TierArray:
     def _write_bytes(self, words: np.ndarray) -> None:
         raise NotImplementedError
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raises RuntimeError if it was donated or deleted."""
         if self._deleted:
             raise RuntimeError(f"{self!r} has been deleted or donated. Use the result instead.")
 

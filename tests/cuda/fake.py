@@ -10,9 +10,10 @@ import os
 import subprocess
 from pathlib import Path
 
+import jax
 import numpy as np
-
 import xla_plugins.xla_cpu_pjrt as plugin_package
+
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
 from jaxoffload.compile.cache import ExecutableCache
@@ -57,9 +58,18 @@ def count(name):
     return getattr(library(), f"fake_cuda_{name}")()
 
 
-@functools.cache
 def client(num_devices=1):
-    """A native client on the first devices."""
+    """A native client on the first devices, shared by the tests."""
+    return _client(num_devices)
+
+
+@functools.cache
+def _client(num_devices):
+    return new_client(num_devices)
+
+
+def new_client(num_devices=1):
+    """One whose arena no other plan uses."""
     pointer = library().fake_cuda_client()
     assert pointer
     path = library().path
@@ -78,31 +88,30 @@ class FakeArray:
         assert self.address, "the fake GPU is full"
         if values is not None:
             words = np.ascontiguousarray(values, self.dtype)
-            library().fake_cuda_write(
-                ctypes.c_void_p(self.address), ctypes.c_void_p(words.ctypes.data),
-                ctypes.c_size_t(self.size),
-            )  # fmt: skip
-
-    def __array__(self, dtype=None, copy=None):
-        words = np.empty(self.shape, self.dtype)
-        library().fake_cuda_read(
-            ctypes.c_void_p(words.ctypes.data), ctypes.c_void_p(self.address),
-            ctypes.c_size_t(self.size),
-        )  # fmt: skip
-        return words
+            self._move("write", self.address, words.ctypes.data)
 
     def __del__(self):
         library().fake_cuda_free(ctypes.c_void_p(self.address))
 
+    def _move(self, way, to, origin):
+        move = getattr(library(), f"fake_cuda_{way}")
+        move(ctypes.c_void_p(to), ctypes.c_void_p(origin), ctypes.c_size_t(self.size))
+
+    def __array__(self, dtype=None, copy=None):
+        words = np.empty(self.shape, self.dtype)
+        self._move("read", words.ctypes.data, self.address)
+        return words
+
 
 class FakeMemory(DeviceMemory):
-    """Device arrays are FakeArrays; what JAX holds is in host memory."""
+    """JAX's CPU arrays stand for the device's: their bytes are on the fake device for the run."""
 
     def __init__(self):
         super().__init__(None)
+        self._held = []
 
     def is_here(self, array):
-        return isinstance(array, FakeArray)
+        return isinstance(array, jax.Array | FakeArray)
 
     def put(self, array):
         return FakeArray(array.shape, array.dtype, np.asarray(array))
@@ -111,10 +120,19 @@ class FakeMemory(DeviceMemory):
         return FakeArray(shape.shape, shape.dtype)
 
     def take_over(self, array):
-        return array
+        taken = self.put(array)
+        array.delete()
+        return taken
 
     def address(self, array):
+        if isinstance(array, jax.Array) and len(array.devices()) == 1:
+            array = self.put(array)
+            self._held.append(array)
         return array.address if isinstance(array, FakeArray) else super().address(array)
+
+    def results(self, plan, run):
+        self._held.clear()
+        return {j: jax.numpy.asarray(np.asarray(a)) for j, a in run.made.items()}
 
 
 class FakeBackend(Backend):

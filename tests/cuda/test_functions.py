@@ -1,13 +1,15 @@
 """Whole functions on the fake GPU give the bits that they give on CPU: any budget, any order."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxoffload as jo
+from jaxoffload import _native
 from jaxoffload.runtime import backends
 from tests.cuda import fake
-from tests.transform.test_equal import assert_equal, budgets, copies
+from tests.transform.test_equal import assert_equal, budgets
 from tests.workloads import ALL
 
 POLICIES = ["work-conserving", "fixed", jo.policies.random(1, delays=2e-4)]
@@ -36,3 +38,97 @@ def test_every_budget_and_policy_gives_the_bits_of_cpu(name, monkeypatch):
             assert step.last_run.peak_device_bytes <= budget
     del step
     jo.clear_caches()
+
+
+def train_step(state, batch):
+    def loss(weights):
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, weights)[0] ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state["weights"])
+    moment = jax.tree.map(lambda m, g: 0.9 * m + g, state["moment"], grads)
+    weights = jax.tree.map(lambda w, m: w - 0.1 * m, state["weights"], moment)
+    return {"weights": weights, "moment": moment}, value
+
+
+def state_and_batch():
+    random = np.random.default_rng(0)
+    weights = (random.normal(size=(6, 64, 64)) / 8).astype(np.float32)
+    return {"weights": weights, "moment": np.zeros_like(weights)}, np.ones((128, 64), np.float32)
+
+
+def three_steps(state, batch, **options):
+    step, values = jo.offload(train_step, vertex_memory=1, donate_argnums=0, **options), []
+    for _ in range(3):
+        state, value = step(state, batch)
+        values.append(np.asarray(value))
+    return state, values, step
+
+
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+@pytest.mark.parametrize("budget", ["300KiB", "64MiB"])
+@pytest.mark.parametrize("tier", ["numpy", "host", "disk", "device"])
+def test_state_is_trained_where_it_lives(gpu, tmp_path, tier, budget):
+    """Donated, it comes back in its tier; results on the device are the device's arrays."""
+    state, batch = state_and_batch()
+    put = {
+        "numpy": lambda tree: tree,
+        "host": jo.host_put,
+        "disk": lambda tree: jo.disk_put(tree, tmp_path),
+        "device": lambda tree: jax.tree.map(jnp.asarray, tree),
+    }[tier]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "current", backends.cpu)
+        want, want_values, _ = three_steps(*state_and_batch(), device_memory=None)
+        want = jax.tree.map(np.array, want)
+    before = fake.count("taken_bytes")
+    got, values, step = three_steps(put(state), batch, device_memory=budget, check=True)
+    assert step.plan(got, batch).resident == (budget == "64MiB" and tier != "disk")
+    kind = {"host": jo.HostArray, "disk": jo.DiskArray}.get(tier, type(jnp.ones(1)))
+    assert {type(leaf) for leaf in jax.tree.leaves(got)} == {kind}
+    assert_equal(want, jax.tree.map(np.asarray, got))
+    assert [v.tobytes() for v in values] == [v.tobytes() for v in want_values]
+    assert step.last_run.copied_outputs == 0
+    del got, state, step, put
+    jo.clear_caches()
+    assert fake.count("taken_bytes") == before
+
+
+def test_results_go_to_host_memory_where_one_asks(gpu):
+    state, batch = state_and_batch()
+    step = jo.offload(lambda s, b: train_step(s, b)[0], device_memory="300KiB", results="host")
+    out = step(state, batch)
+    assert all(isinstance(leaf, jo.HostArray) for leaf in jax.tree.leaves(out))
+
+
+def test_host_memory_is_pinned_and_pages_that_are_given_back_are_not(gpu):
+    state, batch = state_and_batch()
+    kept = jo.host_put(state)
+    jo.offload(lambda s, b: train_step(s, b)[1], device_memory="300KiB")(kept, batch)
+    stats = _native.host_stats()
+    assert stats["pinned_bytes"] == fake.count("pinned_bytes") >= stats["in_use_bytes"] > 0
+    large = jo.host_put(jax.ShapeDtypeStruct((2**28,), np.uint8))
+    assert fake.count("pinned_bytes") >= 2**28
+    del large
+    _native.host_release()
+    assert fake.count("pinned_bytes") < 2**28
+    assert _native.host_stats()["pinned_bytes"] == fake.count("pinned_bytes")
+    assert_equal(state, jax.tree.map(np.asarray, kept))
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(gpu, monkeypatch):
+    monkeypatch.setenv("FAKE_CUDA_FAIL_PIN", "1")
+    before = _native.host_stats()["num_pin_failures"]
+    large = jo.host_put(np.arange(2**28, dtype=np.uint8))
+    assert _native.host_stats()["num_pin_failures"] > before
+    out = jo.offload(lambda x: x[:8] + 1, device_memory=None)(large)
+    np.testing.assert_array_equal(out, np.arange(1, 9))
+
+
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+def test_an_array_on_several_devices_is_refused(gpu):
+    mesh = jax.sharding.Mesh(jax.devices("cpu")[:2], "x")
+    spread = jax.device_put(
+        np.ones(4, np.float32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    )
+    with pytest.raises(ValueError, match="spread over several devices.*host_put"):
+        jo.offload(lambda x: jnp.sin(x) @ jnp.cos(x), device_memory="1KiB")(spread)

@@ -25,9 +25,7 @@ def layer(x):
 
 @functools.cache
 def registered():
-    jax.ffi.register_ffi_target(
-        "jaxoffload_run", _native.ffi_handlers()["jaxoffload_run"], platform="cpu"
-    )
+    jax.ffi.register_ffi_target("jaxoffload_run", _native.ffi_handlers()["cpu"], platform="cpu")
 
 
 def build(donate=False):

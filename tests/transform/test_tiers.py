@@ -400,14 +400,51 @@ def test_a_folder_that_vanishes_does_no_harm(tmp_path):
     np.testing.assert_array_equal(got, x * 2)
 
 
-def test_arrays_on_disk_do_not_go_into_a_trace(tmp_path):
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_arrays_below_the_device_are_closed_over_inside_jit(tmp_path, tier):
+    """XLA sees none of them: they are no operands of its program."""
+    weights = np.random.default_rng(0).normal(size=(4, 64, 64)).astype(np.float32)
+    kept = jo.host_put(weights) if tier == "host" else jo.disk_put(weights, tmp_path)
+
+    def f(x, w, scale):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x * scale, w)[0]
+
+    x = np.ones((32, 64), np.float32)
+    step = jo.offload(f, device_memory="80KiB", vertex_memory=1, check=True)
+    want = np.asarray(step(x, weights, 0.5))
+    jitted = jax.jit(lambda x: step(x + 0, kept, 0.5))
+    for _ in range(2):
+        assert np.asarray(jitted(x)).tobytes() == want.tobytes()
+    (size,) = {len(a.aval.shape) for a in jax.make_jaxpr(jitted)(x).jaxpr.invars}
+    assert size == 2
+    batched = jax.vmap(lambda x: step(x, kept, 0.5))(np.stack([x, 2 * x]))
+    np.testing.assert_allclose(batched[0], want, rtol=1e-5, atol=1e-6)
+    with pytest.warns(jo.OffloadWarning, match="differentiated"):
+        got = jax.jvp(lambda x: step(x, kept, 0.5), (x,), (x,))[0]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    kept.delete()  # the compiled program holds its memory
+    assert np.asarray(jitted(x)).tobytes() == want.tobytes()
+
+
+def test_what_a_trace_cannot_do_with_arrays_below_the_device_is_refused(tmp_path):
     kept = jo.disk_put(np.ones(10, np.float32), tmp_path)
-    step = jo.offload(lambda a, b: a + b, device_memory=None)
-    with pytest.raises(TypeError, match=r"inside jax\.jit"):
-        jax.jit(lambda b: step(kept, b))(np.ones(10, np.float32))
+    both = jo.offload(lambda a, b: a + b, device_memory=None, donate_argnums=0)
+    with pytest.raises(ValueError, match=r"donated inside jax\.jit"):
+        jax.jit(lambda b: both(kept, b))(np.ones(10, np.float32))
     with pytest.raises(ValueError, match="donated and passed twice"):
-        both = jo.offload(lambda a, b: a + b, device_memory=None, donate_argnums=0)
         both(kept, kept)
+    host = jo.offload(lambda a: a + 1, device_memory=None, results="host")
+    with pytest.raises(ValueError, match=r"results='host' inside jax\.jit"):
+        jax.jit(host)(np.ones(10, np.float32))
+
+
+def test_results_go_to_host_memory_where_one_asks():
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    out = jo.offload(lambda x: {"a": x + 1, "b": x.sum()}, device_memory=None, results="host")(x)
+    assert all(isinstance(leaf, jo.HostArray) for leaf in jax.tree.leaves(out))
+    np.testing.assert_array_equal(out["a"], x + 1)
+    with pytest.raises(ValueError, match='results=\'disc\' is no tier. Pass "device" or "host"'):
+        jo.offload(lambda x: x, results="disc")
 
 
 def test_explain_tells_of_host_memory_and_disk(tmp_path):

@@ -1,0 +1,86 @@
+"""On a real GPU. Skipped, with the reason, where there is none.
+
+Under compute-sanitizer: `compute-sanitizer python -m pytest tests/cuda/test_gpu.py`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxoffload as jo
+from jaxoffload import _native
+from jaxoffload.runtime import backends
+from tests.cuda.test_functions import state_and_batch, train_step
+from tests.transform.test_equal import assert_close, assert_equal, budgets
+from tests.workloads import ALL
+
+REPORT = jo.backends()[1]
+pytestmark = [
+    pytest.mark.skipif(not REPORT.available, reason=f"no GPU: {REPORT.detail}"),
+    pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning"),
+]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_budget_and_policy_gives_the_same_bits(name):
+    f, args, _ = ALL[name]()
+    want = jax.jit(f)(*args)
+    first = None
+    for budget in budgets(jo.offload(f, device_memory=None, vertex_memory=1), args):
+        for policy in ("work-conserving", "fixed", jo.policies.random(1, delays=2e-4)):
+            step = jo.offload(f, device_memory=budget, vertex_memory=1, launch=policy, check=True)
+            got = step(*args)
+            assert_close(want, got)
+            assert step.last_run.copied_outputs == 0
+            first = got if first is None else first
+            assert_equal(first, got)
+        assert_equal(first, jax.jit(step)(*args))
+
+
+@pytest.mark.parametrize("budget", ["300KiB", "64MiB"])
+@pytest.mark.parametrize("tier", ["numpy", "host", "disk", "device"])
+def test_state_is_trained_where_it_lives(tmp_path, tier, budget):
+    state, batch = state_and_batch()
+    put = {
+        "numpy": lambda tree: tree,
+        "host": jo.host_put,
+        "disk": lambda tree: jo.disk_put(tree, tmp_path),
+        "device": lambda tree: jax.tree.map(jnp.asarray, tree),
+    }[tier]
+    plain = jo.offload(train_step, device_memory=None, vertex_memory=1)
+    step = jo.offload(train_step, device_memory=budget, vertex_memory=1, donate_argnums=0)
+    want, got = state, put(state)
+    for _ in range(3):
+        want, value = plain(want, batch)
+        got, other = step(got, batch)
+        assert_equal(value, other)
+    assert_equal(want, jax.tree.map(np.asarray, got))
+
+
+def test_weights_in_host_memory_are_no_operands_under_jit():
+    state, batch = state_and_batch()
+    kept = jo.host_put(state["weights"])
+    step = jo.offload(
+        lambda w, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0],
+        device_memory="300KiB", vertex_memory=1,
+    )  # fmt: skip
+    assert_equal(step(kept, batch), jax.jit(lambda x: step(kept, x))(batch))
+
+
+def test_a_thousand_runs_leave_nothing_behind():
+    state, batch = state_and_batch()
+    kept = jo.host_put(state)
+    step = jo.offload(lambda s, b: train_step(s, b)[1], device_memory="300KiB")
+    free = backends.get("cuda").free_memory
+
+    def figures():
+        stats = _native.host_stats()
+        return free(), stats["pinned_bytes"], stats["in_use_bytes"]
+
+    for _ in range(10):
+        step(kept, batch).block_until_ready()
+    before = figures()
+    for _ in range(1000):
+        step(kept, batch).block_until_ready()
+    assert figures() == before
