@@ -290,14 +290,17 @@ class Planner:
 
     def minimum(self) -> tuple[int, TaskGraph, int]:
         """The smallest feasible budget in bytes, and the graph and vertex that set it."""
-        finest = self._fixed_cut() or self._compiled(0, 1)
-        best = min_budget(finest[0].taskgraph)
-        graph = finest[0].taskgraph
-        for captured, _, _ in list(self._cuts.values()):
-            other = min_budget(captured.taskgraph)
-            if self._request.options.vertex_memory is None and other[0] < best[0]:
-                best, graph = other, captured.taskgraph
-        return best[0], graph, best[1]
+        # Only cuts that every budget's search ends with, so that what is named here works.
+        graphs = [cut[0].taskgraph for cut in self._last_cuts()]
+        (least, vertex), graph = min(
+            ((min_budget(g), g) for g in graphs), key=lambda found: found[0][0]
+        )
+        return least, graph, vertex
+
+    def _last_cuts(self) -> list[tuple[Captured, list[Any], CompileReport]]:
+        """Single operations; and the whole, which where XLA fuses well needs less."""
+        fixed = self._fixed_cut()
+        return [fixed] if fixed else [self._compiled(0, 1), self._compiled(float("inf"), None)]
 
     def _fixed_cut(self) -> tuple[Captured, list[Any], CompileReport] | None:
         size = self._request.options.vertex_memory
@@ -312,7 +315,7 @@ class Planner:
             estimate = self._captured(share * budget, None)
             if min_budget(estimate.taskgraph)[0] <= budget:
                 yield self._compiled(share * budget, None)
-        yield self._compiled(0, 1)
+        yield from self._last_cuts()
 
     def _captured(self, max_bytes: float, max_equations: int | None) -> Captured:
         limit = {} if max_equations is None else {"max_equations": max_equations}

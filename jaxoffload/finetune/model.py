@@ -97,6 +97,7 @@ def forward(
     tokens: jax.Array,
     adapters: Params | None = None,
     project: Callable[[Params], Project] | None = None,
+    wrap_layer: Callable[[Any], Any] = lambda layer: layer,
 ) -> jax.Array:
     """Logits of the next token.
 
@@ -104,6 +105,8 @@ def forward(
       tokens: (B, T) int32.
       adapters: stacked along the layers; sliced with the layers' own weights.
       project: from one layer's adapters, how its matrices are applied; plain without it.
+      wrap_layer: what is done to the scanned function (x, weights) to (x, None): `jax.checkpoint`,
+        for one.
 
     Returns:
       (B, T, V) float32.
@@ -121,7 +124,7 @@ def forward(
         gate = jax.nn.silu(apply("w_gate", h, own["w_gate"]))
         return x + apply("w_down", gate * apply("w_up", h, own["w_up"]), own["w_down"]), None
 
-    x, _ = jax.lax.scan(layer, x, (params["layers"], adapters))
+    x, _ = jax.lax.scan(wrap_layer(layer), x, (params["layers"], adapters))
     x = rms_norm(x, params["norm"], config.norm_eps)
     return (x @ params["unembed"]).astype(jnp.float32)
 

@@ -25,22 +25,29 @@ def optimizer(learning_rate: float, num_steps: int) -> optax.GradientTransformat
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
 
 
-def make_loss(config: Config, adapters_config: lora.LoraConfig) -> Callable[..., jax.Array]:
+def make_loss(
+    config: Config,
+    adapters_config: lora.LoraConfig,
+    wrap_layer: Callable[[Any], Any] = lambda layer: layer,
+) -> Callable[..., jax.Array]:
     """`loss(adapters, base, tokens)`, tokens (B, T + 1)."""
     project = lora.project_with(adapters_config)
 
     def loss(adapters: Params, base: Params, tokens: jax.Array) -> jax.Array:
-        logits = model.forward(config, base, tokens[:, :-1], adapters, project)
+        logits = model.forward(config, base, tokens[:, :-1], adapters, project, wrap_layer)
         return model.loss(logits, tokens[:, 1:])
 
     return loss
 
 
 def make_step(
-    config: Config, adapters_config: lora.LoraConfig, opt: optax.GradientTransformation
+    config: Config,
+    adapters_config: lora.LoraConfig,
+    opt: optax.GradientTransformation,
+    wrap_layer: Callable[[Any], Any] = lambda layer: layer,
 ) -> Step:
     """`step(base, adapters, opt_state, tokens)` to (adapters, opt_state, loss); base is frozen."""
-    loss = make_loss(config, adapters_config)
+    loss = make_loss(config, adapters_config, wrap_layer)
 
     def train_step(base: Params, adapters: Params, opt_state: Any, tokens: jax.Array) -> Any:
         value, grads = jax.value_and_grad(loss)(adapters, base, tokens)

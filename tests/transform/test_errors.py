@@ -12,6 +12,7 @@ import pytest
 
 import jaxoffload as jo
 from jaxoffload import _native
+from jaxoffload.finetune import model
 from jaxoffload.runtime import backends
 
 X = np.ones((64, 64), np.float32)
@@ -190,3 +191,21 @@ def test_memory_is_given_back():
         del step
         jo.clear_caches()
     assert resident() - before < 24 * 2**20
+
+
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+def test_the_smallest_budget_that_is_named_works():
+    """Here the whole fused by XLA needs less than its operations one by one."""
+    config = model.PRESETS["tiny"]
+    shapes = model.init_shapes(config), jax.ShapeDtypeStruct((1, 64), np.int32)
+
+    def prefill(params, tokens):
+        return model.forward(config, params, tokens)[:, -1]
+
+    with pytest.raises(jo.PlanError) as caught:
+        jo.offload(prefill, device_memory="100KiB").plan(*shapes)
+    least = caught.value.min_device_memory
+    assert jo.offload(prefill, device_memory=None).plan(*shapes).min_device_memory == least
+    assert jo.offload(prefill, device_memory=least).plan(*shapes).peak_device_bytes <= least
+    with pytest.raises(jo.PlanError, match=f"smallest feasible {least} bytes"):
+        jo.offload(prefill, device_memory=least - 1).plan(*shapes)

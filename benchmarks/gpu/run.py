@@ -1,0 +1,304 @@
+"""The whole picture of a GPU in one file: `python -m benchmarks.gpu.run --out benchmarks/results`.
+
+Sections run one after another, each in a process of its own with a limit of time, and what is known
+is written after each, so that a visit that ends early leaves what it has found:
+
+    probe    the first checks (probe.py)
+    tests    tests/cuda
+    launch   host cost of a vertex; idle share of the compute lane in a compute-bound step
+    llama    LLaMA-7B shape at budgets: over jit with everything resident, over
+             max(compute, link), over JAX's own host offload, over accelerate
+    order    work-conserving against fixed order, 20 runs each on one MemGraph
+    long     many steps; what is left behind
+
+`--only launch,llama` chooses. `--small` takes seconds and runs on CPU too, for trying the script.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxoffload as jo
+from benchmarks.gpu import llama, probe
+from benchmarks.measure import interleaved, machine
+from jaxoffload import _native
+from jaxoffload.finetune import model
+from jaxoffload.options import format_bytes
+from jaxoffload.runtime import backends
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+GB = 10**9
+CASES = [
+    *[llama.Case("prefill", 1, length) for length in (1024, 2048, 4096, 8192, 16384)],
+    *[llama.Case("lora", batch, 512) for batch in (1, 2, 4, 8)],
+]
+BUDGETS = (8 * GB, 16 * GB, 24 * GB)
+LIMIT_SECONDS = 540
+SMALL = model.Config(64, 32, 2, 2, 1, 64)
+
+
+def launch(small: bool) -> dict[str, Any]:
+    """Seconds of host time a vertex, and how much of a compute-bound step its lane is idle."""
+    length, width = (50, 64) if small else (1000, 4096)
+    found: dict[str, Any] = {}
+    tiny = jax.numpy.ones((8, 8))
+
+    def chain(x: Any) -> Any:
+        for _ in range(length):
+            x = jax.numpy.sin(x)
+        return x
+
+    step = jo.offload(chain, device_memory=None, vertex_memory=1)
+    step(tiny)
+    step(tiny)
+    found["us_per_vertex"] = step.last_run.seconds / length * 1e6
+    weights = jo.host_put(np.ones((8, width, width), np.float32) / width)
+
+    def products(w: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (jax.numpy.tanh(x @ w), None), x, w)[0]
+
+    bound = jo.offload(products, device_memory=6 * width * width * 4, vertex_memory=1)
+    x = jax.numpy.ones((width, width))
+    for _ in range(3):
+        bound(weights, x)
+    run = bound.last_run
+    at = (run.lane == 0) & (run.end_seconds > 0)
+    whole = run.end_seconds[at].max() - run.start_seconds[at].min()
+    found["compute_idle_share"] = float(1 - run.lane_busy_seconds["compute"] / whole)
+    return found
+
+
+def run_llama(small: bool) -> dict[str, Any]:
+    """Each case at each budget."""
+    config = SMALL if small else model.PRESETS["7b"]
+    cases = [llama.Case("prefill", 1, 64), llama.Case("lora", 1, 32)] if small else CASES
+    base = llama.weights(config)
+    rate = None if small else probe._on_gpu_copies()
+    found: dict[str, Any] = {"link": rate}
+    for case in cases:
+        found[case.name] = _case(config, case, base, small, rate)
+        print(case.name, json.dumps(found[case.name]), flush=True)
+    return found
+
+
+def _case(config: Any, case: Any, base: Any, small: bool, rate: Any) -> dict[str, Any]:
+    rounds = 1 if small else 3
+    given = llama.arguments(config, case)
+    row: dict[str, Any] = {"jit_seconds": _resident(config, case, base, given, rounds)}
+    row["jax_host_offload"] = _try(lambda: _host_offload(config, case, base, given, rounds))
+    if small:
+        budgets = [_tight(llama.function(config, case), base, given)]
+    else:
+        budgets = list(BUDGETS)
+    for budget in budgets:
+        row[str(budget)] = _try(lambda b=budget: _ours(config, case, base, given, b, row, rate))
+        if not small:
+            wish = {"budget": budget, "rounds": rounds, "shape": dataclasses.asdict(config)}
+            wish |= dataclasses.asdict(case)
+            row[str(budget)]["accelerate"] = _in_process(
+                ["-m", "benchmarks.gpu.torch_baseline", json.dumps(wish)], 240
+            )
+    return row
+
+
+def _resident(config: Any, case: Any, base: Any, given: Any, rounds: int) -> float:
+    near = jax.tree.map(lambda leaf: jax.numpy.asarray(np.asarray(leaf)), base)
+    step = jax.jit(llama.function(config, case))
+    return _seconds(lambda: step(near, *given), rounds)
+
+
+def _host_offload(config: Any, case: Any, base: Any, given: Any, rounds: int) -> dict[str, Any]:
+    step, placed = llama.host_offload(config, case, base)
+    seconds = _seconds(lambda: step(placed, *given), rounds)
+    stats = jax.devices()[0].memory_stats() or {}
+    return {"seconds": seconds, "peak_bytes": stats.get("peak_bytes_in_use")}
+
+
+def _ours(
+    config: Any, case: Any, base: Any, given: Any, budget: int, row: Any, rate: Any
+) -> dict[str, Any]:
+    step = jo.offload(llama.function(config, case), device_memory=budget)
+    begin = time.perf_counter()
+    step.plan(base, *given)
+    found: dict[str, Any] = {"plan_seconds": time.perf_counter() - begin}
+    found["seconds"] = _seconds(lambda: step(base, *given), 3)
+    run = step.last_run
+    assert run is not None
+    found |= {
+        "peak_device_bytes": run.peak_device_bytes,
+        "bytes_reloaded": run.bytes_reloaded,
+        "bytes_offloaded": run.bytes_offloaded,
+        "copied_outputs": run.copied_outputs,
+        "over_jit": found["seconds"] / row["jit_seconds"],
+    }
+    if rate is not None:
+        link = max(
+            run.bytes_reloaded / (rate["to_device_gb_s"] * GB),
+            run.bytes_offloaded / (rate["from_device_gb_s"] * GB),
+        )
+        found["over_bound"] = found["seconds"] / max(link, row["jit_seconds"])
+    if "seconds" in row["jax_host_offload"]:
+        found["over_jax_host_offload"] = found["seconds"] / row["jax_host_offload"]["seconds"]
+    return found
+
+
+def order(small: bool) -> dict[str, Any]:
+    """Work-conserving against fixed order: one cut, one budget, 20 runs each, in turn."""
+    config = SMALL if small else model.PRESETS["7b"]
+    case = llama.Case("lora", 1, 32 if small else 512)
+    base, given = llama.weights(config), llama.arguments(config, case)
+    f = llama.function(config, case)
+    budget = _tight(f, base, given) if small else BUDGETS[0]
+    ways: dict[str, Callable[[], Any]] = {}
+    for name in ("work-conserving", "fixed"):
+        step = jo.offload(f, device_memory=budget, launch=name)
+        ways[name] = lambda step=step: jax.block_until_ready(step(base, *given))
+    times = interleaved(ways, rounds=2 if small else 20)
+    ratio = times["work-conserving"].ratio(times["fixed"])
+    return {"over_fixed": ratio, "spread": times["fixed"].spread}
+
+
+def long(small: bool) -> dict[str, Any]:
+    """Steps for some minutes; memory before and after."""
+    config = SMALL if small else model.PRESETS["small"]
+    case = llama.Case("lora", 1, 32 if small else 256)
+    base, given = llama.weights(config), llama.arguments(config, case)
+    f = llama.function(config, case)
+    step = jo.offload(f, device_memory=_tight(f, base, given))
+
+    def figures() -> dict[str, int]:
+        stats = _native.host_stats()
+        with open("/proc/self/statm") as file:
+            resident = int(file.read().split()[1]) * 4096
+        return {
+            "free_device_bytes": backends.current().free_memory(),
+            "pinned_bytes": stats["pinned_bytes"],
+            "host_tier_bytes": stats["in_use_bytes"],
+            "resident_bytes": resident,
+        }
+
+    end = time.monotonic() + (1 if small else LIMIT_SECONDS * 0.8)
+    for _ in range(5):
+        jax.block_until_ready(step(base, *given))
+    before, count = figures(), 0
+    while time.monotonic() < end:
+        jax.block_until_ready(step(base, *given))
+        count += 1
+    return {"steps": count, "before": before, "after": figures()}
+
+
+def tests(small: bool) -> dict[str, Any]:
+    """tests/cuda, the summary line."""
+    wanted = "tests/cuda/test_gpu.py" if not small else "tests/cuda/test_gpu.py::no_such"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", wanted]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return {"summary": done.stdout.strip().splitlines()[-1:], "code": done.returncode}
+
+
+SECTIONS: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "probe": lambda small: probe.run_all(60 if small else probe.LIMIT_SECONDS),
+    "tests": tests,
+    "launch": launch,
+    "llama": run_llama,
+    "order": order,
+    "long": long,
+}
+
+
+def _tight(function: Any, base: Any, given: Any) -> int:
+    """A budget at which something must move."""
+    plan = jo.offload(function, device_memory=None).plan(base, *given)
+    return int(0.6 * plan.resident_peak_bytes)
+
+
+def _seconds(way: Callable[[], Any], rounds: int) -> float:
+    return interleaved({"": lambda: jax.block_until_ready(way())}, rounds)[""].median
+
+
+def _try(way: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A way that fails is an answer too: a budget too small, or memory that ran out."""
+    try:
+        return way()
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"[:500]}
+
+
+def _in_process(arguments: list[str], limit_seconds: float) -> dict[str, Any]:
+    """Runs Python on these arguments; the last line that it prints is JSON."""
+    command = [sys.executable, *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=limit_seconds, cwd=ROOT
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no end in {limit_seconds:.0f} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return {"failed": (done.stderr.strip() or "it printed nothing")[-1000:]}
+    return json.loads(lines[-1])
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The results for people."""
+    lines = ["# GPU", "", ", ".join(f"{k} {v}" for k, v in found["machine"].items()), ""]
+    for name, section in found["sections"].items():
+        lines += [f"## {name}", ""]
+        if name != "llama":
+            lines += ["```json", json.dumps(section, indent=1), "```", ""]
+            continue
+        lines += ["| case | budget | s | of jit | of bound | of JAX offload | up | peak |"]
+        lines += ["| --- " * 8 + "|"]
+        for case, row in section.items():
+            for budget, ours in row.items() if isinstance(row, dict) else ():
+                if budget.isdigit():
+                    lines.append(_line(case, int(budget), ours))
+        lines += ["", f"Failures and baselines: see the JSON. Link: {section.get('link')}", ""]
+    return "\n".join(lines)
+
+
+def _line(case: str, budget: int, ours: dict[str, Any]) -> str:
+    if "failed" in ours:
+        return f"| {case} | {format_bytes(budget)} | {ours['failed']} ||||||"
+    cells = [case, format_bytes(budget), f"{ours['seconds']:.3f}"]
+    for key in ("over_jit", "over_bound", "over_jax_host_offload"):
+        cells.append(f"{ours[key]:.2f}" if key in ours else "")
+    cells += [format_bytes(ours["bytes_reloaded"]), format_bytes(ours["peak_device_bytes"])]
+    return "| " + " | ".join(cells) + " |"
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(SECTIONS))
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--out", help="folder for gpu.json and gpu.md")
+    parser.add_argument("--section", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.section:
+        print(json.dumps(SECTIONS[args.section](args.small)))
+        return {}
+    cuda = jo.backends()[1]
+    device = cuda.detail if cuda.available else "no GPU: figures are the CPU's"
+    found: dict[str, Any] = {"machine": machine() | {"device": device}, "sections": {}}
+    for name in args.only.split(","):
+        command = ["-m", "benchmarks.gpu.run", "--section", name, *["--small"] * args.small]
+        found["sections"][name] = _in_process(command, LIMIT_SECONDS)
+        print(name, json.dumps(found["sections"][name], indent=1), flush=True)
+        if args.out:
+            folder = pathlib.Path(args.out)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
+            (folder / "gpu.md").write_text(markdown(found) + "\n")
+    return found
+
+
+if __name__ == "__main__":
+    main()
