@@ -451,6 +451,12 @@ void BindHostBuffer(nb::module_& m) {
     found["num_fixed_requests"] = FixedMemory::num_requests();
     return found;
   });
+  m.def(
+      "host_is_pinned",
+      [](uintptr_t address, int64_t bytes) {
+        return HostBlock::Global().IsPinned(reinterpret_cast<const char*>(address), bytes);
+      },
+      "address"_a, "nbytes"_a);
   m.def("host_release", [] { HostBlock::Global().ReleaseFree(); }, nb::call_guard<WithoutGil>());
   m.def(
       "host_set_cap", [](int64_t bytes) { HostBlock::Global().SetCap(bytes); }, "nbytes"_a,

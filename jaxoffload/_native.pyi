@@ -325,6 +325,9 @@ def host_stats() -> dict[str, int]:
     pinned_bytes, num_pin_failures: for copies by a GPU.
     """
 
+def host_is_pinned(address: int, nbytes: int) -> bool:
+    """Whether a range is in the host tier and pinned, so that a GPU can read it where it is."""
+
 def host_release() -> None:
     """Gives the free pages of the host tier back to the system."""
 

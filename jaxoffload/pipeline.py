@@ -177,6 +177,18 @@ class Plan:
             digest.update(np.asarray(constant).tobytes())
         return digest.hexdigest()
 
+    @functools.cached_property
+    def gathered_arguments(self) -> frozenset[int]:
+        """Arguments of which some vertex reads rows where the caller has them."""
+        graph = self.taskgraph
+        homes = (
+            graph.tensors[t].argument
+            for v in graph.vertices
+            for t in v.inputs
+            if v.gathered and graph.gathers(v, t)
+        )
+        return frozenset(home.index for home in homes if home is not None)
+
     def verify(self) -> None:
         """Checks the MemGraph independently of the planner that made it.
 

@@ -190,6 +190,16 @@ char* Shadow(const void* address) {
   return memory.Has(given) ? memory.bytes + (given - memory.addresses) : given;
 }
 
+bool IsPinned(const char* address, size_t bytes) {
+  const std::lock_guard<std::mutex> lock(pinned_mutex);
+  const char* reached = address;
+  for (const auto& [place, size] : pinned) {  // by address
+    const char* const first = static_cast<const char*>(place);
+    if (first <= reached && reached < first + size) reached = first + size;
+  }
+  return reached >= address + bytes;
+}
+
 void Compute(int device, std::function<void()> work) { ComputeStream(device).Add(std::move(work)); }
 
 void AwaitCompute(int device) { ComputeStream(device).Synchronize(); }

@@ -19,6 +19,9 @@ void Free(char* address);
 // own.
 char* Shadow(const void* address);
 
+// Whether the device could read host memory there.
+bool IsPinned(const char* address, size_t bytes);
+
 // Puts work on the stream on which a device computes, and waits for all of it.
 void Compute(int device, std::function<void()> work);
 void AwaitCompute(int device);

@@ -159,7 +159,8 @@ PJRT_Error* CreateUninitialized(PJRT_Client_CreateUninitializedBuffer_Args* args
 PJRT_Error* CreateView(PJRT_Client_CreateViewOfDeviceBuffer_Args* args) {
   char* const address = static_cast<char*>(args->device_buffer_ptr);
   const std::vector<int64_t> dims(args->dims, args->dims + args->num_dims);
-  if (Shadow(address) == address && Bytes(args->element_type, dims) > 0) {
+  const size_t bytes = Bytes(args->element_type, dims);
+  if (Shadow(address) == address && bytes > 0 && !fake_cuda::IsPinned(address, bytes)) {
     return NewError("a view of memory that is not the device's", PJRT_Error_Code_INVALID_ARGUMENT);
   }
   args->buffer =

@@ -256,6 +256,16 @@ void HostBlock::PinWith(Pin pin, Unpin unpin) {
   }
 }
 
+bool HostBlock::IsPinned(const char* place, int64_t bytes) const {
+  const int64_t offset = place - base_;
+  if (offset < 0 || offset + bytes > pages_ * kPage) return false;
+  MutexLock lock(mutex_);
+  for (int64_t chunk = offset / kPinBytes; chunk * kPinBytes < offset + bytes; ++chunk) {
+    if (chunk >= static_cast<int64_t>(pinned_.size()) || !pinned_[chunk]) return false;
+  }
+  return true;
+}
+
 int64_t HostBlock::BytesToPinBorder(const char* place) const {
   const int64_t offset = place - base_;
   if (offset < 0 || offset >= pages_ * kPage) return std::numeric_limits<int64_t>::max();

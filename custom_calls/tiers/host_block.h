@@ -73,6 +73,9 @@ class HostBlock {
   // address that is not in the block.
   int64_t BytesToPinBorder(const char* place) const;
 
+  // Whether all of it is in the block and pinned.
+  bool IsPinned(const char* place, int64_t bytes) const EXCLUDES(mutex_);
+
   // Gives the pages of free runs back to the system.
   void ReleaseFree() EXCLUDES(mutex_);
   // How many bytes of free runs may stay resident.

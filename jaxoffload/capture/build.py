@@ -17,6 +17,7 @@ from jaxoffload.capture.cluster import MAX_EQUATIONS, Cluster, cut
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
 from jaxoffload.capture.kernel import Kernel, kernel_of, main_source
 from jaxoffload.capture.order import live_equations, serial_order
+from jaxoffload.capture.rows import gathered_inputs
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, TensorKind, Vertex, VertexKind
 
 _UPDATES = frozenset(
@@ -164,6 +165,7 @@ class _Builder:
                     seconds=sum(seconds),
                     kernel=number,
                     source=source,
+                    gathered=gathered_inputs(cluster.inputs, cluster.equations),
                 )
             )
         for parts in self.program.results:

@@ -3,6 +3,7 @@
 import numpy as np
 
 from jaxoffload.capture.flat import Equation
+from jaxoffload.capture.rows import rows_of
 
 FLOPS_PER_SECOND = 2e11
 BYTES_PER_SECOND = 1e10
@@ -10,7 +11,8 @@ BYTES_PER_SECOND = 1e10
 
 def seconds(equation: Equation) -> float:
     """The greater of compute and memory time at the rates of one small server."""
-    moved = sum(v.num_bytes() for v in equation.values())
+    rows = rows_of(equation)
+    moved = sum(v.num_bytes() for v in equation.values() if v is not rows)
     moved += sum(v.num_bytes() for v in equation.outputs)
     return max(flops(equation) / FLOPS_PER_SECOND, moved / BYTES_PER_SECOND)
 

@@ -11,6 +11,9 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
+IN_PLACE_ALIGNMENT = 64
+"""What XLA asks of the address of an array that a kernel reads where the caller has it."""
+
 
 class TensorKind(enum.IntEnum):
     """What a tensor is to the person who reads a report."""
@@ -88,6 +91,7 @@ class Vertex:
       seconds: estimated time, for priorities and simulation; 0 when unknown.
       kernel: id of its executable; vertices with equal ids share one. -1 for INPUT and TRANSFER.
       source: the user's line of its most expensive operation.
+      gathered: positions of inputs of which it takes a few rows only.
     """
 
     kind: VertexKind
@@ -100,6 +104,7 @@ class Vertex:
     seconds: float = 0.0
     kernel: int = -1
     source: str = ""
+    gathered: tuple[int, ...] = ()
 
     @property
     def fresh_outputs(self) -> Sequence[int]:
@@ -130,6 +135,17 @@ class TaskGraph:
     donated: tuple[tuple[int, int], ...] = ()
     disk_arguments: frozenset[int] = frozenset()
     disk_results: frozenset[int] = frozenset()
+
+    def gathers(self, vertex: Vertex, tensor_id: int) -> bool:
+        """Whether a vertex takes its few rows of a tensor from the caller's memory directly."""
+        home = self.tensors[tensor_id].argument
+        return (
+            home is not None
+            and bool(vertex.gathered)
+            and home.index not in self.disk_arguments
+            and home.offset % IN_PLACE_ALIGNMENT == 0
+            and vertex.inputs.index(tensor_id) in vertex.gathered
+        )
 
     def stays(self, tensor: Tensor, span: Span) -> bool:
         """Whether a result part is an argument part that is on disk and is returned where it is."""

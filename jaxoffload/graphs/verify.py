@@ -19,9 +19,8 @@ import numpy as np
 from jaxoffload.errors import OffloadError
 from jaxoffload.graphs.memgraph import COPIES, PLACE_ALIGNMENT, EdgeKind, Kind, MemGraph, Space
 from jaxoffload.graphs.reachability import Reachability
-from jaxoffload.graphs.taskgraph import VertexKind
+from jaxoffload.graphs.taskgraph import IN_PLACE_ALIGNMENT, VertexKind
 
-_IN_PLACE_ALIGNMENT = 64
 """What a kernel asks of the address of an argument or a result that it reads or writes."""
 _SHOWN = 20
 _KINDS = {
@@ -184,7 +183,7 @@ class _Check:
         if graph.tensor[self.writes[vertex]].tolist() != list(task.outputs):
             self.broken(Law.SHAPE, f"{who} does not write its tensors")
         for version in (*reads, *self.writes[vertex]):
-            if self.start[version] % _IN_PLACE_ALIGNMENT:
+            if self.start[version] % IN_PLACE_ALIGNMENT:
                 self.broken(Law.ROOM, f"{who} works on offset {self.start[version]}")
         over = {write: reads[read] for read, write in task.overwrites if read < len(reads)}
         return [{over.get(k, -1)} for k in range(len(task.outputs))]

@@ -6,10 +6,8 @@ Takes a TaskGraph and whether arguments are read and results written where the c
 
 import bisect
 
+from jaxoffload.graphs.taskgraph import IN_PLACE_ALIGNMENT as ALIGNMENT
 from jaxoffload.graphs.taskgraph import Span, TaskGraph
-
-ALIGNMENT = 64
-"""What XLA on CPU asks of an address; places in an arena have more."""
 
 
 class CallersMemory:
@@ -49,6 +47,8 @@ class CallersMemory:
 
         If the vertex overwrites it, only where the output's result is that very memory.
         """
+        if self._graph.gathers(self._graph.vertices[vertex_id], tensor_id):
+            return True
         argument = self._graph.tensors[tensor_id].argument
         if not self._in_place_io or argument is None or argument.offset % ALIGNMENT:
             return False

@@ -55,6 +55,8 @@ def working_set(graph: TaskGraph, vertex_id: int) -> dict[int, int]:
     """Bytes of places that a vertex needs at once, by device."""
     vertex, need = graph.vertices[vertex_id], {}
     for tensor_id in (*vertex.inputs, *vertex.fresh_outputs):
+        if vertex.gathered and tensor_id in vertex.inputs and graph.gathers(vertex, tensor_id):
+            continue
         tensor = graph.tensors[tensor_id]
         need[tensor.device] = need.get(tensor.device, 0) + align(tensor.bytes)
     return need
@@ -73,6 +75,8 @@ def min_budgets(graph: TaskGraph) -> list[tuple[int, int]]:
     for vertex_id, vertex in enumerate(graph.vertices):
         need = [0] * devices
         for tensor_id in (*vertex.inputs, *vertex.fresh_outputs):
+            if vertex.gathered and tensor_id in vertex.inputs and graph.gathers(vertex, tensor_id):
+                continue
             need[device[tensor_id]] += size[tensor_id]
         for where, count in enumerate(need):
             if count > found[where][0]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
-from jaxoffload.runtime.arrays import DiskArray, TierArray
+from jaxoffload.runtime.arrays import DiskArray, HostArray, TierArray, host_put
 
 if TYPE_CHECKING:
     from jaxoffload.pipeline import Plan
@@ -171,6 +171,9 @@ class DeviceMemory:
         held: list[Any] = []
         for i, array in enumerate((*operands, *plan.constants)):
             is_donated = i < len(donated) and donated[i]
+            if i in plan.gathered_arguments and not plan.resident and not self.is_here(array):
+                array = self.reachable(array)
+                held.append(array)
             if isinstance(array, TierArray) and not plan.resident:
                 arguments.append(place_below(array))
                 held.append(array)
@@ -196,6 +199,21 @@ class DeviceMemory:
     def results(self, plan: "Plan", run: Handover) -> dict[int, Any]:
         """The results that are on the device, after a run that succeeded."""
         return dict(run.made)
+
+    def reachable(self, array: Any) -> Any:
+        """An array of which a kernel takes rows: where the device can read it over the link.
+
+        Raises:
+          MemoryError: it cannot be pinned.
+        """
+        near = array if isinstance(array, HostArray) else host_put(array)
+        if not _native.host_is_pinned(near.buffer.address, near.nbytes):
+            raise MemoryError(
+                f"{array!r} cannot be pinned, so the GPU cannot read its rows. Let the process "
+                "lock more memory (ulimit -l, or the container's limit), or put the array on the "
+                "GPU with jax.device_put."
+            )
+        return near
 
     def is_here(self, array: Any) -> bool:
         """Whether an array is in this device's memory."""

@@ -10,6 +10,7 @@ from jaxoffload import _native
 from jaxoffload.runtime import backends
 from tests.cuda import fake
 from tests.transform.test_equal import assert_equal, budgets
+from tests.transform.test_tiers import lookup, table_ids_weights
 from tests.workloads import ALL
 
 POLICIES = ["work-conserving", "fixed", jo.policies.random(1, delays=2e-4)]
@@ -132,3 +133,18 @@ def test_an_array_on_several_devices_is_refused(gpu):
     )
     with pytest.raises(ValueError, match="spread over several devices.*host_put"):
         jo.offload(lambda x: jnp.sin(x) @ jnp.cos(x), device_memory="1KiB")(spread)
+
+
+def test_rows_of_a_table_are_read_over_the_link(gpu, monkeypatch):
+    """A view of pinned host memory; not yet run on hardware."""
+    table, ids, weights = table_ids_weights()
+    step = jo.offload(lookup, device_memory=table.nbytes // 50, vertex_memory=1, check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "current", backends.cpu)
+        want = on_cpu(lookup, (table, ids, weights), vertex_memory=1)
+    for given in (jo.host_put(table), table, jnp.asarray(table)):
+        assert_equal(want, jax.tree.map(np.asarray, step(given, ids, weights)))
+        assert step.last_run.bytes_reloaded < table.nbytes // 50
+    monkeypatch.setattr(_native, "host_is_pinned", lambda address, nbytes: False)
+    with pytest.raises(MemoryError, match="cannot be pinned.*ulimit -l"):
+        step(table, ids, weights)

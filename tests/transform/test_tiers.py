@@ -451,3 +451,65 @@ def test_explain_tells_of_host_memory_and_disk(tmp_path):
     state, batch = state_and_batch()
     text = str(offloaded(host_memory="100KiB", disk=tmp_path).explain(state, batch))
     assert "Host memory for that: 96 KiB" in text and "are reserved" in text
+
+
+def lookup(table, ids, weights):
+    rows = table[ids]
+    return jnp.tanh(rows @ weights) @ weights
+
+
+def table_ids_weights(count=40000):
+    random = np.random.default_rng(0)
+    table = random.normal(size=(count, 64)).astype(np.float32)
+    return table, random.integers(0, count, 300), np.eye(64, dtype=np.float32)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_rows_of_a_table_are_read_where_the_table_is(jitted):
+    """The budget is a hundredth of the table, of which no byte is copied."""
+    table, ids, weights = table_ids_weights()
+    kept = jo.host_put(table)
+    step = jo.offload(lookup, device_memory=table.nbytes // 50, vertex_memory=1, check=True)
+    want = np.asarray(jo.offload(lookup, device_memory=None, vertex_memory=1)(table, ids, weights))
+    if jitted:
+        got = jax.jit(lambda ids, weights: step(kept, ids, weights))(ids, weights)
+    else:
+        got = step(kept, ids, weights)
+        assert step.last_run.bytes_reloaded < table.nbytes // 50
+    assert np.asarray(got).tobytes() == want.tobytes()
+    plan = step.plan(kept, ids, weights)
+    assert plan.gathered_arguments == {0}
+    plan.verify()
+    assert plan.min_device_memory < table.nbytes // 50
+
+
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+def test_a_table_that_is_read_whole_or_small_or_on_disk_is_reloaded(tmp_path):
+    table, ids, weights = table_ids_weights()
+    options = {"device_memory": 3 * table.nbytes, "vertex_memory": 1}
+
+    def gathered(f, *args):
+        return jo.offload(f, **options).plan(*args).gathered_arguments
+
+    assert gathered(lookup, jo.disk_put(table, tmp_path), ids, weights) == set()
+    assert gathered(lambda t, i: t.sum() + i.sum(), table, ids) == set()
+    assert gathered(lambda t, i: t[i], table[:4000], ids) == set()
+    assert gathered(lambda t, i: t[i], table, np.arange(20000)) == set()
+    assert gathered(lambda t, i: t[i], table, ids) == {0}
+
+
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+def test_a_table_that_is_overwritten_by_a_result_is_read_before():
+    table, ids, _ = table_ids_weights()
+    f = jax.tree_util.Partial(lambda t, i: (t.at[i].set(0.0), t[i] * 2))
+    least = jo.offload(f, device_memory=None, vertex_memory=1).plan(table, ids).min_device_memory
+    for seed in range(3):
+        launch = jo.policies.random(seed, delays=1e-4)
+        step = jo.offload(
+            f, device_memory=least, donate_argnums=0, vertex_memory=1, launch=launch, check=True
+        )
+        new, rows = step(jo.host_put(table), ids)
+        np.testing.assert_array_equal(rows, table[ids] * 2)
+        want = table.copy()
+        want[ids] = 0
+        np.testing.assert_array_equal(new, want)

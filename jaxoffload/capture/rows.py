@@ -1,0 +1,46 @@
+"""Operands of which an operation takes a few rows: embedding tables, features of graph nodes.
+
+Such a table need not be on the device, nor pass through it: a kernel reads the rows where the
+caller has them, over the link, and only those.
+
+References:
+  PyTorch-Direct: enabling GPU centric data access for very large graph neural network training with
+  irregular accesses, section 4.
+"""
+
+from collections.abc import Sequence
+
+from jaxoffload.capture.flat import Equation, Value
+
+_ROWS = frozenset({"gather", "dynamic_slice"})
+MIN_BYTES = 2**20
+"""Smaller tables are reloaded: then they are there for the next reader."""
+MAX_SHARE = 0.25
+"""Of more of a table than this, one copy of the whole is the better use of a link."""
+
+
+def rows_of(equation: Equation) -> Value | None:
+    """The operand of which an equation takes rows, or None."""
+    if equation.operation.name not in _ROWS or not isinstance(equation.inputs[0], Value):
+        return None
+    table = equation.inputs[0]
+    return None if any(x is table for x in equation.inputs[1:]) else table
+
+
+def gathered_inputs(inputs: Sequence[Value], equations: Sequence[Equation]) -> tuple[int, ...]:
+    """Positions of a cluster's inputs that are arguments and read by rows alone."""
+    taken: dict[Value, int] = {}
+    whole: set[Value] = set()
+    for equation in equations:
+        table = rows_of(equation)
+        if table is not None:
+            taken[table] = taken.get(table, 0) + equation.outputs[0].num_bytes()
+        whole.update(v for v in equation.values() if v is not table)
+    return tuple(
+        i
+        for i, v in enumerate(inputs)
+        if v.argument is not None
+        and v not in whole
+        and v.num_bytes() >= MIN_BYTES
+        and taken.get(v, v.num_bytes()) <= MAX_SHARE * v.num_bytes()
+    )
