@@ -166,6 +166,8 @@ class _Builder:
                     kernel=number,
                     source=source,
                     gathered=gathered_inputs(cluster.inputs, cluster.equations),
+                    flops=sum(cost.flops(e) for e in cluster.equations),
+                    traffic=float(sum(v.num_bytes() for v in (*cluster.inputs, *cluster.outputs))),
                 )
             )
         for parts in self.program.results:

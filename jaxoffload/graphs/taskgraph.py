@@ -92,6 +92,8 @@ class Vertex:
       kernel: id of its executable; vertices with equal ids share one. -1 for INPUT and TRANSFER.
       source: the user's line of its most expensive operation.
       gathered: positions of inputs of which it takes a few rows only.
+      flops, traffic: floating-point operations, and bytes of device memory read and written, from
+        which models of machines tell its time; 0 when unknown.
     """
 
     kind: VertexKind
@@ -105,6 +107,8 @@ class Vertex:
     kernel: int = -1
     source: str = ""
     gathered: tuple[int, ...] = ()
+    flops: float = 0.0
+    traffic: float = 0.0
 
     @property
     def fresh_outputs(self) -> Sequence[int]:

@@ -8,7 +8,7 @@ import numpy as np
 from jaxoffload import _native
 from jaxoffload.errors import CaptureError
 from jaxoffload.graphs.memgraph import Kind, MemGraph
-from jaxoffload.plan.priority import critical_path
+from jaxoffload.plan.simulate import best_priority
 
 _BUFFER_TYPES = {
     "bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7,
@@ -64,7 +64,7 @@ def load(
         executables=list(executables),
         kind=memgraph.kind,
         lane=(3 * device + _LANE_OF_KIND[memgraph.kind]).astype(np.int32),
-        priority=critical_path(memgraph),
+        priority=best_priority(memgraph),
         executable=executable,
         succ_offsets=_offsets(counts),
         succ=memgraph.edge_head[order].astype(np.int32),

@@ -1,0 +1,149 @@
+"""Models of machines: what a vertex and a copy take there.
+
+The rates of the named machines are the makers' figures for the device and round figures for links;
+they are there to compare plans with what papers print, and none of them was measured here but
+those of `SMALL_SERVER`. `Machine.measured` makes a model from rates that were.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from jaxoffload.graphs.memgraph import Kind, MemGraph
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Link:
+    """One direction of a way between two memories.
+
+    Attributes:
+      bytes_per_second: of a long copy.
+      latency: seconds that a copy takes at least.
+    """
+
+    bytes_per_second: float
+    latency: float = 10e-6
+
+    def seconds(self, count: np.ndarray) -> np.ndarray:
+        """Time of copies of so many bytes."""
+        return self.latency + count / self.bytes_per_second
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """What runs a MemGraph.
+
+    Attributes:
+      name: for reports.
+      flops_per_second, memory_bytes_per_second: of one device; a kernel takes the longer of the
+        two, and `launch` seconds besides.
+      device_bytes: memory of one device.
+      num_devices: how many there are.
+      to_device, from_device: links of each device.
+      disk_read, disk_write: of the whole machine.
+      peer: between two devices.
+      links: how many links to host memory all devices share (each direction); None: one a device.
+      duplex: whether both directions of a link work at once.
+    """
+
+    name: str
+    flops_per_second: float
+    memory_bytes_per_second: float
+    device_bytes: int
+    to_device: Link
+    from_device: Link
+    disk_read: Link = Link(1e9, 100e-6)
+    disk_write: Link = Link(1e9, 100e-6)
+    peer: Link = Link(20e9)
+    num_devices: int = 1
+    links: int | None = None
+    duplex: bool = True
+    launch: float = 10e-6
+
+    def vertex_seconds(self, memgraph: MemGraph) -> np.ndarray:
+        """Time of each vertex, float64[N]: copies by the links, kernels by their work.
+
+        A vertex of which neither operations nor traffic are known takes the time that it was
+        given (`Vertex.seconds`).
+        """
+        tasks = memgraph.taskgraph.vertices
+        known = np.array([bool(v.flops or v.traffic) for v in tasks] or [False])
+        flops = np.array([v.flops for v in tasks] or [0.0])
+        traffic = np.array([v.traffic for v in tasks] or [0.0])
+        work = np.maximum(flops / self.flops_per_second, traffic / self.memory_bytes_per_second)
+        given = np.array([v.seconds for v in tasks] or [0.0])
+        task = np.where(known, work + self.launch, given)
+        seconds = task[memgraph.task_vertex] if memgraph.num_vertices else np.zeros(0)
+        ways = {
+            Kind.RELOAD: self.to_device,
+            Kind.OFFLOAD: self.from_device,
+            Kind.LOAD: self.disk_read,
+            Kind.STORE: self.disk_write,
+            Kind.TRANSFER: self.peer,
+        }
+        sizes = memgraph.version_bytes()
+        for kind, link in ways.items():
+            chosen = np.flatnonzero(memgraph.kind == kind)
+            first = memgraph.inputs[memgraph.input_offsets[chosen]]
+            seconds[chosen] = link.seconds(sizes[first])
+        return seconds
+
+    @classmethod
+    def measured(
+        cls,
+        name: str,
+        device_bytes: int,
+        to_device: float,
+        from_device: float,
+        disk_read: float = 1e9,
+        disk_write: float = 1e9,
+    ) -> "Machine":
+        """A machine whose kernels take the time that was measured for each (`Vertex.seconds`).
+
+        Args:
+          to_device, from_device, disk_read, disk_write: bytes a second.
+        """
+        return cls(
+            name, 1.0, 1.0, device_bytes, Link(to_device, 0.0), Link(from_device, 0.0),
+            Link(disk_read, 0.0), Link(disk_write, 0.0), launch=0.0,
+        )  # fmt: skip
+
+
+_GIB = 2**30
+
+P100_SERVER = Machine(
+    "4 x P100", 9.3e12, 732e9, 16 * _GIB, Link(12e9), Link(12e9), num_devices=4, peer=Link(12e9)
+)
+"""TURNIP's smaller server: PCIe 3, float32."""
+A100_SERVER_40 = Machine(
+    "8 x A100 40 GB", 19.5e12, 1555e9, 40 * _GIB, Link(25e9), Link(25e9), num_devices=8,
+    peer=Link(250e9),
+)  # fmt: skip
+"""TURNIP's larger server: PCIe 4, NVLink, float32."""
+A100_SERVER_80 = dataclasses.replace(
+    A100_SERVER_40,
+    name="8 x A100 80 GB",
+    memory_bytes_per_second=2039e9,
+    device_bytes=80 * _GIB,
+    flops_per_second=312e12,
+)
+"""The same with more memory, bfloat16."""
+RTX_4090 = Machine(
+    "RTX 4090, 12 SSDs", 165e12, 1008e9, 24 * _GIB, Link(21e9), Link(21e9),
+    Link(12 * 6.5e9, 100e-6), Link(12 * 3.4e9, 100e-6),
+)  # fmt: skip
+"""Fuyou's machine: bfloat16, twelve P5510 drives."""
+H200 = Machine(
+    "H200", 989e12, 4800e9, 141 * 10**9, Link(55e9), Link(55e9), Link(6e9, 100e-6),
+    Link(4e9, 100e-6),
+)  # fmt: skip
+"""bfloat16, PCIe 5."""
+SMALL_SERVER = Machine(
+    "2 cores of an EPYC", 2e11, 1e10, 24 * _GIB, Link(8e9, 1e-6), Link(8e9, 1e-6),
+    Link(1.78e9, 100e-6), Link(3.55e9, 100e-6), launch=1e-6,
+)  # fmt: skip
+"""The machine on which this is developed, as measured (benchmarks/RESULTS.md)."""
+
+MACHINES = {
+    m.name: m for m in (P100_SERVER, A100_SERVER_40, A100_SERVER_80, RTX_4090, H200, SMALL_SERVER)
+}
