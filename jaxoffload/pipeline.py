@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxoffload.capture.build import Captured, build_taskgraph, order_program
+from jaxoffload.capture.build import Captured, Ordered, build_taskgraph, order_program
 from jaxoffload.capture.inline import Constant
 from jaxoffload.capture.kernel import Kernel
 from jaxoffload.capture.scan import unroll
+from jaxoffload.capture.split import split
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import Kind, MemGraph, Space
@@ -35,6 +36,29 @@ logger = logging.getLogger(__name__)
 
 CUTS = (1 / 3, 1 / 5, 1 / 8, 1 / 14, 1 / 24)
 """Working sets of a vertex to try, as shares of the budget, before single operations."""
+SPLITS = (1 / 4, 1 / 16, 1 / 64)
+"""Working sets to split operations down to, as shares of what the largest needs, for the smallest
+feasible budget."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """How a program is cut into vertices.
+
+    Attributes:
+      max_bytes: the largest working set of a vertex of several operations.
+      max_equations: the most operations of a vertex; None for the usual.
+      split_bytes: operations with a larger working set are split; None: none are.
+    """
+
+    max_bytes: float
+    max_equations: int | None = None
+    split_bytes: float | None = None
+
+
+_LOWER = 20
+"""Steps down from a feasible budget in search of a smaller one, at most."""
+WHOLE, FINEST = Cut(float("inf")), Cut(0, 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -256,7 +280,8 @@ class Planner:
         extra = program.arguments[len(request.jaxpr.in_avals) :]
         self.constants = [_held(v.array) for v in extra if isinstance(v, Constant)]
         self._kinds = (*request.kinds, *[TensorKind.WEIGHT] * len(self.constants))
-        self._cuts: dict[tuple[float, int | None], tuple[Captured, list[Any], CompileReport]] = {}
+        self._cuts: dict[Cut, tuple[Captured, list[Any], CompileReport]] = {}
+        self._splits: dict[float, Ordered] = {}
 
     def plan(self) -> Plan:
         """The plan for the request's budget.
@@ -266,7 +291,7 @@ class Planner:
         """
         budget = self._request.options.device_memory
         assert budget is None or isinstance(budget, int)
-        whole = self._fixed_cut() or self._compiled(float("inf"), None)
+        whole = self._fixed_cut() or self._compiled(WHOLE)
         if self._request.disk_arguments or self._request.reloads_all:
             if budget is None:
                 room = 2 * resident_peak(whole[0].taskgraph)
@@ -276,12 +301,10 @@ class Planner:
             if kept is not None:
                 return self._finish(whole, kept, budget, resident=True)
         assert budget is not None, "without a limit everything is kept"
-        for captured in self._candidates(budget):
-            if min_budget(captured[0].taskgraph)[0] > budget:
-                continue
-            graph = self._build(captured[0], budget)
-            return self._finish(captured, graph, budget, resident=False)
-        raise self._refusal(budget)
+        found = next(self._candidates(budget), None) or self._least
+        if _needs(found) > budget:
+            raise self._refusal(budget)
+        return self._finish(found, self._build(found[0], budget), budget, resident=False)
 
     def _build(self, captured: Captured, budget: int) -> MemGraph:
         options = self._request.options
@@ -298,44 +321,68 @@ class Planner:
 
     def whole(self) -> TaskGraph:
         """The TaskGraph as it would be cut if memory did not matter."""
-        return (self._fixed_cut() or self._compiled(float("inf"), None))[0].taskgraph
+        return (self._fixed_cut() or self._compiled(WHOLE))[0].taskgraph
 
     def minimum(self) -> tuple[int, TaskGraph, int]:
         """The smallest feasible budget in bytes, and the graph and vertex that set it."""
-        # Only cuts that every budget's search ends with, so that what is named here works.
-        graphs = [cut[0].taskgraph for cut in self._last_cuts()]
-        (least, vertex), graph = min(
-            ((min_budget(g), g) for g in graphs), key=lambda found: found[0][0]
-        )
+        graph = self._least[0].taskgraph
+        least, vertex = min_budget(graph)
         return least, graph, vertex
 
-    def _last_cuts(self) -> list[tuple[Captured, list[Any], CompileReport]]:
-        """Single operations; and the whole, which where XLA fuses well needs less."""
+    @functools.cached_property
+    def _least(self) -> tuple[Captured, list[Any], CompileReport]:
+        """The cut that needs least: of single operations, the whole (which where XLA fuses well
+        needs less), operations split as far as that helps, and whatever then works with less."""
         fixed = self._fixed_cut()
-        return [fixed] if fixed else [self._compiled(0, 1), self._compiled(float("inf"), None)]
+        if fixed:
+            return fixed
+        best = min(self._compiled(FINEST), self._compiled(WHOLE), key=_needs)
+        tiled = [Cut(0, 1, share * _needs(best)) for share in SPLITS]
+        chosen = min(tiled, key=lambda cut: min_budget(self._captured(cut).taskgraph)[0])
+        best = min(best, self._compiled(chosen), key=_needs)
+        for _ in range(_LOWER):
+            lower = next(self._candidates(_needs(best) - 1), None)
+            if lower is None:
+                break
+            best = lower
+        return best
 
     def _fixed_cut(self) -> tuple[Captured, list[Any], CompileReport] | None:
         size = self._request.options.vertex_memory
-        return None if size is None else self._compiled(size, None)
+        return None if size is None else self._compiled(Cut(size))
 
     def _candidates(self, budget: int) -> Iterator[tuple[Captured, list[Any], CompileReport]]:
+        """Cuts that work within a budget, the best first."""
         fixed = self._fixed_cut()
         if fixed is not None:
-            yield fixed
+            if _needs(fixed) <= budget:
+                yield fixed
             return
-        for share in CUTS:
-            estimate = self._captured(share * budget, None)
-            if min_budget(estimate.taskgraph)[0] <= budget:
-                yield self._compiled(share * budget, None)
-        yield from self._last_cuts()
+        cuts = [Cut(share * budget) for share in CUTS]
+        cuts += [Cut(share * budget, None, share * budget) for share in CUTS]
+        for cut in (*cuts, FINEST):
+            # Without executables' workspace, which compiling tells.
+            if min_budget(self._captured(cut).taskgraph)[0] > budget:
+                continue
+            compiled = self._compiled(cut)
+            if _needs(compiled) <= budget:
+                yield compiled
 
-    def _captured(self, max_bytes: float, max_equations: int | None) -> Captured:
-        limit = {} if max_equations is None else {"max_equations": max_equations}
+    def _ordered_for(self, cut: "Cut") -> Ordered:
+        """The program, large intermediates split where the cut asks for that."""
+        if cut.split_bytes is None:
+            return self._ordered
+        if cut.split_bytes not in self._splits:
+            self._splits[cut.split_bytes] = split(self._ordered, cut.split_bytes)
+        return self._splits[cut.split_bytes]
+
+    def _captured(self, cut: "Cut") -> Captured:
+        limit = {} if cut.max_equations is None else {"max_equations": cut.max_equations}
         captured = build_taskgraph(
-            self._ordered,
+            self._ordered_for(cut),
             kinds=self._kinds,
             donated=self._request.donated,
-            max_bytes=max_bytes,
+            max_bytes=cut.max_bytes,
             **limit,
         )
         graph = dataclasses.replace(
@@ -345,18 +392,15 @@ class Planner:
         )
         return Captured(graph, captured.kernels)
 
-    def _compiled(
-        self, max_bytes: float, max_equations: int | None
-    ) -> tuple[Captured, list[Any], CompileReport]:
+    def _compiled(self, cut: "Cut") -> tuple[Captured, list[Any], CompileReport]:
         """One cut, its kernels compiled, its vertices' workspace known."""
-        key = (max_bytes, max_equations)
-        if key not in self._cuts:
-            captured = self._captured(max_bytes, max_equations)
+        if cut not in self._cuts:
+            captured = self._captured(cut)
             executables, report = self.backend.executables.executables(captured.kernels)
-            logger.debug("%s: cut %s: %s", self._request.name, key, report)
+            logger.debug("%s: %s: %s", self._request.name, cut, report)
             captured = _with_workspace(captured, captured.kernels, executables)
-            self._cuts[key] = (captured, executables, report)
-        return self._cuts[key]
+            self._cuts[cut] = (captured, executables, report)
+        return self._cuts[cut]
 
     def _finish(
         self,
@@ -391,6 +435,11 @@ class Planner:
             "smaller (a smaller batch, for one).",
             least,
         )
+
+
+def _needs(cut: tuple[Captured, list[Any], CompileReport]) -> int:
+    """The smallest budget with which a cut works."""
+    return min_budget(cut[0].taskgraph)[0]
 
 
 _SLACK = (1.25, 2.0, 16.0)

@@ -1,0 +1,471 @@
+"""Splitting: groups of equations whose large intermediates exist only tile by tile.
+
+Attention over a long sequence makes an array of all pairs of positions, a loss over a large
+vocabulary one of all words at all positions; both are made and used up within a few operations.
+Such operations become one, which loops over tiles of a dimension that runs through all of them
+(heads, queries, sequences, positions): its operands and results are as before, and of what is in
+between it holds one tile. Sums over the cut dimension are added up tile by tile, in order.
+
+A group grows from the operation with the largest working set, over every large value that it meets:
+the value's producer and readers join, as long as the group stays one block of the serial order.
+Where a large value was made long before (probabilities kept for a backward pass), what made it is
+made again, tile by tile, from smaller values that are there: recomputation inside the loop.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.build import Ordered
+from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
+from jaxoffload.capture.tile import Tiling, tilings, wide
+
+MAX_TILES = 4096
+_LARGE = 0.25
+"""Of the limit: values from this size on are not to exist whole."""
+_SPAN = 400
+"""Equations between the first and the last of a group, at most."""
+
+Key = tuple[Value, int | None]
+"""A value, and the dimension along which the group cuts it (None: it is there whole)."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Member:
+    """An equation in a group; a copy's original stays where it was, outside."""
+
+    position: int
+    equation: Equation
+    tiling: Tiling
+    is_copy: bool
+
+
+class TiledOperation(Operation):
+    """A loop over tiles of a group of equations.
+
+    Attributes:
+      equations: those of the group.
+      count: tiles.
+    """
+
+    __slots__ = ("_run", "count", "equations")
+
+    def __init__(
+        self, key: Any, equations: Sequence[Equation], count: int, run: Callable[..., Any]
+    ):
+        dearest = max(equations, key=lambda e: sum(v.num_bytes() for v in e.outputs))
+        super().__init__(dearest.operation.eqn, {})
+        self.name = f"tiled {dearest.operation.name}"
+        self.equations, self.count = tuple(equations), count
+        self._key, self._run = key, run
+
+    @property
+    def source(self) -> str:
+        """The user's line of the group's largest value."""
+        return compat.source_line(self.eqn.source_info) if self.eqn is not None else ""
+
+    def apply(self, operands: Sequence[Any]) -> list[Any]:
+        """Applies the loop to arrays or tracers."""
+        return self._run(operands)
+
+
+def split(ordered: Ordered, limit: float) -> Ordered:
+    """The same program with groups in the place of equations whose working set is over the limit.
+
+    Args:
+      limit: bytes. Groups keep their tiles, all of one equation's operands and outputs, below half
+        of it where the dimensions allow that.
+    """
+    return _Splitter(ordered, limit).run()
+
+
+class _Splitter:
+    def __init__(self, ordered: Ordered, limit: float):
+        self.program: Program = ordered.program
+        self.equations = list(ordered.equations)
+        self.limit = limit
+        self.results = {
+            part for parts in self.program.results for part, _ in parts if isinstance(part, Value)
+        }
+        self.groups: dict[int, _Group] = {}  # by the identity of their equations
+        self._index()
+
+    def _index(self) -> None:
+        self.inside = {
+            v: inner
+            for e in self.equations
+            if isinstance(e.operation, TiledOperation)
+            for inner in e.operation.equations
+            for v in inner.outputs
+        }
+        self.producer = {v: i for i, e in enumerate(self.equations) for v in e.outputs}
+        self.readers: dict[Value, list[int]] = {}
+        for i, e in enumerate(self.equations):
+            for v in e.values():
+                self.readers.setdefault(v, []).append(i)
+
+    def is_large(self, value: Value) -> bool:
+        return value.num_bytes() > _LARGE * self.limit
+
+    def run(self) -> Ordered:
+        tried: set[int] = set()
+        while True:
+            heavy = [
+                (size, i)
+                for i, e in enumerate(self.equations)
+                if id(e) not in tried
+                and not isinstance(e.operation, TiledOperation)
+                and (size := _working_set(e)) > self.limit
+            ]
+            if not heavy:
+                self._drop_needless_outputs()
+                return Ordered(self.equations, self.program)
+            _, seed = max(heavy, key=lambda found: (found[0], -found[1]))
+            tried.add(id(self.equations[seed]))
+            group = self._best_group(seed)
+            if group is not None:
+                self._replace(group)
+                self._index()
+
+    def _best_group(self, seed: int) -> "_Group | None":
+        """The group of the smallest working set, of those that grow from an equation."""
+        equation = self.equations[seed]
+        before = _working_set(equation)
+        best: _Group | None = None
+        largest = max((*equation.values(), *equation.outputs), key=lambda v: v.num_bytes())
+        for size in sorted(set(largest.shape), reverse=True):
+            for count in _counts(size, 2 * before / self.limit):
+                for tiling in tilings(equation, count):
+                    group = _Group(self, seed, tiling, count)
+                    if group.grow() and group.working_set() < (
+                        before if best is None else best.working_set()
+                    ):
+                        best = group
+        return best
+
+    def _replace(self, group: "_Group") -> None:
+        """Puts the group's equation in the place of its members."""
+        members = {m.position for m in group.members.values() if not m.is_copy}
+        first, last = min(members), max(members)
+        behind = group.dependents(first, last)
+        made = group.equation(group.outputs())
+        self.groups[id(made)] = group
+        block = [i for i in range(first, last + 1) if i not in members]
+        self.equations[first : last + 1] = [
+            *(self.equations[i] for i in block if i not in behind),
+            made,
+            *(self.equations[i] for i in block if i in behind),
+        ]
+
+    def _drop_needless_outputs(self) -> None:
+        """Where copies have taken the place of reading, what they copy need not be there."""
+        needed = set(self.results)
+        kept = []
+        for e in reversed(self.equations):
+            outputs = [v for v in e.outputs if v in needed]
+            if not outputs:
+                continue
+            if len(outputs) < len(e.outputs) and id(e) in self.groups:
+                e = self.groups[id(e)].equation(outputs)
+            kept.append(e)
+            needed.update(e.values())
+        self.equations = kept[::-1]
+
+
+def _working_set(equation: Equation) -> int:
+    return sum(v.num_bytes() for v in (*equation.values(), *equation.outputs))
+
+
+def _counts(size: int, wanted: float) -> list[int]:
+    """Numbers of tiles to try for a dimension: the first divisor that is enough, and all of it."""
+    divisors = [n for n in range(2, min(size, MAX_TILES) + 1) if size % n == 0]
+    enough = [n for n in divisors if n >= wanted]
+    return enough[:1] or divisors[-1:]
+
+
+class _Group:
+    """A group that grows from one equation and its tiling."""
+
+    def __init__(self, splitter: _Splitter, seed: int, tiling: Tiling, count: int):
+        self.splitter, self.count = splitter, count
+        equation = splitter.equations[seed]
+        self.segment = equation.segment
+        self.members: dict[tuple[int, Any], _Member] = {}
+        self.cut: dict[Value, int | None] = {}  # of values that members make; None: a sum's part
+        self.copies: set[Key] = set()
+        self._add(_Member(seed, equation, tiling, False))
+
+    def _add(self, member: _Member) -> None:
+        dims = member.tiling.outputs if member.is_copy else None
+        self.members[member.position, dims] = member
+        for v, d in zip(member.equation.outputs, member.tiling.outputs, strict=True):
+            if member.is_copy:
+                self.copies.add((v, d))
+            else:
+                self.cut[v] = d
+
+    def uses(self, member: _Member) -> list[Key]:
+        """What a member reads."""
+        pairs = zip(member.equation.inputs, member.tiling.inputs, strict=True)
+        return [(x, d) for x, d in pairs if isinstance(x, Value)]
+
+    def grow(self) -> bool:
+        """Adds producers and readers of large values until there are no more that can join.
+
+        Returns:
+          Whether all that the group reads can be had.
+        """
+        queue = list(self.members.values())
+        tried: set[int] = set()
+        while queue:
+            member = queue.pop(0)
+            for value, d in self.uses(member):
+                is_there = value.argument is not None or value in self.splitter.producer
+                if self.has(value, d) or (is_there and not self.splitter.is_large(value)):
+                    continue
+                joined = self._join_producer(value, d)
+                if not joined and not is_there:
+                    return False
+                queue += joined
+            if member.is_copy:
+                continue
+            for value in member.equation.outputs:
+                if not self.splitter.is_large(value) or self.cut[value] is None:
+                    continue
+                for reader in self.splitter.readers.get(value, ()):
+                    if reader not in tried and (reader, None) not in self.members:
+                        tried.add(reader)
+                        queue += self._join(reader)
+        return True
+
+    def has(self, value: Value, d: int | None) -> bool:
+        """Whether the group makes a value in that cut."""
+        return self.cut.get(value, -1) == d or (value, d) in self.copies
+
+    def _join_producer(self, value: Value, d: int | None) -> list[_Member]:
+        if value in self.splitter.inside:
+            return self._copy(self.splitter.inside[value], d)
+        position = self.splitter.producer.get(value)
+        if position is None or d is None:
+            return []
+        return self._join(position) or self._copy(self.splitter.equations[position], d)
+
+    def _copy(self, equation: Equation, d: int | None) -> list[_Member]:
+        for tiling in tilings(equation, self.count):
+            if tiling.combine is None and tiling.outputs == (d,):
+                member = _Member(-id(equation), equation, tiling, True)
+                self._add(member)
+                return [member]
+        return []
+
+    def _join(self, position: int) -> list[_Member]:
+        """Makes an equation a member, if one of its tilings fits and the group stays a block."""
+        equation = self.splitter.equations[position]
+        if equation.segment != self.segment or isinstance(equation.operation, TiledOperation):
+            return []
+        positions = [m.position for m in self.members.values() if not m.is_copy]
+        if max(*positions, position) - min(*positions, position) > _SPAN:
+            return []
+        for tiling in tilings(equation, self.count):
+            if not self._fits(equation, tiling):
+                continue
+            before = dict(self.members), dict(self.cut), set(self.copies)
+            self._add(_Member(position, equation, tiling, False))
+            if self._close():
+                return [m for key, m in self.members.items() if key not in before[0]]
+            self.members, self.cut, self.copies = before
+        return []
+
+    def _close(self) -> bool:
+        """Makes the group a block again: small values that lead from member to member join."""
+        for _ in range(_SPAN):
+            between = self._between()
+            if not between:
+                return True
+            position = min(between)
+            equation = self.splitter.equations[position]
+            fitting = (t for t in tilings(equation, self.count) if self._fits(equation, t))
+            tiling = None if equation.segment != self.segment else next(fitting, None)
+            if tiling is None or isinstance(equation.operation, TiledOperation):
+                return False
+            self._add(_Member(position, equation, tiling, False))
+        return False
+
+    def _fits(self, equation: Equation, tiling: Tiling) -> bool:
+        """Whether a tiling agrees with how the group cuts what the equation reads and makes."""
+        for x, d in zip(equation.inputs, tiling.inputs, strict=True):
+            if isinstance(x, Value) and x in self.cut and (d is None or self.cut[x] != d):
+                return False  # it is cut otherwise, or is a sum that is not complete
+        for v, d in zip(equation.outputs, tiling.outputs, strict=True):
+            for member in self.members.values():
+                for used, cut in self.uses(member):
+                    if used is v and (cut != d or d is None):
+                        return False
+        return any(d is not None for d in (*tiling.inputs, *tiling.outputs))
+
+    def _between(self) -> set[int]:
+        """Equations outside that need something of the group's and make something for it."""
+        members = {m.position for m in self.members.values() if not m.is_copy}
+        behind = self.dependents(min(members), max(members))
+        return {
+            self.splitter.producer.get(v, -1)
+            for m in self.members.values()
+            for v in m.equation.values()
+            if v not in self.cut
+        } & behind
+
+    def dependents(self, first: int, last: int) -> set[int]:
+        """Equations of a stretch that are no members and need something that the group makes."""
+        members = {m.position for m in self.members.values() if not m.is_copy}
+        made = set(self.cut)
+        behind = set()
+        for i in range(first, last + 1):
+            equation = self.splitter.equations[i]
+            if i not in members and any(v in made for v in equation.values()):
+                behind.add(i)
+                made.update(equation.outputs)
+        return behind
+
+    def inputs(self) -> list[Key]:
+        """What the group reads from outside, in order."""
+        return list(
+            dict.fromkeys(
+                key for member in self.ordered() for key in self.uses(member) if not self.has(*key)
+            )
+        )
+
+    def outputs(self) -> list[Value]:
+        """What others read, or the caller, of what the group makes."""
+        members = {m.position for m in self.members.values() if not m.is_copy}
+        return [
+            v
+            for m in self.ordered()
+            if not m.is_copy
+            for v in m.equation.outputs
+            if v in self.splitter.results
+            or any(reader not in members for reader in self.splitter.readers.get(v, ()))
+        ]
+
+    def ordered(self) -> list[_Member]:
+        """Members so that each comes after what it reads."""
+        producer: dict[Key, _Member] = {}
+        for m in self.members.values():
+            for v, d in zip(m.equation.outputs, m.tiling.outputs, strict=True):
+                producer[v, d] = m
+        found: list[_Member] = []
+        done: set[int] = set()
+
+        def visit(member: _Member) -> None:
+            if id(member) in done:
+                return
+            done.add(id(member))
+            for key in self.uses(member):
+                if key in producer:
+                    visit(producer[key])
+            found.append(member)
+
+        for member in sorted(self.members.values(), key=lambda m: (m.is_copy, m.position)):
+            visit(member)
+        return found
+
+    def working_set(self) -> float:
+        """Bytes of operands and results, and of the largest member's tiles."""
+        outside = {v for v, _ in self.inputs()} | {
+            v for v in self.outputs() if not self._is_copied_later(v)
+        }
+        tiles = max(_working_set(m.equation) for m in self.members.values()) / self.count
+        return sum(v.num_bytes() for v in outside) + tiles
+
+    def _is_copied_later(self, value: Value) -> bool:
+        """Whether readers outside can make a large value again when their turn comes."""
+        readers = self.splitter.readers.get(value, ())
+        far = all(self.splitter.equations[r].segment != self.segment for r in readers)
+        return self.splitter.is_large(value) and value not in self.splitter.results and far
+
+    def equation(self, outputs: Sequence[Value]) -> Equation:
+        """The group as one equation."""
+        members, inputs = self.ordered(), self.inputs()
+        values = list(dict.fromkeys(v for v, _ in inputs))
+        made_by = {v: m for m in members if not m.is_copy for v in m.equation.outputs}
+        plan = _Loop(
+            tuple((m.equation, m.tiling) for m in members),
+            tuple(inputs),
+            tuple(values),
+            tuple((v, self.cut[v], made_by[v].tiling.combine) for v in outputs),
+            self.count,
+        )
+        operation = TiledOperation(plan.key(), [m.equation for m in members], self.count, plan.run)
+        return Equation(operation, tuple(values), tuple(outputs), self.segment)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Loop:
+    """What a tiled operation does."""
+
+    members: tuple[tuple[Equation, Tiling], ...]
+    inputs: tuple[Key, ...]
+    values: tuple[Value, ...]
+    outputs: tuple[tuple[Value, int | None, Any], ...]
+    count: int
+
+    def key(self) -> Any:
+        """Equal for loops that compute the same."""
+        number: dict[Key, int] = {key: i for i, key in enumerate(self.inputs)}
+        steps = []
+        for equation, tiling in self.members:
+            pairs = zip(equation.inputs, tiling.inputs, strict=True)
+            reads = tuple(
+                ("literal", str(x.aval), repr(x.val)) if is_literal(x) else number[x, d]
+                for x, d in pairs
+            )
+            for v, d in zip(equation.outputs, tiling.outputs, strict=True):
+                number[v, d] = len(number)
+            steps.append((equation.operation.key, reads, tiling.inputs, tiling.outputs))
+        place = {v: i for i, v in enumerate(self.values)}
+        inputs = tuple((place[v], d) for v, d in self.inputs)
+        outputs = tuple((number[v, d], d) for v, d, _ in self.outputs)
+        return ("tiled", self.count, inputs, tuple(steps), outputs)
+
+    def run(self, operands: Sequence[Any]) -> list[Any]:
+        """Loops over the tiles, results in buffers that are written tile by tile."""
+        whole = dict(zip(self.values, operands, strict=True))
+
+        def body(number: Any, carried: list[Any]) -> list[Any]:
+            made: dict[Key, Any] = {}
+            for v, d in self.inputs:
+                x = whole[v]
+                if d is not None:
+                    size = x.shape[d] // self.count
+                    x = lax.dynamic_slice_in_dim(x, number * size, size, d)
+                made[v, d] = x
+            for equation, tiling in self.members:
+                pairs = zip(equation.inputs, tiling.inputs, strict=True)
+                read = [x.val if is_literal(x) else made[x, d] for x, d in pairs]
+                for v, d, tile in zip(
+                    equation.outputs, tiling.outputs, tiling.apply(read, number), strict=True
+                ):
+                    made[v, d] = tile
+            return [
+                self._put(buffer, made[v, d], number, d, combine)
+                for buffer, (v, d, combine) in zip(carried, self.outputs, strict=True)
+            ]
+
+        def start(v: Value, d: int | None, combine: Any) -> Any:
+            dtype = v.aval.dtype
+            if d is None and combine is lax.add:
+                dtype = wide(jnp.zeros((), dtype)).dtype
+            return jnp.zeros(v.shape, dtype)
+
+        found = lax.fori_loop(0, self.count, body, [start(*o) for o in self.outputs])
+        return [x.astype(v.aval.dtype) for x, (v, _, _) in zip(found, self.outputs, strict=True)]
+
+    def _put(self, buffer: Any, tile: Any, number: Any, d: int | None, combine: Any) -> Any:
+        if d is not None:
+            return lax.dynamic_update_slice_in_dim(buffer, tile, number * tile.shape[d], d)
+        if combine is lax.add:
+            tile = wide(tile)
+        return jnp.where(number == 0, tile, combine(buffer, tile))

@@ -1,0 +1,272 @@
+"""Which operations can work on a tile of their operands, and how.
+
+A dimension is cut into `count` equal tiles. A `Tiling` of an equation says which dimension of each
+operand and output is cut so that a tile of the outputs needs only the same tile of the operands;
+or that tiles of the operands give parts of an output that have to be combined, as the sum over a
+contracted dimension does. Operands without a cut dimension are needed whole.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxoffload.capture import slicing
+from jaxoffload.capture.flat import Equation, Operation
+
+Apply = Callable[[Sequence[Any], Any], list[Any]]
+"""(tiles of the operands, number of the tile) to tiles of the outputs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiling:
+    """One way to compute an equation tile by tile.
+
+    Attributes:
+      inputs: for each operand the dimension that is cut, or None.
+      outputs: for each output likewise; None in a tiling that combines.
+      apply: computes one tile.
+      combine: joins the parts of the outputs of two tiles; None where outputs are cut.
+    """
+
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+    apply: Apply
+    combine: Callable[[Any, Any], Any] | None = None
+
+
+def tilings(equation: Equation, count: int) -> list[Tiling]:
+    """Every tiling of an equation that is known here, into `count` tiles."""
+    name = equation.operation.name
+    if len(equation.outputs) != 1:
+        return []
+    if slicing.is_elementwise(name) or name in ("copy", "copy_p"):
+        return list(_elementwise(equation, count))
+    rule = _RULES.get(name)
+    return list(rule(equation, count)) if rule else []
+
+
+def _shape(operand: Any) -> tuple[int, ...]:
+    return tuple(operand.aval.shape)
+
+
+def _as_it_is(equation: Equation) -> Apply:
+    """The operation itself, whose params say nothing of the cut dimension."""
+    return lambda operands, number: equation.operation.apply(operands)
+
+
+def _with(equation: Equation, **changes: Any) -> Apply:
+    """The operation with other params."""
+    operation = equation.operation
+    changed = Operation(operation.eqn, {**operation.params, **changes})
+    return lambda operands, number: changed.apply(operands)
+
+
+def _cut(shape: Sequence[int], dim: int, count: int) -> tuple[int, ...]:
+    return (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
+
+
+def _dims(shape: Sequence[int], count: int) -> Iterator[int]:
+    """Dimensions that can be cut."""
+    return (d for d, size in enumerate(shape) if size >= count and size % count == 0)
+
+
+def _elementwise(equation: Equation, count: int) -> Iterator[Tiling]:
+    """Operands are scalars, or have the output's dimensions, of which some may be 1."""
+    shape = _shape(equation.outputs[0])
+    if any(len(_shape(x)) not in (0, len(shape)) for x in equation.inputs):
+        return
+    for d in _dims(shape, count):
+        inputs = tuple(
+            d if len(_shape(x)) > d and _shape(x)[d] == shape[d] else None for x in equation.inputs
+        )
+        yield Tiling(inputs, (d,), _as_it_is(equation))
+
+
+def _broadcast(equation: Equation, count: int) -> Iterator[Tiling]:
+    if len(equation.inputs) != 1:
+        return
+    shape, origin = _shape(equation.outputs[0]), _shape(equation.inputs[0])
+    into = tuple(equation.operation.params["broadcast_dimensions"])
+    for d in _dims(shape, count):
+        mine = into.index(d) if d in into and origin[into.index(d)] == shape[d] else None
+        new = {"shape": _cut(shape, d, count), "sharding": None}
+        yield Tiling((mine,), (d,), _with(equation, **new))
+
+
+def _iota(equation: Equation, count: int) -> Iterator[Tiling]:
+    shape = _shape(equation.outputs[0])
+    params = equation.operation.params
+    if equation.inputs:
+        return
+    for d in _dims(shape, count):
+        part = _cut(shape, d, count)
+
+        def apply(operands: Sequence[Any], number: Any, d: int = d, part: Any = part) -> list[Any]:
+            tile = lax.broadcasted_iota(params["dtype"], part, params["dimension"])
+            if d == params["dimension"]:
+                tile = tile + jnp.asarray(number * part[d], tile.dtype)
+            return [tile]
+
+        yield Tiling((), (d,), apply)
+
+
+def _reshape(equation: Equation, count: int) -> Iterator[Tiling]:
+    """A dimension stays cut where what is before it is the same: then its tiles are the same bytes
+    in every row."""
+    if len(equation.inputs) != 1 or equation.operation.params.get("dimensions") is not None:
+        return
+    shape, origin = _shape(equation.outputs[0]), _shape(equation.inputs[0])
+    for d in _dims(shape, count):
+        for k in _dims(origin, count):
+            if math.prod(shape[:d]) == math.prod(origin[:k]):
+                part = _cut(shape, d, count)
+                yield Tiling((k,), (d,), _with(equation, new_sizes=part, sharding=None))
+
+
+def _squeeze(equation: Equation, count: int) -> Iterator[Tiling]:
+    gone = {d % len(_shape(equation.inputs[0])) for d in equation.operation.params["dimensions"]}
+    kept = [k for k in range(len(_shape(equation.inputs[0]))) if k not in gone]
+    for d in _dims(_shape(equation.outputs[0]), count):
+        yield Tiling((kept[d],), (d,), _as_it_is(equation))
+
+
+def _transpose(equation: Equation, count: int) -> Iterator[Tiling]:
+    order = equation.operation.params["permutation"]
+    for d in _dims(_shape(equation.outputs[0]), count):
+        yield Tiling((order[d],), (d,), _as_it_is(equation))
+
+
+_COMBINE = {
+    "reduce_sum": lax.add,
+    "reduce_max": lax.max,
+    "reduce_min": lax.min,
+    "reduce_prod": lax.mul,
+    "reduce_and": lax.bitwise_and,
+    "reduce_or": lax.bitwise_or,
+}
+
+
+def _reduce(equation: Equation, count: int) -> Iterator[Tiling]:
+    if len(equation.inputs) != 1:
+        return
+    axes = set(equation.operation.params["axes"])
+    origin = _shape(equation.inputs[0])
+    kept = [k for k in range(len(origin)) if k not in axes]
+    apply = _as_it_is(equation)
+    for d in _dims(_shape(equation.outputs[0]), count):
+        yield Tiling((kept[d],), (d,), apply)
+    combine = _COMBINE.get(equation.operation.name)
+    if combine is not None:
+        for k in _dims(origin, count):
+            if k in axes:
+                yield Tiling((k,), (None,), apply, combine)
+
+
+def _dot_general(equation: Equation, count: int) -> Iterator[Tiling]:
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = equation.operation.params[
+        "dimension_numbers"
+    ]
+    left, right = (_shape(x) for x in equation.inputs)
+    lhs_free = [k for k in range(len(left)) if k not in (*lhs_contract, *lhs_batch)]
+    rhs_free = [k for k in range(len(right)) if k not in (*rhs_contract, *rhs_batch)]
+    origins: list[tuple[int | None, int | None]] = [
+        *zip(lhs_batch, rhs_batch, strict=True),
+        *((k, None) for k in lhs_free),
+        *((None, k) for k in rhs_free),
+    ]
+    apply = _as_it_is(equation)
+    for d in _dims(_shape(equation.outputs[0]), count):
+        yield Tiling(origins[d], (d,), apply)
+    for k, j in zip(lhs_contract, rhs_contract, strict=True):
+        if k in set(_dims(left, count)):
+            yield Tiling((k, j), (None,), apply, lax.add)
+
+
+def _concatenate(equation: Equation, count: int) -> Iterator[Tiling]:
+    for d in _dims(_shape(equation.outputs[0]), count):
+        if d != equation.operation.params["dimension"]:
+            yield Tiling((d,) * len(equation.inputs), (d,), _as_it_is(equation))
+
+
+def _slice(equation: Equation, count: int) -> Iterator[Tiling]:
+    params, origin = equation.operation.params, _shape(equation.inputs[0])
+    shape = _shape(equation.outputs[0])
+    for d in _dims(shape, count):
+        if origin[d] == shape[d]:
+            limits = _cut(params["limit_indices"], d, count)
+            yield Tiling((d,), (d,), _with(equation, limit_indices=limits))
+
+
+def _pad(equation: Equation, count: int) -> Iterator[Tiling]:
+    for d in _dims(_shape(equation.outputs[0]), count):
+        if tuple(equation.operation.params["padding_config"][d]) == (0, 0, 0):
+            yield Tiling((d, None), (d,), _as_it_is(equation))
+
+
+def _along_others(param: str) -> Callable[[Equation, int], Iterator[Tiling]]:
+    """A rule for operations that work along some dimensions and map over the others."""
+
+    def rule(equation: Equation, count: int) -> Iterator[Tiling]:
+        along = equation.operation.params[param]
+        along = (along,) if isinstance(along, int) else tuple(along)
+        for d in _dims(_shape(equation.outputs[0]), count):
+            if d not in along:
+                yield Tiling((d,) * len(equation.inputs), (d,), _as_it_is(equation))
+
+    return rule
+
+
+def _gather(equation: Equation, count: int) -> Iterator[Tiling]:
+    """Along dimensions that table and indices have in common (`take_along_axis`)."""
+    numbers = equation.operation.params["dimension_numbers"]
+    shape = _shape(equation.outputs[0])
+    batch = [d for d in range(len(shape)) if d not in numbers.offset_dims]
+    cuttable = set(_dims(shape, count))
+    pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    for table, indices in pairs:
+        if batch[indices] in cuttable:
+            yield Tiling((table, indices), (batch[indices],), _as_it_is(equation))
+
+
+def _scatter(equation: Equation, count: int) -> Iterator[Tiling]:
+    """Along dimensions that table, indices and updates have in common."""
+    numbers = equation.operation.params["dimension_numbers"]
+    shape, updates = _shape(equation.outputs[0]), _shape(equation.inputs[2])
+    batch = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
+    cuttable = set(_dims(shape, count))
+    pairs = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+    for table, indices in pairs:
+        if table in cuttable:
+            yield Tiling((table, indices, batch[indices]), (table,), _as_it_is(equation))
+
+
+_RULES: dict[str, Callable[[Equation, int], Iterator[Tiling]]] = {
+    "broadcast_in_dim": _broadcast,
+    "iota": _iota,
+    "reshape": _reshape,
+    "squeeze": _squeeze,
+    "transpose": _transpose,
+    "dot_general": _dot_general,
+    "concatenate": _concatenate,
+    "slice": _slice,
+    "pad": _pad,
+    "rev": _along_others("dimensions"),
+    "cumsum": _along_others("axis"),
+    "cumprod": _along_others("axis"),
+    "cummax": _along_others("axis"),
+    "cummin": _along_others("axis"),
+    "cumlogsumexp": _along_others("axis"),
+    "gather": _gather,
+    "scatter-add": _scatter,
+    "scatter_add": _scatter,
+    **{name: _reduce for name in (*_COMBINE, "argmax", "argmin")},
+}
+
+
+def wide(part: Any) -> Any:
+    """A part of a sum in a dtype in which parts can be added without losing more than at once."""
+    return part.astype(jnp.float32) if part.dtype in (jnp.bfloat16, jnp.float16) else part

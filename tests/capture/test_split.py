@@ -1,0 +1,203 @@
+"""Splitting: every rule computes what the whole operation does, tile by tile; groups too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxoffload as jo
+from jaxoffload.capture.build import build_taskgraph, order_program
+from jaxoffload.capture.flat import is_literal
+from jaxoffload.capture.scan import unroll
+from jaxoffload.capture.split import TiledOperation, split
+from jaxoffload.capture.tile import tilings
+from jaxoffload.finetune import model
+from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
+from jaxoffload.plan.limits import min_budget
+from jaxoffload.verification import max_relative_difference
+from tests.helpers import interpret_taskgraph
+
+RANDOM = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return RANDOM.normal(size=shape).astype(np.float32)
+
+
+X, Y, W = normal(4, 6, 8), normal(4, 6, 8), normal(4, 8, 12)
+IDS = RANDOM.integers(0, 8, (4, 6, 1)).astype(np.int32)
+OPERATIONS = {
+    "add": (jnp.add, X, Y),
+    "scalar": (lambda x: x * 2.0, X),
+    "select": (lambda x, y: lax.select(x > y, x, y), X, Y),
+    "size one": (lambda x, y: x - y, X, X[:, :, :1]),
+    "broadcast": (lambda x: lax.broadcast_in_dim(x, (4, 6, 8, 2), (0, 1, 2)), X),
+    "broadcast scalar": (lambda x: lax.broadcast_in_dim(x, (4, 6), ()), np.float32(3)),
+    "iota": (lambda: lax.broadcasted_iota(np.int32, (4, 6, 8), 1),),
+    "merge": (lambda x: x.reshape(4, 48), X),
+    "cut": (lambda x: x.reshape(2, 2, 6, 4, 2), X),
+    "squeeze": (lambda x: lax.squeeze(x, (1,)), X[:, :1]),
+    "transpose": (lambda x: x.transpose(2, 0, 1), X),
+    "sum": (lambda x: lax.reduce_sum_p.bind(x, axes=(1, 2), out_sharding=None), X),
+    "max": (lambda x: jnp.max(x, axis=2), X),
+    "min": (lambda x: jnp.min(x, axis=0), X),
+    "argmax": (lambda x: lax.argmax(x, 2, np.int32), X),
+    "batched product": (lambda x, w: jnp.einsum("btc,bcd->btd", x, w), X, W),
+    "product": (lambda x, w: x @ w, X, W[0]),
+    "outer": (lambda x, y: jnp.einsum("btc,bsc->bts", x, y), X, Y),
+    "concatenate": (lambda x, y: jnp.concatenate([x, y], axis=1), X, Y),
+    "slice": (lambda x: x[:, 1:3], X),
+    "pad": (lambda x: jnp.pad(x, ((0, 0), (1, 2), (0, 0))), X),
+    "reverse": (lambda x: x[:, ::-1], X),
+    "running sum": (lambda x: jnp.cumsum(x, axis=2), X),
+    "pick": (lambda x, i: jnp.take_along_axis(x, i, axis=2, mode="clip"), X, IDS),
+}  # fmt: skip
+
+
+def equations_of(function, *args):
+    program = unroll(jax.make_jaxpr(function)(*args))
+    return program, order_program(program)
+
+
+def part(x, dim, number, count):
+    if dim is None:
+        return x
+    size = x.shape[dim] // count
+    return lax.dynamic_slice_in_dim(x, number * size, size, dim)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_tiling_computes_the_operation_tile_by_tile(name):
+    """Every equation of the function, by every tiling that is known of it."""
+    function, *args = OPERATIONS[name]
+    program, ordered = equations_of(function, *args)
+    values = dict(zip(program.arguments, args, strict=False))
+    for v in program.arguments[len(args) :]:
+        values[v] = v.array
+    checked = 0
+    for equation in ordered.equations:
+        read = [x.val if is_literal(x) else values[x] for x in equation.inputs]
+        whole = equation.operation.apply(read)
+        for count in (2, 3, 4):
+            for tiling in tilings(equation, count):
+                checked += 1
+                tiles = []
+                for number in range(count):
+                    pairs = zip(read, tiling.inputs, strict=True)
+                    tiles.append(
+                        tiling.apply([part(x, d, number, count) for x, d in pairs], number)
+                    )
+                (dim,), want = tiling.outputs, np.asarray(whole[0])
+                if tiling.combine is None:
+                    got = np.concatenate([np.asarray(t[0]) for t in tiles], axis=dim)
+                    assert got.dtype == want.dtype
+                else:
+                    got = tiles[0][0]
+                    for t in tiles[1:]:
+                        got = tiling.combine(got, t[0])
+                np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        values.update(zip(equation.outputs, whole, strict=True))
+    assert checked
+
+
+def attention(q, k, v):
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1]).astype(np.float32)
+    mask = jnp.arange(q.shape[1])[:, None] >= jnp.arange(k.shape[1])[None, :]
+    scores = jnp.where(mask[None, None], scores, -1e30)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, axis=-1), v)
+
+
+def vocabulary_loss(x, w, targets):
+    logits = x @ w
+    total = jax.nn.logsumexp(logits, axis=-1)
+    return jnp.mean(total - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0])
+
+
+def square_sum(f):
+    return lambda *a: jnp.sum(f(*a) ** 2)
+
+
+QKV = [normal(2, 64, 4, 8) for _ in range(3)]
+LOSS = (normal(2, 64, 16), normal(16, 500), RANDOM.integers(0, 500, (2, 64)).astype(np.int32))
+HALF = [x.astype(jnp.bfloat16) for x in QKV]
+FUNCTIONS = {
+    "attention": (attention, *QKV),
+    "attention, backward": (jax.grad(square_sum(attention), argnums=(0, 1, 2)), *QKV),
+    "attention, bfloat16": (jax.grad(square_sum(attention), argnums=(0, 1, 2)), *HALF),
+    "loss": (vocabulary_loss, *LOSS),
+    "loss, backward": (jax.value_and_grad(vocabulary_loss, argnums=(0, 1)), *LOSS),
+    "normalized": (lambda x: (x - x.mean(1, keepdims=True)) / x.std(), normal(64, 512)),
+    "large result": (lambda x, y: jnp.exp(x @ y), normal(64, 8), normal(8, 512)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("share", [0.5, 0.1, 0.02])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_split_functions_give_what_whole_ones_do(name, share):
+    function, *args = FUNCTIONS[name]
+    want = jax.tree.leaves(jax.jit(function)(*args))
+    program, ordered = equations_of(lambda *a: jax.tree.leaves(function(*a)), *args)
+    arrays = [*args, *(v.array for v in program.arguments[len(args) :])]
+    kinds = [TensorKind.WEIGHT] * len(arrays)
+    before = min_budget(build_taskgraph(ordered, kinds=kinds, max_equations=1).taskgraph)[0]
+    parts = split(ordered, share * before)
+    captured = build_taskgraph(parts, kinds=kinds, max_equations=1)
+    captured.taskgraph.check()
+    after = min_budget(captured.taskgraph)[0]
+    assert after <= before
+    got = interpret_taskgraph(captured, arrays)
+    limit = 0.05 if "bfloat16" in name else 1e-5
+    for w, g in zip(want, got, strict=True):
+        w = np.asarray(w)
+        assert max_relative_difference(w, g.view(w.dtype).reshape(w.shape)) < limit
+    tiled = [e for e in parts.equations if isinstance(e.operation, TiledOperation)]
+    if name not in ("large result", "normalized"):  # operands and results alone take as much
+        assert tiled and after < before / 2 or share == 0.5
+
+
+def test_layers_share_the_kernel_of_their_split_parts():
+    config = model.Config(64, 32, 3, 4, 4, 64)
+    shapes = model.init_shapes(config), jax.ShapeDtypeStruct((1, 256), np.int32)
+    flat, tree = jax.tree.flatten(shapes)
+    program, ordered = equations_of(
+        lambda *leaves: model.forward(config, *jax.tree.unflatten(tree, leaves)), *flat
+    )
+    parts = split(ordered, 300_000)
+    keys = [e.operation.key for e in parts.equations if isinstance(e.operation, TiledOperation)]
+    assert len(keys) >= 3 and len(set(keys)) <= len(keys) - 2
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_attention_over_16k_tokens_needs_an_eighth_at_most(backward):
+    """From shapes alone; plain attention, whose scores take 4 GiB."""
+    shape = jax.ShapeDtypeStruct((1, 16384, 4, 32), np.float32)
+    f = jax.grad(square_sum(attention), argnums=(0, 1, 2)) if backward else attention
+    program, ordered = equations_of(lambda *a: jax.tree.leaves(f(*a)), shape, shape, shape)
+    kinds = [TensorKind.WEIGHT] * len(program.arguments)
+
+    def least(parts) -> int:
+        graph: TaskGraph = build_taskgraph(parts, kinds=kinds, max_equations=1).taskgraph
+        return min_budget(graph)[0]
+
+    before = least(ordered)
+    assert 8 * least(split(ordered, before / 16)) <= before
+
+
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+def test_a_budget_that_no_whole_operation_fits_works():
+    q, k, v = (normal(1, 1024, 4, 16) for _ in range(3))
+    f = jax.value_and_grad(square_sum(attention), argnums=(0, 1, 2))
+    scores = 4 * 1024 * 1024 * 4
+    want = jax.jit(f)(q, k, v)
+    for policy in ("work-conserving", jo.policies.random(1, delays=1e-4)):
+        step = jo.offload(f, device_memory=scores // 2, launch=policy, check=True)
+        got = step(q, k, v)
+        assert step.last_run.peak_device_bytes <= scores // 2
+        for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+            assert max_relative_difference(np.asarray(w), np.asarray(g)) < 1e-4
+    plan = step.plan(q, k, v)
+    plan.verify()
+    assert any(vertex.name.startswith("tiled") for vertex in plan.taskgraph.vertices)
+    assert plan.min_device_memory < scores // 2
+    jo.offload(f, device_memory=plan.min_device_memory)(q, k, v)
