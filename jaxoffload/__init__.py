@@ -24,7 +24,10 @@ from jaxoffload.graphs.verify import VerifyError as VerifyError
 from jaxoffload.offload import Offloaded as Offloaded
 from jaxoffload.offload import offload as offload
 from jaxoffload.pipeline import Plan as Plan
+from jaxoffload.plan.hardware import MACHINES as MACHINES
+from jaxoffload.plan.hardware import Machine as Machine
 from jaxoffload.report.explain import Explanation as Explanation
+from jaxoffload.report.predict import Prediction as Prediction
 from jaxoffload.runtime.arrays import DiskArray as DiskArray
 from jaxoffload.runtime.arrays import HostArray as HostArray
 from jaxoffload.runtime.arrays import disk_put as disk_put

@@ -16,9 +16,11 @@ from jaxoffload.capture.trace import trace
 from jaxoffload.errors import OffloadWarning
 from jaxoffload.options import Options, format_bytes, make_options
 from jaxoffload.pipeline import Plan, Planner, Request, make_request
+from jaxoffload.plan.hardware import Machine
 from jaxoffload.policies import LaunchPolicy
 from jaxoffload.primitive import bind
 from jaxoffload.report.explain import Explanation
+from jaxoffload.report.predict import Prediction, predict
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.run import Run, run_plan
@@ -129,6 +131,31 @@ class Offloaded:
         call = self._spec.bind(args, kwargs)
         program = self._program(call)
         return Explanation.of(program.request(), self._options.device_memory)
+
+    def predict(
+        self,
+        *args: Any,
+        machine: Machine | str,
+        policy: str = "work-conserving",
+        jitter: float = 0.0,
+        **kwargs: Any,
+    ) -> Prediction:
+        """What a call would take on a machine that is not here, from shapes alone: simulated.
+
+        Args:
+          machine: a `Machine`, or the name of one of `jaxoffload.MACHINES`.
+          policy: "work-conserving", "fixed", "random" or "levelwise" (bulk-synchronous).
+          jitter: standard deviation of the logarithm of what each vertex's time is multiplied by.
+
+        Raises:
+          ValueError: machine or policy is not known. PlanError: the budget is too small.
+        """
+        program = self._program(self._spec.bind(args, kwargs))
+        request = program.request()
+        if self._options.device_memory in ("auto", None):
+            options = dataclasses.replace(request.options, device_memory=None)
+            request = dataclasses.replace(request, options=options)
+        return predict(request, machine, policy, jitter)
 
     def _program(self, call: Call) -> _Program:
         with self._lock:

@@ -186,6 +186,23 @@ def _dot_general(equation: Equation, count: int) -> Iterator[Tiling]:
             yield Tiling((k, j), (None,), apply, lax.add)
 
 
+def _convolution(equation: Equation, count: int) -> Iterator[Tiling]:
+    """Along the batch, along the output's features, or summed along the input's."""
+    params = equation.operation.params
+    if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
+        return
+    numbers = params["dimension_numbers"]
+    (batch, feature), (features, inner) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
+    out_batch, out_feature = numbers.out_spec[:2]
+    cuttable, apply = set(_dims(_shape(equation.outputs[0]), count)), _as_it_is(equation)
+    if out_batch in cuttable:
+        yield Tiling((batch, None), (out_batch,), apply)
+    if out_feature in cuttable:
+        yield Tiling((None, features), (out_feature,), apply)
+    if feature in set(_dims(_shape(equation.inputs[0]), count)):
+        yield Tiling((feature, inner), (None,), apply, lax.add)
+
+
 def _concatenate(equation: Equation, count: int) -> Iterator[Tiling]:
     for d in _dims(_shape(equation.outputs[0]), count):
         if d != equation.operation.params["dimension"]:
@@ -251,6 +268,7 @@ _RULES: dict[str, Callable[[Equation, int], Iterator[Tiling]]] = {
     "squeeze": _squeeze,
     "transpose": _transpose,
     "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
     "concatenate": _concatenate,
     "slice": _slice,
     "pad": _pad,

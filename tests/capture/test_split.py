@@ -25,6 +25,11 @@ def normal(*shape):
     return RANDOM.normal(size=shape).astype(np.float32)
 
 
+def convolution(x, w):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+
 X, Y, W = normal(4, 6, 8), normal(4, 6, 8), normal(4, 8, 12)
 IDS = RANDOM.integers(0, 8, (4, 6, 1)).astype(np.int32)
 OPERATIONS = {
@@ -46,6 +51,10 @@ OPERATIONS = {
     "batched product": (lambda x, w: jnp.einsum("btc,bcd->btd", x, w), X, W),
     "product": (lambda x, w: x @ w, X, W[0]),
     "outer": (lambda x, y: jnp.einsum("btc,bsc->bts", x, y), X, Y),
+    "convolution": (convolution, normal(4, 6, 6, 8), normal(3, 3, 8, 4)),
+    "convolution, backward": (
+        lambda x, w: jax.vjp(convolution, x, w)[1](x[..., :4]), normal(4, 6, 6, 8), normal(3, 3, 8, 4)
+    ),
     "concatenate": (lambda x, y: jnp.concatenate([x, y], axis=1), X, Y),
     "slice": (lambda x: x[:, 1:3], X),
     "pad": (lambda x: jnp.pad(x, ((0, 0), (1, 2), (0, 0))), X),

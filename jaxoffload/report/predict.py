@@ -1,0 +1,103 @@
+"""What a plan would take on a machine that is not here: planned from shapes, simulated."""
+
+import dataclasses
+
+from jaxoffload.errors import PlanError
+from jaxoffload.graphs.memgraph import Kind, MemGraph
+from jaxoffload.options import format_bytes
+from jaxoffload.pipeline import Planner, Request
+from jaxoffload.plan.hardware import MACHINES, Machine
+from jaxoffload.plan.simulate import Timeline, simulate
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A simulated run.
+
+    Nothing is compiled, so executables' workspace is not known and counts as nothing; times of
+    kernels are the longer of operations and traffic at the machine's rates.
+
+    Attributes:
+      name: the user's function.
+      machine: the model it was simulated on.
+      budget: bytes of device memory.
+      memgraph: what would be run.
+      timeline: when each vertex would run.
+      policy: the launch policy.
+    """
+
+    name: str
+    machine: Machine
+    budget: int
+    memgraph: MemGraph
+    timeline: Timeline
+    policy: str
+
+    @property
+    def seconds(self) -> float:
+        """Time of the run."""
+        return self.timeline.seconds
+
+    @property
+    def bound_seconds(self) -> float:
+        """max(compute, each link, disk): no order of the same vertices ends earlier."""
+        return self.timeline.bound
+
+    @property
+    def compute_seconds(self) -> float:
+        """Time of the kernels alone."""
+        return self.timeline.busy(Kind.KERNEL)
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """Highest address in use in the arena."""
+        return int(self.memgraph.peak_arena_bytes().max())
+
+    @property
+    def bytes_reloaded(self) -> int:
+        """Bytes copied to the device."""
+        return self.memgraph.moved_bytes(Kind.RELOAD)
+
+    @property
+    def bytes_offloaded(self) -> int:
+        """Bytes copied away from it."""
+        return self.memgraph.moved_bytes(Kind.OFFLOAD)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} on {self.machine.name} in {format_bytes(self.budget)}, simulated: "
+            f"{self.seconds:.3g} s ({self.seconds / max(self.bound_seconds, 1e-12):.2f} of the "
+            f"bound, {self.seconds / max(self.compute_seconds, 1e-12):.2f} of compute); peak "
+            f"{format_bytes(self.peak_device_bytes)}, up {format_bytes(self.bytes_reloaded)}, down "
+            f"{format_bytes(self.bytes_offloaded)}, {self.memgraph.num_vertices} vertices"
+        )
+
+
+def predict(request: Request, machine: Machine | str, policy: str, jitter: float) -> Prediction:
+    """Plans a request without compiling, and simulates it.
+
+    Args:
+      request: with a budget, or None for all of the machine's device memory.
+      machine: a model, or the name of one of `MACHINES`.
+
+    Raises:
+      ValueError: the machine's name is not known. PlanError: the budget is too small.
+    """
+    if isinstance(machine, str):
+        if machine not in MACHINES:
+            raise ValueError(
+                f"predict: machine={machine!r} is not known. Pass a Machine, or one of "
+                f"{', '.join(map(repr, MACHINES))}."
+            )
+        machine = MACHINES[machine]
+    budget = request.options.device_memory
+    if not isinstance(budget, int):
+        budget = machine.device_bytes
+    options = dataclasses.replace(request.options, device_memory=budget)
+    planner = Planner(dataclasses.replace(request, options=options), compiles=False)
+    try:
+        memgraph = planner.plan().memgraph
+    except PlanError as error:
+        raise PlanError(f"{error} (planned without executables' workspace)") from None
+    timeline = simulate(memgraph, machine=machine, policy=policy, jitter=jitter)
+    return Prediction(request.name, machine, budget, memgraph, timeline, policy)
