@@ -27,7 +27,9 @@ from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
 from jaxoffload.graphs.verify import verify
 from jaxoffload.options import Options, format_bytes
 from jaxoffload.plan.build import build_memgraph
+from jaxoffload.plan.hardware import Machine
 from jaxoffload.plan.limits import intermediates_peak, min_budget, resident_peak
+from jaxoffload.plan.simulate import simulate
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import reserve
 from jaxoffload.runtime.load import load
@@ -56,6 +58,10 @@ class Cut:
     split_bytes: float | None = None
 
 
+_CLOSE = 1.05
+"""A plan that takes no longer than so many times the kernels of the whole is not bettered."""
+_SIMULATED_VERTICES = 20_000
+"""Vertices of the MemGraphs that are simulated before one is chosen, about a second's planning."""
 _LOWER = 20
 """Steps down from a feasible budget in search of a smaller one, at most."""
 WHOLE, FINEST = Cut(float("inf")), Cut(0, 1)
@@ -235,6 +241,7 @@ class Plan:
                     sizes,
                     [_aval_bytes(a) for a in self._request.jaxpr.out_avals],
                     self._disk_extent(),
+                    self.backend.machine,
                 )
             return self._native
 
@@ -270,15 +277,21 @@ class Planner:
 
     Args:
       backend: where it is to run; None: where JAX runs by default.
+      machine: what choices are made for; None: the backend's.
       compiles: False: plans are to be looked at only, and workspace counts as nothing.
     """
 
     def __init__(
-        self, request: Request, backend: backends.Backend | None = None, compiles: bool = True
+        self,
+        request: Request,
+        backend: backends.Backend | None = None,
+        machine: Machine | None = None,
+        compiles: bool = True,
     ):
         self._request = request
         self._compiles = compiles
         self.backend = backend or backends.current()
+        self.machine = machine or self.backend.machine
         program = unroll(request.jaxpr)
         self._ordered = order_program(program)
         extra = program.arguments[len(request.jaxpr.in_avals) :]
@@ -305,7 +318,7 @@ class Planner:
             if kept is not None:
                 return self._finish(whole, kept, budget, resident=True)
         assert budget is not None, "without a limit everything is kept"
-        found = next(self._candidates(budget), None) or self._least
+        found = self._chosen(budget) or self._least
         if _needs(found) > budget:
             raise self._refusal(budget)
         return self._finish(found, self._build(found[0], budget), budget, resident=False)
@@ -345,7 +358,7 @@ class Planner:
         chosen = min(tiled, key=lambda cut: min_budget(self._captured(cut).taskgraph)[0])
         best = min(best, self._compiled(chosen), key=_needs)
         for _ in range(_LOWER):
-            lower = next(self._candidates(_needs(best) - 1), None)
+            lower = self._chosen(_needs(best) - 1)
             if lower is None:
                 break
             best = lower
@@ -355,22 +368,48 @@ class Planner:
         size = self._request.options.vertex_memory
         return None if size is None else self._compiled(Cut(size))
 
-    def _candidates(self, budget: int) -> Iterator[tuple[Captured, list[Any], CompileReport]]:
-        """Cuts that work within a budget, the best first."""
+    def _chosen(self, budget: int) -> tuple[Captured, list[Any], CompileReport] | None:
+        """The best cut that works within a budget, None if none is found."""
         fixed = self._fixed_cut()
         if fixed is not None:
-            if _needs(fixed) <= budget:
-                yield fixed
-            return
-        cuts = [Cut(share * budget) for share in CUTS]
-        cuts += [Cut(share * budget, None, share * budget) for share in CUTS]
-        for cut in (*cuts, FINEST):
-            # Without executables' workspace, which compiling tells.
-            if min_budget(self._captured(cut).taskgraph)[0] > budget:
-                continue
-            compiled = self._compiled(cut)
+            return fixed if _needs(fixed) <= budget else None
+        for cut in self._ranked(budget):
+            compiled = self._compiled(cut)  # which tells executables' workspace
             if _needs(compiled) <= budget:
-                yield compiled
+                return compiled
+        return None
+
+    def _ranked(self, budget: int) -> Iterator["Cut"]:
+        """Cuts that may work within a budget: some by their simulated time, then the rest."""
+        cuts = []
+        for number, share in enumerate(CUTS):
+            cuts.append(Cut(share * budget))
+            if number % 2 == 0:
+                cuts.append(Cut(share * budget, None, share * budget))
+        enough = _CLOSE * self._compute_seconds(self._captured(WHOLE).taskgraph)
+        tried: list[tuple[float, int, Cut]] = []
+        work = 0
+        rest: list[Cut] = []
+        for number, cut in enumerate((*cuts, FINEST)):
+            graph = self._captured(cut).taskgraph
+            if min_budget(graph)[0] > budget:
+                continue
+            if work > _SIMULATED_VERTICES or (tried and min(tried)[0] <= enough):
+                rest.append(cut)
+                continue
+            if len(graph.vertices) > _SIMULATED_VERTICES:
+                yield cut
+                continue
+            memgraph = self._build(Captured(graph, ()), budget)
+            work += memgraph.num_vertices
+            took = simulate(memgraph, machine=self.machine).seconds
+            tried.append((took, number, cut))
+        yield from (cut for _, _, cut in sorted(tried, key=lambda found: found[:2]))
+        yield from rest
+
+    def _compute_seconds(self, graph: TaskGraph) -> float:
+        """Time of a graph's kernels on the machine that is planned for."""
+        return float(self.machine.task_seconds(graph).sum())
 
     def _ordered_for(self, cut: "Cut") -> Ordered:
         """The program, large intermediates split where the cut asks for that."""

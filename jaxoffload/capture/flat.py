@@ -7,6 +7,7 @@ what lets the layers of a model share one executable.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ class Value:
 
     aval: Any
     argument: Span | None = None
+    _bytes: int = dataclasses.field(default=-1, init=False, repr=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -34,8 +36,10 @@ class Value:
 
     def num_bytes(self) -> int:
         """Bytes that the value takes in memory."""
-        shape, dtype = compat.physical(self.aval)
-        return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if self._bytes < 0:
+            shape, dtype = compat.physical(self.aval)
+            self._bytes = math.prod(shape) * dtype.itemsize
+        return self._bytes
 
 
 Operand = Any

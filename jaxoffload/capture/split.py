@@ -92,6 +92,8 @@ class _Splitter:
             part for parts in self.program.results for part, _ in parts if isinstance(part, Value)
         }
         self.groups: dict[int, _Group] = {}  # by the identity of their equations
+        # What was best for an equation of this operation and these shapes: tiles, which tiling.
+        self.choices: dict[Any, tuple[int, int] | None] = {}
         self._index()
 
     def _index(self) -> None:
@@ -102,6 +104,7 @@ class _Splitter:
             for inner in e.operation.equations
             for v in inner.outputs
         }
+        self.position = {id(e): i for i, e in enumerate(self.equations)}
         self.producer = {v: i for i, e in enumerate(self.equations) for v in e.outputs}
         self.readers: dict[Value, list[int]] = {}
         for i, e in enumerate(self.equations):
@@ -112,39 +115,43 @@ class _Splitter:
         return value.num_bytes() > _LARGE * self.limit
 
     def run(self) -> Ordered:
-        tried: set[int] = set()
-        while True:
-            heavy = [
-                (size, i)
-                for i, e in enumerate(self.equations)
-                if id(e) not in tried
-                and not isinstance(e.operation, TiledOperation)
-                and (size := _working_set(e)) > self.limit
-            ]
-            if not heavy:
-                self._drop_needless_outputs()
-                return Ordered(self.equations, self.program)
-            _, seed = max(heavy, key=lambda found: (found[0], -found[1]))
-            tried.add(id(self.equations[seed]))
-            group = self._best_group(seed)
+        heavy = [(_working_set(e), -i, e) for i, e in enumerate(self.equations)]
+        heavy = [found for found in heavy if found[0] > self.limit]
+        for _, _, equation in sorted(heavy, key=lambda found: found[:2], reverse=True):
+            seed = self.position.get(id(equation))
+            group = None if seed is None else self._best_group(seed)
             if group is not None:
                 self._replace(group)
                 self._index()
+        self._drop_needless_outputs()
+        return Ordered(self.equations, self.program)
 
     def _best_group(self, seed: int) -> "_Group | None":
         """The group of the smallest working set, of those that grow from an equation."""
         equation = self.equations[seed]
         before = _working_set(equation)
         best: _Group | None = None
+        shapes = tuple(v.shape for v in equation.values())
+        known = (equation.operation.key, shapes)
+        if known in self.choices:  # a layer like one before
+            choice = self.choices[known]
+            if choice is None:
+                return None
+            count, number = choice
+            group = _Group(self, seed, tilings(equation, count)[number], count)
+            if group.grow() and group.working_set() < before:
+                return group
+        self.choices[known] = None
         largest = max((*equation.values(), *equation.outputs), key=lambda v: v.num_bytes())
         for size in sorted(set(largest.shape), reverse=True):
             for count in _counts(size, 2 * before / self.limit):
-                for tiling in tilings(equation, count):
+                for number, tiling in enumerate(tilings(equation, count)):
                     group = _Group(self, seed, tiling, count)
                     if group.grow() and group.working_set() < (
                         before if best is None else best.working_set()
                     ):
                         best = group
+                        self.choices[known] = (count, number)
         return best
 
     def _replace(self, group: "_Group") -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 
 from jaxoffload.graphs.memgraph import Kind, MemGraph
+from jaxoffload.graphs.taskgraph import TaskGraph
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,19 +61,23 @@ class Machine:
     duplex: bool = True
     launch: float = 10e-6
 
+    def task_seconds(self, graph: TaskGraph) -> np.ndarray:
+        """Time of each vertex of a TaskGraph, float64; of one without vertices [0]."""
+        tasks = graph.vertices
+        known = np.array([bool(v.flops or v.traffic) for v in tasks] or [False])
+        flops = np.array([v.flops for v in tasks] or [0.0])
+        traffic = np.array([v.traffic for v in tasks] or [0.0])
+        work = np.maximum(flops / self.flops_per_second, traffic / self.memory_bytes_per_second)
+        given = np.array([v.seconds for v in tasks] or [0.0])
+        return np.where(known, work + self.launch, given)
+
     def vertex_seconds(self, memgraph: MemGraph) -> np.ndarray:
         """Time of each vertex, float64[N]: copies by the links, kernels by their work.
 
         A vertex of which neither operations nor traffic are known takes the time that it was
         given (`Vertex.seconds`).
         """
-        tasks = memgraph.taskgraph.vertices
-        known = np.array([bool(v.flops or v.traffic) for v in tasks] or [False])
-        flops = np.array([v.flops for v in tasks] or [0.0])
-        traffic = np.array([v.traffic for v in tasks] or [0.0])
-        work = np.maximum(flops / self.flops_per_second, traffic / self.memory_bytes_per_second)
-        given = np.array([v.seconds for v in tasks] or [0.0])
-        task = np.where(known, work + self.launch, given)
+        task = self.task_seconds(memgraph.taskgraph)
         seconds = task[memgraph.task_vertex] if memgraph.num_vertices else np.zeros(0)
         ways = {
             Kind.RELOAD: self.to_device,

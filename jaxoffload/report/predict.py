@@ -94,7 +94,9 @@ def predict(request: Request, machine: Machine | str, policy: str, jitter: float
     if not isinstance(budget, int):
         budget = machine.device_bytes
     options = dataclasses.replace(request.options, device_memory=budget)
-    planner = Planner(dataclasses.replace(request, options=options), compiles=False)
+    planner = Planner(
+        dataclasses.replace(request, options=options), machine=machine, compiles=False
+    )
     try:
         memgraph = planner.plan().memgraph
     except PlanError as error:

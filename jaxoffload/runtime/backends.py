@@ -13,6 +13,7 @@ from jaxoffload.compile.cache import ExecutableCache
 from jaxoffload.compile.compilers import JaxCompiler, PluginCompiler
 from jaxoffload.compile.options import compile_options
 from jaxoffload.errors import BackendError
+from jaxoffload.plan.hardware import A100_SERVER_80, H200, SMALL_SERVER, Machine
 from jaxoffload.runtime.callers import DeviceMemory, HostMemory
 
 
@@ -24,12 +25,14 @@ class Backend:
       client: the native client.
       executables: every kernel compiled so far.
       memory: where callers' arrays are and how they are handed over (callers.py).
+      machine: the model for which plans are chosen.
     """
 
     name = ""
     client: Any
     executables: ExecutableCache
     memory: Any
+    machine: Machine = SMALL_SERVER
 
     def free_memory(self) -> int:
         """Bytes of device memory that nobody uses."""
@@ -90,6 +93,7 @@ class CudaBackend(Backend):
             raise BackendError(f"jaxoffload on CUDA: {error}") from error
         self.executables = ExecutableCache(JaxCompiler(self.client, self.device))
         self.memory = DeviceMemory(self.device)
+        self.machine = H200 if "H200" in self.device.device_kind else A100_SERVER_80
 
     def free_memory(self) -> int:
         """Bytes that XLA's own pool can still give."""

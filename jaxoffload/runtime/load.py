@@ -8,6 +8,7 @@ import numpy as np
 from jaxoffload import _native
 from jaxoffload.errors import CaptureError
 from jaxoffload.graphs.memgraph import Kind, MemGraph
+from jaxoffload.plan.hardware import Machine
 from jaxoffload.plan.simulate import best_priority
 
 _BUFFER_TYPES = {
@@ -30,6 +31,7 @@ def load(
     argument_bytes: Sequence[int],
     result_bytes: Sequence[int],
     disk: Any = None,
+    machine: Machine | None = None,
 ) -> Any:
     """The native plan.
 
@@ -37,6 +39,7 @@ def load(
       executables: indexed by the TaskGraph's `Vertex.kernel`.
       argument_bytes, result_bytes: sizes of the flat arguments and results.
       disk: the extent that holds the plan's tensors on disk, if there are any.
+      machine: for which launch priorities are chosen.
 
     Raises:
       CaptureError: a dtype that has no whole bytes crosses a vertex boundary.
@@ -64,7 +67,7 @@ def load(
         executables=list(executables),
         kind=memgraph.kind,
         lane=(3 * device + _LANE_OF_KIND[memgraph.kind]).astype(np.int32),
-        priority=best_priority(memgraph),
+        priority=best_priority(memgraph, machine=machine),
         executable=executable,
         succ_offsets=_offsets(counts),
         succ=memgraph.edge_head[order].astype(np.int32),

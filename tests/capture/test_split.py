@@ -53,7 +53,9 @@ OPERATIONS = {
     "outer": (lambda x, y: jnp.einsum("btc,bsc->bts", x, y), X, Y),
     "convolution": (convolution, normal(4, 6, 6, 8), normal(3, 3, 8, 4)),
     "convolution, backward": (
-        lambda x, w: jax.vjp(convolution, x, w)[1](x[..., :4]), normal(4, 6, 6, 8), normal(3, 3, 8, 4)
+        lambda x, w: jax.vjp(convolution, x, w)[1](x[..., :4]),
+        normal(4, 6, 6, 8),
+        normal(3, 3, 8, 4),
     ),
     "concatenate": (lambda x, y: jnp.concatenate([x, y], axis=1), X, Y),
     "slice": (lambda x: x[:, 1:3], X),
