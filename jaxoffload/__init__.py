@@ -33,6 +33,7 @@ from jaxoffload.runtime.arrays import HostArray as HostArray
 from jaxoffload.runtime.arrays import disk_put as disk_put
 from jaxoffload.runtime.arrays import host_put as host_put
 from jaxoffload.runtime.arrays import open_safetensors as open_safetensors
+from jaxoffload.runtime.profile import Profile as Profile
 from jaxoffload.runtime.run import Run as Run
 
 __version__ = "0.1.0"

@@ -23,8 +23,10 @@ from jaxoffload.report.explain import Explanation
 from jaxoffload.report.predict import Prediction, predict
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
+from jaxoffload.runtime.profile import Profile
 from jaxoffload.runtime.run import Run, run_plan
 from jaxoffload.signature import ArgumentSpec, Call, Signature, shapes_of
+from jaxoffload.tuner import Tuner
 from jaxoffload.verification import compare_with_jit
 
 AUTO_MARGIN = 0.1
@@ -38,6 +40,7 @@ class _Program:
 
     Args:
       asked: whether the user named the budget.
+      profile: takes what calls measure.
     """
 
     def __init__(
@@ -47,7 +50,9 @@ class _Program:
         signature: Signature,
         options: Options,
         asked: bool,
+        profile: Profile,
     ):
+        self._tuner = Tuner(profile, options)
         self.traced = trace(call, shapes_of(signature), signature.key_impls)
         self.options, self._asked = options, asked
         self._name, self._signature = name, signature
@@ -73,7 +78,14 @@ class _Program:
             if self._plan is None:
                 self._plan = Planner(self.request()).plan()
                 self._say_if_idle(self._plan)
+                self._plan = self._tuner.start(self._plan)
             return self._plan
+
+    def ran(self, run: Run) -> None:
+        """After a call: measures, and may change the plan for the next."""
+        with self._lock:
+            if self._plan is not None and self._plan.taskgraph is run.memgraph.taskgraph:
+                self._plan = self._tuner.next(self._plan, run)
 
     def _say_if_idle(self, plan: Plan) -> None:
         if plan.resident and plan.budget is not None and self._asked:
@@ -91,10 +103,18 @@ class Offloaded:
 
     Attributes:
       last_run: the `Run` of the last call outside every jit, or None.
+      profile: what calls have measured; `profile.save(path)` keeps it.
     """
 
-    def __init__(self, function: Callable[..., Any], spec: ArgumentSpec, options: Options):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        spec: ArgumentSpec,
+        options: Options,
+        profile: Profile | None = None,
+    ):
         functools.update_wrapper(self, function)
+        self.profile = profile or Profile()
         self._function, self._spec, self._options = function, spec, options
         self._programs: dict[Any, _Program] = {}
         self._lock = threading.Lock()
@@ -168,7 +188,9 @@ class Offloaded:
                         options, device_memory=int(free * (1 - AUTO_MARGIN))
                     )
                 body = self._spec.caller(self._function, call.signature)
-                program = _Program(self._spec.name, body, call.signature, options, asked)
+                program = _Program(
+                    self._spec.name, body, call.signature, options, asked, self.profile
+                )
                 self._programs[call.signature] = program
             return program
 
@@ -185,6 +207,7 @@ class Offloaded:
             leaves = [np.asarray(x) if isinstance(x, TierArray) else x for x in call.leaves]
             expected = compare_with_jit(program.traced.jaxpr, leaves)
         flat, self.last_run = run_plan(plan, call.leaves, program.options, call.signature.donated)
+        program.ran(self.last_run)
         if expected is not None:
             expected.check(self._spec.name, flat)
             program.verified = True
@@ -227,6 +250,8 @@ def offload(
     check: bool = False,
     verify: bool = False,
     results: str = "device",
+    policy: str = "auto",
+    profile: Any = None,
 ) -> Any:
     """Makes a function run within a device memory budget, with the same results.
 
@@ -255,6 +280,11 @@ def offload(
       results: "host": results come back as `HostArray`s, for those that the device cannot hold
         (outside `jax.jit` only). Results of donated arrays below the device stay in their tier
         either way.
+      policy: "auto": after some direct calls the plan is made again from what they measured, if a
+        simulation says that it pays, and taken back if it does not. The cut stays, and with it
+        every bit of the results. "once": the first plan stays.
+      profile: what earlier runs measured: a `Profile`, or the path of a saved one. Also
+        `Offloaded.profile`, which goes on measuring.
 
     Returns:
       An `Offloaded`: callable like `function`, with `plan`, `explain` and `last_run`.
@@ -273,8 +303,11 @@ def offload(
       TURNIP: a "nondeterministic" GPU runtime with CPU RAM offload, sections 4 to 7.
     """
     options = make_options(
-        device_memory, host_memory, disk, vertex_memory, launch, check, verify, results
+        device_memory, host_memory, disk, vertex_memory, launch, check, verify, results, policy
     )
+    measured = profile if isinstance(profile, Profile) else None
+    if measured is None:
+        measured = Profile() if profile is None else Profile.load(profile)
 
     def decorate(f: Callable[..., Any]) -> Offloaded:
         if not callable(f):
@@ -282,7 +315,7 @@ def offload(
                 f"offload: function={f!r} is a {type(f).__name__}. Pass a function of arrays."
             )
         spec = ArgumentSpec(f, static_argnums, static_argnames, donate_argnums, donate_argnames)
-        return Offloaded(f, spec, options)
+        return Offloaded(f, spec, options, measured)
 
     return decorate if function is None else decorate(function)
 

@@ -31,6 +31,7 @@ class Options:
       check: whether every run is watched by the live range checker.
       verify: whether the first run of each plan is compared with plain `jax.jit`.
       results: "device" or "host", where results go that do not follow a donated argument.
+      policy: "auto": plans are made again from what runs measured; "once": from estimates only.
     """
 
     device_memory: int | str | None = "auto"
@@ -41,6 +42,7 @@ class Options:
     check: bool = False
     verify: bool = False
     results: str = "device"
+    policy: str = "auto"
 
 
 def make_options(
@@ -52,6 +54,7 @@ def make_options(
     check: bool,
     verify: bool,
     results: object,
+    policy: object,
 ) -> Options:
     """Options from what the user typed.
 
@@ -70,9 +73,11 @@ def make_options(
             raise TypeError(f"offload: {name}={value!r} is not a bool. Pass True or False.")
     if results not in ("device", "host"):
         raise ValueError(f'offload: results={results!r} is no tier. Pass "device" or "host".')
+    if policy not in ("auto", "once"):
+        raise ValueError(f'offload: policy={policy!r} is not known. Pass "auto" or "once".')
     return Options(
         device_memory, host_memory, folders, vertex_memory, policies.as_policy(launch), check,
-        verify, str(results),
+        verify, str(results), str(policy),
     )  # fmt: skip
 
 

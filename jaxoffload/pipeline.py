@@ -124,8 +124,10 @@ class Plan:
         resident: bool,
         constants: Sequence[Any],
         planner: "Planner",
+        priority: np.ndarray | None = None,
     ):
         self.backend = planner.backend
+        self._priority = priority
         self.name = request.name
         self.budget = budget
         self.resident = resident
@@ -241,9 +243,30 @@ class Plan:
                     sizes,
                     [_aval_bytes(a) for a in self._request.jaxpr.out_avals],
                     self._disk_extent(),
+                    self._priority,
                     self.backend.machine,
                 )
             return self._native
+
+    def variant(self, memgraph: MemGraph, priority: np.ndarray) -> "Plan":
+        """A plan of the same vertices with another MemGraph, or another order of launch."""
+        captured = Captured(self.taskgraph, ())
+        return Plan(
+            self._request, self.budget, captured, memgraph, self._executables, self.compile_report,
+            self.resident, self.constants, self._planner, priority,
+        )  # fmt: skip
+
+    def build(self, graph: TaskGraph, **options: Any) -> MemGraph:
+        """A MemGraph for this plan's budget, of its TaskGraph with other costs."""
+        assert self.budget is not None, "without a limit nothing is placed anew"
+        wishes = self._request.options
+        return build_memgraph(
+            graph,
+            self.budget,
+            host_memory=wishes.host_memory,
+            disk=wishes.disk is not None,
+            **options,
+        )
 
     def _disk_extent(self) -> Any:
         """Space for the tensors that go to disk, reserved before anything runs."""

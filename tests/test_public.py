@@ -10,8 +10,9 @@ import pytest
 import jaxoffload as jo
 
 NAMES = """BackendError BackendReport CaptureError DiskArray DiskError Explanation HostArray
-MACHINES Machine OffloadError OffloadWarning Offloaded Plan PlanError Prediction Run RunError
-VerificationError VerifyError backends clear_caches disk_put host_put offload open_safetensors
+MACHINES Machine OffloadError OffloadWarning Offloaded Plan PlanError Prediction Profile Run
+RunError VerificationError VerifyError backends clear_caches disk_put host_put offload
+open_safetensors
 policies""".split()
 
 

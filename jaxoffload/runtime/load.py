@@ -31,6 +31,7 @@ def load(
     argument_bytes: Sequence[int],
     result_bytes: Sequence[int],
     disk: Any = None,
+    priority: np.ndarray | None = None,
     machine: Machine | None = None,
 ) -> Any:
     """The native plan.
@@ -39,6 +40,7 @@ def load(
       executables: indexed by the TaskGraph's `Vertex.kernel`.
       argument_bytes, result_bytes: sizes of the flat arguments and results.
       disk: the extent that holds the plan's tensors on disk, if there are any.
+      priority: of each vertex; None: the better of two for the machine.
       machine: for which launch priorities are chosen.
 
     Raises:
@@ -67,7 +69,7 @@ def load(
         executables=list(executables),
         kind=memgraph.kind,
         lane=(3 * device + _LANE_OF_KIND[memgraph.kind]).astype(np.int32),
-        priority=best_priority(memgraph, machine=machine),
+        priority=best_priority(memgraph, machine=machine) if priority is None else priority,
         executable=executable,
         succ_offsets=_offsets(counts),
         succ=memgraph.edge_head[order].astype(np.int32),

@@ -1,0 +1,59 @@
+"""Static placement: valid always; on instances whose least capacity is known, close to it."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from jaxoffload.plan import place_intervals
+
+
+def cut_up(source, pieces, duration=1000, capacity=1 << 20):
+    """Buffers that fill a rectangle of time and memory exactly, by random cuts."""
+    rectangles = [(0, duration, 0, capacity)]
+    while len(rectangles) < pieces:
+        a, b, low, high = rectangles.pop(source.randrange(len(rectangles)))
+        if source.random() < 0.5 and b - a > 1:
+            at = source.randrange(a + 1, b)
+            rectangles += [(a, at, low, high), (at, b, low, high)]
+        elif high - low > 1:
+            at = source.randrange(low + 1, high)
+            rectangles += [(a, b, low, at), (a, b, at, high)]
+        else:
+            rectangles.append((a, b, low, high))
+    lower, upper, low, high = (list(x) for x in zip(*rectangles, strict=True))
+    return lower, upper, [h - x for x, h in zip(low, high, strict=True)]
+
+
+def check(lower, upper, size, offsets, capacity):
+    assert (offsets >= 0).all() and (offsets + size <= capacity).all()
+    for i, j in itertools.combinations(range(len(size)), 2):
+        if lower[i] < upper[j] and lower[j] < upper[i] and size[i] and size[j]:
+            assert offsets[i] + size[i] <= offsets[j] or offsets[j] + size[j] <= offsets[i]
+
+
+@pytest.mark.parametrize("search, allowed", [(False, 1.35), (True, 1.2)])
+def test_placements_are_valid_and_not_far_from_the_least(search, allowed):
+    for seed in range(5):
+        lower, upper, size = cut_up(random.Random(seed), 80)
+        capacity = int(allowed * 2**20)
+        offsets = place_intervals(lower, upper, size, capacity, search=search)
+        assert offsets is not None
+        check(lower, upper, np.array(size), offsets, capacity)
+
+
+def test_what_cannot_fit_is_none_and_what_needs_no_place_gets_one():
+    assert place_intervals([0, 0], [2, 2], [6, 6], 11) is None
+    np.testing.assert_array_equal(place_intervals([0, 2], [2, 4], [6, 6], 6), [0, 0])
+    assert place_intervals([], [], [], 0).tolist() == []
+    assert place_intervals([0], [1], [0], 0).tolist() == [0]
+    same = [place_intervals(*cut_up(random.Random(1), 40), 3 << 20) for _ in range(2)]
+    np.testing.assert_array_equal(*same)
+
+
+def test_bad_buffers_are_refused():
+    with pytest.raises(ValueError, match=r"buffer 1 lives in \[3, 3\)"):
+        place_intervals([0, 3], [1, 3], [1, 1], 9)
+    with pytest.raises(ValueError, match="have 1, 2 and 1 entries"):
+        place_intervals([0], [1, 2], [1], 9)
