@@ -302,8 +302,14 @@ class SimulatedMemory:
             self.lower.note_use(tensor_id, self.use[tensor_id], on_device=False)
         self._leave(tensor_id)
 
-    def evict_everything(self, device: int, vertex_id: int) -> None:
-        """Empties a device; legal only where the horizons meet, so that all has been produced."""
-        for tensor_id in list(self.at_start[device].values()):
+    def evict_until_placed(self, device: int, vertex_id: int) -> bool:
+        """Places a vertex once enough of a device is evicted, its own operands too if need be: what
+        costs least first. Legal only where the horizons meet, so that all has been produced."""
+        found = list(self.at_start[device].values())
+        found.sort(key=lambda t: (self.toll[t] / (max(self.use[t], vertex_id) - vertex_id + 1), t))
+        for tensor_id in found:
             self.evict(tensor_id, vertex_id)
-        self._needed = (-1, [], [])
+            self._needed = (-1, [], [])
+            if self.place(vertex_id):
+                return True
+        return False
