@@ -60,6 +60,8 @@ class Cut:
 
 _CLOSE = 1.05
 """A plan that takes no longer than so many times the kernels of the whole is not bettered."""
+_SAME = 1.03
+"""Simulated times that differ by less say nothing."""
 _SIMULATED_VERTICES = 20_000
 """Vertices of the MemGraphs that are simulated before one is chosen, about a second's planning."""
 _LOWER = 20
@@ -427,7 +429,10 @@ class Planner:
             work += memgraph.num_vertices
             took = simulate(memgraph, machine=self.machine).seconds
             tried.append((took, number, cut))
-        yield from (cut for _, _, cut in sorted(tried, key=lambda found: found[:2]))
+        # Coarse before fine where the model sees no difference: it knows nothing of small tiles.
+        least = min((took for took, _, _ in tried), default=0.0)
+        tried.sort(key=lambda found: (max(found[0], _SAME * least), found[1]))
+        yield from (cut for _, _, cut in tried)
         yield from rest
 
     def _compute_seconds(self, graph: TaskGraph) -> float:
