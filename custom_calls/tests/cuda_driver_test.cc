@@ -13,6 +13,7 @@ namespace jaxoffload {
 namespace {
 
 TEST(CopiesOfAStreamEndInOrderAndAnEventTells) {
+  setenv("FAKE_CUDA_DEVICES", "1", 1);
   const std::shared_ptr<CudaDriver> driver = CudaDriver::Load(FAKE_CUDA);
   CHECK(driver->num_devices() == 1);
   CHECK(driver->version() == 12040);
