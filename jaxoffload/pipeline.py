@@ -62,7 +62,7 @@ _CLOSE = 1.05
 """A plan that takes no longer than so many times the kernels of the whole is not bettered."""
 _SAME = 1.03
 """Simulated times that differ by less say nothing."""
-_SIMULATED_VERTICES = 20_000
+_SIMULATED_VERTICES = 10_000
 """Vertices of the MemGraphs that are simulated before one is chosen, about a second's planning."""
 _LOWER = 20
 """Steps down from a feasible budget in search of a smaller one, at most."""
@@ -413,14 +413,14 @@ class Planner:
                 cuts.append(Cut(share * budget, None, share * budget))
         enough = _CLOSE * self._compute_seconds(self._captured(WHOLE).taskgraph)
         tried: list[tuple[float, int, Cut]] = []
-        work = 0
-        rest: list[Cut] = []
-        for number, cut in enumerate((*cuts, FINEST)):
+        work = number = 0
+        waiting = [*cuts, FINEST]
+        while waiting and work <= _SIMULATED_VERTICES:
+            if tried and min(tried)[0] <= enough:
+                break
+            cut, number = waiting.pop(0), number + 1
             graph = self._captured(cut).taskgraph
             if min_budget(graph)[0] > budget:
-                continue
-            if work > _SIMULATED_VERTICES or (tried and min(tried)[0] <= enough):
-                rest.append(cut)
                 continue
             if len(graph.vertices) > _SIMULATED_VERTICES:
                 yield cut
@@ -433,7 +433,9 @@ class Planner:
         least = min((took for took, _, _ in tried), default=0.0)
         tried.sort(key=lambda found: (max(found[0], _SAME * least), found[1]))
         yield from (cut for _, _, cut in tried)
-        yield from rest
+        for cut in waiting:
+            if min_budget(self._captured(cut).taskgraph)[0] <= budget:
+                yield cut
 
     def _compute_seconds(self, graph: TaskGraph) -> float:
         """Time of a graph's kernels on the machine that is planned for."""

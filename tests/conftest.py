@@ -4,7 +4,10 @@ Optax itself needs dtype promotion.
 """
 
 import os
+import signal
 
+# A shell starts what runs in its background with Ctrl-C ignored; tests of it need it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
 )
