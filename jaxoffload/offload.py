@@ -84,7 +84,7 @@ class _Program:
     def ran(self, run: Run) -> None:
         """After a call: measures, and may change the plan for the next."""
         with self._lock:
-            if self._plan is not None and self._plan.taskgraph is run.memgraph.taskgraph:
+            if self._plan is not None and self._plan.memgraph is run.memgraph:
                 self._plan = self._tuner.next(self._plan, run)
 
     def _say_if_idle(self, plan: Plan) -> None:
