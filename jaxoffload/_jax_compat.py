@@ -133,14 +133,7 @@ def client_pointer(device: Any) -> int:
     Raises:
       RuntimeError: the device's client is not one of a PJRT plugin.
     """
-    pointer = getattr(device.client, "unsafe_client_pointer", 0)
-    pointer = pointer() if callable(pointer) else pointer
-    if not pointer:
-        raise RuntimeError(
-            f"jax {jax.__version__} does not tell the PJRT client of {device}. Install a version "
-            "that jaxoffload supports: jax>=0.10,<0.12."
-        )
-    return pointer
+    return _pointer(device.client, "unsafe_client_pointer", f"the PJRT client of {device}")
 
 
 def executable_pointer(executable: Any) -> int:
@@ -149,14 +142,19 @@ def executable_pointer(executable: Any) -> int:
     Raises:
       RuntimeError: it is not one of a PJRT plugin.
     """
-    pointer = getattr(executable, "unsafe_executable_pointer", 0)
-    pointer = pointer() if callable(pointer) else pointer
-    if not pointer:
+    what = "the PJRT executable of a compiled program"
+    return _pointer(executable, "unsafe_executable_pointer", what)
+
+
+def _pointer(thing: Any, name: str, what: str) -> int:
+    found = getattr(thing, name, 0)
+    found = found() if callable(found) else found
+    if not found:
         raise RuntimeError(
-            f"jax {jax.__version__} does not tell the PJRT executable of a compiled program. "
-            "Install a version that jaxoffload supports: jax>=0.10,<0.12."
+            f"jax {jax.__version__} does not tell {what}. Install a version that jaxoffload "
+            "supports: jax>=0.10,<0.12."
         )
-    return pointer
+    return found
 
 
 def pointer_of(array: jax.Array) -> int:

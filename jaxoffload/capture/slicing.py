@@ -25,7 +25,7 @@ _ELEMENTWISE = frozenset(
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
     """.split()
 )
-_REDUCTIONS = {
+REDUCTIONS = {
     "reduce_sum": lax.add,
     "reduce_max": lax.max,
     "reduce_min": lax.min,
@@ -83,12 +83,12 @@ def map_over_stack(equation: Equation, length: int) -> Mapped | None:
         return Mapped(Operation(eqn, new), (sliced,))
     if not first or first[0] != length:
         return None
-    if name in _REDUCTIONS and len(operands) == 1:
+    if name in REDUCTIONS and len(operands) == 1:
         axes = tuple(params["axes"])
         inner = tuple(a - 1 for a in axes if a)
         new = {**params, "axes": inner}
         mapped = Operation(eqn, new) if inner else None
-        return Mapped(mapped, (True,), _REDUCTIONS[name] if 0 in axes else None)
+        return Mapped(mapped, (True,), REDUCTIONS[name] if 0 in axes else None)
     if name == "transpose" and params["permutation"][0] == 0:
         new = {**params, "permutation": tuple(d - 1 for d in params["permutation"][1:])}
         return Mapped(Operation(eqn, new), (True,))

@@ -140,16 +140,6 @@ def _transpose(equation: Equation, count: int) -> Iterator[Tiling]:
         yield Tiling((order[d],), (d,), _as_it_is(equation))
 
 
-_COMBINE = {
-    "reduce_sum": lax.add,
-    "reduce_max": lax.max,
-    "reduce_min": lax.min,
-    "reduce_prod": lax.mul,
-    "reduce_and": lax.bitwise_and,
-    "reduce_or": lax.bitwise_or,
-}
-
-
 def _reduce(equation: Equation, count: int) -> Iterator[Tiling]:
     if len(equation.inputs) != 1:
         return
@@ -159,7 +149,7 @@ def _reduce(equation: Equation, count: int) -> Iterator[Tiling]:
     apply = _as_it_is(equation)
     for d in _dims(_shape(equation.outputs[0]), count):
         yield Tiling((kept[d],), (d,), apply)
-    combine = _COMBINE.get(equation.operation.name)
+    combine = slicing.REDUCTIONS.get(equation.operation.name)
     if combine is not None:
         for k in _dims(origin, count):
             if k in axes:
@@ -281,7 +271,7 @@ _RULES: dict[str, Callable[[Equation, int], Iterator[Tiling]]] = {
     "gather": _gather,
     "scatter-add": _scatter,
     "scatter_add": _scatter,
-    **{name: _reduce for name in (*_COMBINE, "argmax", "argmin")},
+    **{name: _reduce for name in (*slicing.REDUCTIONS, "argmax", "argmin")},
 }
 
 
