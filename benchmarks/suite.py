@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.workloads import full_step
 from jaxoffload.finetune import lora, model, train
 
 Shaped = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]
@@ -52,18 +53,10 @@ def lora_step(config: model.Config = MIDDLE, batch: int = 4, length: int = 512) 
 def training_step(config: model.Config = MIDDLE, batch: int = 4, length: int = 512) -> Shaped:
     """A full training step with AdamW."""
     optimizer = optax.adamw(1e-3)
-
-    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
-        def loss(p: Any) -> jax.Array:
-            return model.loss(model.forward(config, p, tokens[:, :-1]), tokens[:, 1:])
-
-        value, grads = jax.value_and_grad(loss)(params)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
     params = model.init_shapes(config)
     state = jax.eval_shape(optimizer.init, params)
-    return step, (params, state, _tokens(batch, length + 1)), (0, 1)
+    shapes = (params, state, _tokens(batch, length + 1))
+    return full_step(config, optimizer), shapes, (0, 1)
 
 
 def mlp(width: int = 1024, layers: int = 12, batch: int = 2048) -> Shaped:

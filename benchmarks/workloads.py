@@ -40,6 +40,17 @@ def train_step(small: bool = False) -> Workload:
     batch, length = (2, 32) if small else (6, 256)
     params = model.init(config, jax.random.key(0))
     optimizer = optax.adamw(1e-3)
+    # Moments as in the middle of training: the very first step divides a gradient by itself, so
+    # that where it is nearly zero, jit is as far from float64 as from anything else.
+    state = jax.tree.map(
+        lambda x: x + 1e-4 if jnp.issubdtype(x.dtype, jnp.floating) else x, optimizer.init(params)
+    )
+    tokens = _tokens(batch, length, config.vocab_size)
+    return full_step(config, optimizer), (params, state, tokens), (0, 1)
+
+
+def full_step(config: model.Config, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    """`step(params, state, tokens)` to (params, state, loss): every weight is trained."""
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         def loss(p: Any) -> jax.Array:
@@ -49,13 +60,7 @@ def train_step(small: bool = False) -> Workload:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    # Moments as in the middle of training: the very first step divides a gradient by itself, so
-    # that where it is nearly zero, jit is as far from float64 as from anything else.
-    state = jax.tree.map(
-        lambda x: x + 1e-4 if jnp.issubdtype(x.dtype, jnp.floating) else x, optimizer.init(params)
-    )
-    tokens = _tokens(batch, length, config.vocab_size)
-    return step, (params, state, tokens), (0, 1)
+    return step
 
 
 def _tokens(batch: int, length: int, vocab_size: int) -> jax.Array:

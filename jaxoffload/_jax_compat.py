@@ -92,18 +92,26 @@ def cpu_plugin_path() -> str:
     Raises:
       ImportError: the package is not installed.
     """
-    try:
-        spec = importlib.util.find_spec("xla_plugins.xla_cpu_pjrt")
-    except ModuleNotFoundError:
-        spec = None
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        path = os.path.join(folder, "xla_cpu_pjrt.so")
-        if os.path.exists(path):
-            return path
+    path = _library_of("xla_plugins.xla_cpu_pjrt", "xla_cpu_pjrt.so")
+    if path is not None:
+        return path
     raise ImportError(
         "jaxoffload runs vertices on the XLA CPU plugin, which is not installed. "
         "Run: pip install xla-cpu-pjrt"
     )
+
+
+def _library_of(package: str, file: str) -> str | None:
+    """Path of a shared library in a package; None if either is not there."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:
+        return None
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = os.path.join(folder, file)
+        if os.path.exists(path):
+            return path
+    return None
 
 
 CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
@@ -115,15 +123,10 @@ def cuda_plugin_path() -> str:
     Raises:
       ImportError: there is none.
     """
-    for name in CUDA_PLUGINS:
-        try:
-            spec = importlib.util.find_spec(name)
-        except ModuleNotFoundError:
-            continue
-        for folder in (spec.submodule_search_locations or ()) if spec else ():
-            path = os.path.join(folder, "xla_cuda_plugin.so")
-            if os.path.exists(path):
-                return path
+    for package in CUDA_PLUGINS:
+        path = _library_of(package, "xla_cuda_plugin.so")
+        if path is not None:
+            return path
     raise ImportError("JAX's CUDA plugin is not installed. Run: pip install 'jaxoffload[cuda]'")
 
 

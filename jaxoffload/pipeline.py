@@ -32,6 +32,7 @@ from jaxoffload.plan.limits import intermediates_peak, min_budget, resident_peak
 from jaxoffload.plan.simulate import simulate
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import reserve
+from jaxoffload.runtime.callers import byte_count
 from jaxoffload.runtime.load import load
 
 logger = logging.getLogger(__name__)
@@ -236,14 +237,14 @@ class Plan:
         """The plan loaded into the C++ runtime (loaded when first asked for)."""
         with self._lock:
             if self._native is None:
-                sizes = [_aval_bytes(a) for a in self._request.jaxpr.in_avals]
+                sizes = [byte_count(a) for a in self._request.jaxpr.in_avals]
                 sizes += [int(np.asarray(c).nbytes) for c in self.constants]
                 self._native = load(
                     self.memgraph,
                     self.backend.client,
                     self._executables,
                     sizes,
-                    [_aval_bytes(a) for a in self._request.jaxpr.out_avals],
+                    [byte_count(a) for a in self._request.jaxpr.out_avals],
                     self._disk_extent(),
                     self._priority,
                     self.backend.machine,
@@ -261,14 +262,7 @@ class Plan:
     def build(self, graph: TaskGraph, **options: Any) -> MemGraph:
         """A MemGraph for this plan's budget, of its TaskGraph with other costs."""
         assert self.budget is not None, "without a limit nothing is placed anew"
-        wishes = self._request.options
-        return build_memgraph(
-            graph,
-            self.budget,
-            host_memory=wishes.host_memory,
-            disk=wishes.disk is not None,
-            **options,
-        )
+        return self._planner.build(graph, self.budget, **options)
 
     def _disk_extent(self) -> Any:
         """Space for the tensors that go to disk, reserved before anything runs."""
@@ -291,10 +285,6 @@ class Plan:
 def _held(array: Any) -> Any:
     """A captured array that nobody else can write to: `jax.jit`, too, keeps what it saw."""
     return array if isinstance(array, jax.Array) else np.array(array, order="C", copy=True)
-
-
-def _aval_bytes(aval: Any) -> int:
-    return int(np.prod(aval.shape, dtype=np.int64)) * np.dtype(aval.dtype).itemsize
 
 
 class Planner:
@@ -337,7 +327,9 @@ class Planner:
         if self._request.disk_arguments or self._request.reloads_all:
             if budget is None:
                 room = 2 * resident_peak(whole[0].taskgraph)
-                return self._finish(whole, self._build(whole[0], room), budget, resident=False)
+                return self._finish(
+                    whole, self.build(whole[0].taskgraph, room), budget, resident=False
+                )
         else:
             kept = _keep_everything(whole[0].taskgraph, budget)
             if kept is not None:
@@ -346,16 +338,18 @@ class Planner:
         found = self._chosen(budget) or self._least
         if _needs(found) > budget:
             raise self._refusal(budget)
-        return self._finish(found, self._build(found[0], budget), budget, resident=False)
+        return self._finish(found, self.build(found[0].taskgraph, budget), budget, resident=False)
 
-    def _build(self, captured: Captured, budget: int) -> MemGraph:
+    def build(self, graph: TaskGraph, budget: int, **choices: Any) -> MemGraph:
+        """A MemGraph within the request's limits."""
         options = self._request.options
         try:
             return build_memgraph(
-                captured.taskgraph,
+                graph,
                 budget,
                 host_memory=options.host_memory,
                 disk=options.disk is not None,
+                **choices,
             )
         except PlanError as error:
             message = str(error).replace("build_memgraph", f"offload({self._request.name})", 1)
@@ -425,7 +419,7 @@ class Planner:
             if len(graph.vertices) > _SIMULATED_VERTICES:
                 yield cut
                 continue
-            memgraph = self._build(Captured(graph, ()), budget)
+            memgraph = self.build(graph, budget)
             work += memgraph.num_vertices
             took = simulate(memgraph, machine=self.machine).seconds
             tried.append((took, number, cut))

@@ -29,9 +29,8 @@ class CudaError : public std::runtime_error {
 
 class CudaDriver {
  public:
-  // Throws CudaError: there is no driver, it is too old, or it finds no device. `path` is for
-  // tests;
-  // "": the system's.
+  // Throws CudaError: there is no driver, it is too old, or it finds no device. The system's
+  // driver without a `path`, which is for tests.
   static std::shared_ptr<CudaDriver> Load(const std::string& path = "");
 
   int num_devices() const { return num_devices_; }

@@ -11,18 +11,10 @@ BYTES_PER_SECOND = 1e10
 
 def seconds(equation: Equation) -> float:
     """The greater of compute and memory time at the rates of one small server."""
-    inner = getattr(equation.operation, "equations", None)
-    if inner is not None:  # tiled: what is in between stays in caches, if tiles are small
-        return max(flops(equation) / FLOPS_PER_SECOND, moved_outside(equation) / BYTES_PER_SECOND)
     rows = rows_of(equation)
     moved = sum(v.num_bytes() for v in equation.values() if v is not rows)
     moved += sum(v.num_bytes() for v in equation.outputs)
     return max(flops(equation) / FLOPS_PER_SECOND, moved / BYTES_PER_SECOND)
-
-
-def moved_outside(equation: Equation) -> int:
-    """Bytes of operands and outputs."""
-    return sum(v.num_bytes() for v in (*equation.values(), *equation.outputs))
 
 
 def flops(equation: Equation) -> float:

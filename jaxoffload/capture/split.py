@@ -13,13 +13,12 @@ made again, tile by tile, from smaller values that are there: recomputation insi
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
 from jaxoffload.capture.tile import Tiling, tilings, wide
@@ -62,11 +61,6 @@ class TiledOperation(Operation):
         self.name = f"tiled {dearest.operation.name}"
         self.equations, self.count = tuple(equations), count
         self._key, self._run = key, run
-
-    @property
-    def source(self) -> str:
-        """The user's line of the group's largest value."""
-        return compat.source_line(self.eqn.source_info) if self.eqn is not None else ""
 
     def apply(self, operands: Sequence[Any]) -> list[Any]:
         """Applies the loop to arrays or tracers."""
@@ -156,7 +150,7 @@ class _Splitter:
 
     def _replace(self, group: "_Group") -> None:
         """Puts the group's equation in the place of its members."""
-        members = {m.position for m in group.members.values() if not m.is_copy}
+        members = group.positions()
         first, last = min(members), max(members)
         behind = group.dependents(first, last)
         made = group.equation(group.outputs())
@@ -215,6 +209,10 @@ class _Group:
             else:
                 self.cut[v] = d
 
+    def positions(self) -> set[int]:
+        """Where the members stand that are no copies."""
+        return {m.position for m in self.members.values() if not m.is_copy}
+
     def uses(self, member: _Member) -> list[Key]:
         """What a member reads."""
         pairs = zip(member.equation.inputs, member.tiling.inputs, strict=True)
@@ -271,17 +269,12 @@ class _Group:
 
     def _join(self, position: int) -> list[_Member]:
         """Makes an equation a member, if one of its tilings fits and the group stays a block."""
-        equation = self.splitter.equations[position]
-        if equation.segment != self.segment or isinstance(equation.operation, TiledOperation):
+        positions = self.positions() | {position}
+        if max(positions) - min(positions) > _SPAN:
             return []
-        positions = [m.position for m in self.members.values() if not m.is_copy]
-        if max(*positions, position) - min(*positions, position) > _SPAN:
-            return []
-        for tiling in tilings(equation, self.count):
-            if not self._fits(equation, tiling):
-                continue
+        for member in self._fitting(position):
             before = dict(self.members), dict(self.cut), set(self.copies)
-            self._add(_Member(position, equation, tiling, False))
+            self._add(member)
             if self._close():
                 return [m for key, m in self.members.items() if key not in before[0]]
             self.members, self.cut, self.copies = before
@@ -293,14 +286,20 @@ class _Group:
             between = self._between()
             if not between:
                 return True
-            position = min(between)
-            equation = self.splitter.equations[position]
-            fitting = (t for t in tilings(equation, self.count) if self._fits(equation, t))
-            tiling = None if equation.segment != self.segment else next(fitting, None)
-            if tiling is None or isinstance(equation.operation, TiledOperation):
+            member = next(self._fitting(min(between)), None)
+            if member is None:
                 return False
-            self._add(_Member(position, equation, tiling, False))
+            self._add(member)
         return False
+
+    def _fitting(self, position: int) -> Iterator[_Member]:
+        """An equation as a member, by each of its tilings that fits."""
+        equation = self.splitter.equations[position]
+        if equation.segment != self.segment or isinstance(equation.operation, TiledOperation):
+            return
+        for tiling in tilings(equation, self.count):
+            if self._fits(equation, tiling):
+                yield _Member(position, equation, tiling, False)
 
     def _fits(self, equation: Equation, tiling: Tiling) -> bool:
         """Whether a tiling agrees with how the group cuts what the equation reads and makes."""
@@ -316,7 +315,7 @@ class _Group:
 
     def _between(self) -> set[int]:
         """Equations outside that need something of the group's and make something for it."""
-        members = {m.position for m in self.members.values() if not m.is_copy}
+        members = self.positions()
         behind = self.dependents(min(members), max(members))
         return {
             self.splitter.producer.get(v, -1)
@@ -327,7 +326,7 @@ class _Group:
 
     def dependents(self, first: int, last: int) -> set[int]:
         """Equations of a stretch that are no members and need something that the group makes."""
-        members = {m.position for m in self.members.values() if not m.is_copy}
+        members = self.positions()
         made = set(self.cut)
         behind = set()
         for i in range(first, last + 1):
@@ -347,7 +346,7 @@ class _Group:
 
     def outputs(self) -> list[Value]:
         """What others read, or the caller, of what the group makes."""
-        members = {m.position for m in self.members.values() if not m.is_copy}
+        members = self.positions()
         return [
             v
             for m in self.ordered()

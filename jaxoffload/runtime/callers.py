@@ -30,7 +30,7 @@ class Handover:
     Attributes:
       arguments, places: what the runtime takes for each: an address, or a handle of bytes on disk.
       made: what `results` needs to know, by result.
-      held: what must live until the run has ended, and arrays to delete then.
+      held: what must live until the run has ended.
     """
 
     arguments: list[Any]
@@ -135,12 +135,15 @@ class HostMemory:
 
 
 def _host_place(array: Any) -> Any:
-    if isinstance(array, TierArray):
-        return place_below(array)
-    if isinstance(array, jax.Array):
-        array.block_until_ready()
-        return compat.pointer_of(array)
-    return array.ctypes.data
+    return place_below(array) if isinstance(array, TierArray) else _address(array)
+
+
+def _address(array: Any) -> int:
+    """Address of an array's bytes where they are."""
+    if not isinstance(array, jax.Array):
+        return array.ctypes.data
+    array.block_until_ready()
+    return compat.pointer_of(array)
 
 
 class DeviceMemory:
@@ -233,15 +236,12 @@ class DeviceMemory:
 
     def address(self, array: Any) -> int:
         """Address of an array's bytes, on the device or in host memory."""
-        if not isinstance(array, jax.Array):
-            return array.ctypes.data
-        if len(array.devices()) != 1:
+        if isinstance(array, jax.Array) and len(array.devices()) != 1:
             raise ValueError(
                 f"offload: an argument of shape {array.shape} is spread over several devices. Put "
                 "it on one with jax.device_put, or in host memory with jaxoffload.host_put."
             )
-        array.block_until_ready()
-        return compat.pointer_of(array)
+        return _address(array)
 
 
 _identity = jax.jit(lambda x: x, donate_argnums=0)
