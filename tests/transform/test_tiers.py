@@ -214,7 +214,7 @@ LIMITED = """
     import jax, jax.numpy as jnp, numpy as np, optax
     import jaxoffload as jo
 
-    LAYERS, WIDTH = 48, 1024  # 192 MiB of weights, three times that with Adam's moments
+    LAYERS, WIDTH = 72, 1024  # 288 MiB of weights, three times that with Adam's moments
     limits = dict(device_memory="32MiB", host_memory="24MiB", disk=sys.argv[1])
     limits = limits if sys.argv[2] == "limited" else dict(device_memory="4GiB", disk=sys.argv[1])
     cut = dict(vertex_memory=1, donate_argnums=0)
@@ -247,7 +247,9 @@ LIMITED = """
     for each, argument in ((init, key), (step, batch)):
         each.plan(state, argument).native  # compiled: XLA needs memory of its own for that
     if sys.argv[2] == "limited":
-        most = data_bytes() + (80 << 20)  # and 56 that the arenas have already
+        # And 56 that the arenas have already. A run takes some 70; where less is left, XLA's matrix
+        # product may get no memory to pack its operands, and returns wrong numbers without a word.
+        most = data_bytes() + (150 << 20)
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     total = sum(x.nbytes for x in jax.tree.leaves(state))
     state = init(state, key)
@@ -256,7 +258,7 @@ LIMITED = """
     if sys.argv[2] == "limited":
         assert step.last_run.peak_device_bytes <= 32 << 20
         assert step.plan(state, batch).host_bytes <= 24 << 20
-        assert total > 4 * (140 << 20)
+        assert total > 4 * (206 << 20)
     digest = hashlib.sha256(np.asarray(value).tobytes())
     for array in jax.tree.leaves(state):
         for row in array if array.shape else [np.asarray(array)]:
@@ -266,7 +268,7 @@ LIMITED = """
 
 
 def test_data_of_four_times_the_memory_give_the_same_bits(tmp_path):
-    """Under RLIMIT_DATA: 140 MiB for device, host tier, and all else that a run allocates."""
+    """Under RLIMIT_DATA: 206 MiB for device, host tier, and all else that a run allocates."""
     found = []
     for how in ("limited", "free"):
         command = [sys.executable, "-c", textwrap.dedent(LIMITED), str(tmp_path), how]
