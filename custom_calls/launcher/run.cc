@@ -108,7 +108,13 @@ void Run::Execute(int32_t vertex_id) {
     return;
   }
   start_ns_[vertex_id] = Now();
-  if (!backend_->Execute(vertex_id, context_, &error)) {
+  bool ok = false;
+  try {
+    ok = backend_->Execute(vertex_id, context_, &error);
+  } catch (const std::exception& e) {  // no memory, for the most part
+    error = e.what();
+  }
+  if (!ok) {
     start_ns_[vertex_id] = -1;
     Fail(vertex_id, std::move(error));
     return;

@@ -174,6 +174,21 @@ TEST(LauncherStopsAtTheFirstErrorAndTheNextRunWorks) {
   }
 }
 
+TEST(LauncherReportsWhatAVertexThrowsAndTheNextRunWorks) {
+  Fixture f(RandomPlan(1, 100).Load());
+  f.backend->on_execute = [](int32_t vertex_id) {
+    if (vertex_id == 7) throw std::bad_alloc();
+  };
+  Arrays arrays(*f.plan, 1);
+  const auto report = f.RunAndWait(arrays, Options(Policy::kWorkConserving));
+  CHECK_EQ(report->error_vertex, 7);
+  CHECK_EQ(report->error_message, "std::bad_alloc");
+  f.backend->on_execute = nullptr;
+  Arrays again(*f.plan, 2);
+  CHECK_EQ(f.RunAndWait(again, Options(Policy::kWorkConserving))->error_message, "");
+  CHECK(again.right());
+}
+
 TEST(LauncherReportsAFailedBegin) {
   Fixture f(RandomPlan(1, 20).Load());
   f.backend->failing = FakeBackend::kFailsInBegin;
