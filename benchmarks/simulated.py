@@ -15,10 +15,11 @@ import numpy as np
 import jaxoffload as jo
 from benchmarks import suite
 from benchmarks.measure import machine, save
+from jaxoffload.cuts import FINEST
 from jaxoffload.finetune import model
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.options import format_bytes
-from jaxoffload.pipeline import FINEST, Planner
+from jaxoffload.pipeline import Planner
 from jaxoffload.plan.hardware import A100_SERVER_40, P100_SERVER, SMALL_SERVER, Machine
 from jaxoffload.plan.limits import min_budget, resident_peak
 from jaxoffload.plan.simulate import simulate
@@ -33,7 +34,7 @@ def _least(function: Any, args: Any, donate: Any) -> tuple[int, int]:
     step = jo.offload(function, device_memory=None, donate_argnums=donate)
     program = step._program(step._spec.bind(args, {}))
     planner = Planner(program.request(), compiles=False)
-    return min_budget(planner._captured(FINEST).taskgraph)[0], planner.minimum()[0]
+    return min_budget(planner._graph(FINEST))[0], planner.minimum()[0]
 
 
 def run_suite(small: bool, on: Machine) -> list[dict[str, Any]]:

@@ -9,18 +9,22 @@ import functools
 import hashlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxoffload.capture import cost
 from jaxoffload.capture.build import Captured, Ordered, build_taskgraph, order_program
+from jaxoffload.capture.flat import Equation
 from jaxoffload.capture.inline import Constant
 from jaxoffload.capture.kernel import Kernel
+from jaxoffload.capture.recompute import recompute
 from jaxoffload.capture.scan import unroll
 from jaxoffload.capture.split import split
 from jaxoffload.compile.cache import CompileReport
+from jaxoffload.cuts import FINEST, WHOLE, Cut, Ranking
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import Kind, MemGraph, Space
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
@@ -29,7 +33,6 @@ from jaxoffload.options import Options, format_bytes
 from jaxoffload.plan.build import build_memgraph
 from jaxoffload.plan.hardware import Machine
 from jaxoffload.plan.limits import intermediates_peak, min_budget, resident_peak
-from jaxoffload.plan.simulate import simulate
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import reserve
 from jaxoffload.runtime.callers import byte_count
@@ -37,37 +40,11 @@ from jaxoffload.runtime.load import load
 
 logger = logging.getLogger(__name__)
 
-CUTS = (1 / 3, 1 / 5, 1 / 8, 1 / 14, 1 / 24)
-"""Working sets of a vertex to try, as shares of the budget, before single operations."""
 SPLITS = (1 / 4, 1 / 16, 1 / 64)
 """Working sets to split operations down to, as shares of what the largest needs, for the smallest
 feasible budget."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cut:
-    """How a program is cut into vertices.
-
-    Attributes:
-      max_bytes: the largest working set of a vertex of several operations.
-      max_equations: the most operations of a vertex; None for the usual.
-      split_bytes: operations with a larger working set are split; None: none are.
-    """
-
-    max_bytes: float
-    max_equations: int | None = None
-    split_bytes: float | None = None
-
-
-_CLOSE = 1.05
-"""A plan that takes no longer than so many times the kernels of the whole is not bettered."""
-_SAME = 1.03
-"""Simulated times that differ by less say nothing."""
-_SIMULATED_VERTICES = 10_000
-"""Vertices of the MemGraphs that are simulated before one is chosen, about a second's planning."""
 _LOWER = 20
 """Steps down from a feasible budget in search of a smaller one, at most."""
-WHOLE, FINEST = Cut(float("inf")), Cut(0, 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -201,6 +178,13 @@ class Plan:
         return self.memgraph.moved_bytes(Kind.RELOAD)
 
     @functools.cached_property
+    def recomputed(self) -> float:
+        """Share of the kernels' estimated time that computes again what would have to be moved."""
+        vertices = self.taskgraph.vertices
+        total = sum(v.seconds for v in vertices)
+        return sum(v.repeated * v.seconds for v in vertices) / total if total else 0.0
+
+    @functools.cached_property
     def key(self) -> str:
         """Tells this plan from every other one, in this process and any other."""
         digest = hashlib.sha256(str(self._request.jaxpr).encode())
@@ -313,7 +297,7 @@ class Planner:
         self.constants = [_held(v.array) for v in extra if isinstance(v, Constant)]
         self._kinds = (*request.kinds, *[TensorKind.WEIGHT] * len(self.constants))
         self._cuts: dict[Cut, tuple[Captured, list[Any], CompileReport]] = {}
-        self._splits: dict[float, Ordered] = {}
+        self._rewritten: dict[tuple[float | None, float, float], Ordered] = {}
 
     def plan(self) -> Plan:
         """The plan for the request's budget.
@@ -374,10 +358,10 @@ class Planner:
             return fixed
         best = min(self._compiled(FINEST), self._compiled(WHOLE), key=_needs)
         tiled = [Cut(0, 1, share * _needs(best)) for share in SPLITS]
-        chosen = min(tiled, key=lambda cut: min_budget(self._captured(cut).taskgraph)[0])
+        chosen = min(tiled, key=lambda cut: min_budget(self._graph(cut))[0])
         best = min(best, self._compiled(chosen), key=_needs)
         for _ in range(_LOWER):
-            lower = self._chosen(_needs(best) - 1)
+            lower = self._chosen(_needs(best) - 1, recomputes=False)
             if lower is None:
                 break
             best = lower
@@ -387,69 +371,55 @@ class Planner:
         size = self._request.options.vertex_memory
         return None if size is None else self._compiled(Cut(size))
 
-    def _chosen(self, budget: int) -> tuple[Captured, list[Any], CompileReport] | None:
+    def _chosen(
+        self, budget: int, recomputes: bool = True
+    ) -> tuple[Captured, list[Any], CompileReport] | None:
         """The best cut that works within a budget, None if none is found."""
         fixed = self._fixed_cut()
         if fixed is not None:
             return fixed if _needs(fixed) <= budget else None
-        for cut in self._ranked(budget):
+        ranking = Ranking(
+            self._graph,
+            lambda graph: self.build(graph, budget),
+            budget,
+            self.machine,
+            recomputes,
+        )
+        for cut in ranking.cuts():
             compiled = self._compiled(cut)  # which tells executables' workspace
             if _needs(compiled) <= budget:
                 return compiled
         return None
 
-    def _ranked(self, budget: int) -> Iterator["Cut"]:
-        """Cuts that may work within a budget: some by their simulated time, then the rest."""
-        cuts = []
-        for number, share in enumerate(CUTS):
-            cuts.append(Cut(share * budget))
-            if number % 2 == 0:
-                cuts.append(Cut(share * budget, None, share * budget))
-        enough = _CLOSE * self._compute_seconds(self._captured(WHOLE).taskgraph)
-        tried: list[tuple[float, int, Cut]] = []
-        work = number = 0
-        waiting = [*cuts, FINEST]
-        while waiting and work <= _SIMULATED_VERTICES:
-            if tried and min(tried)[0] <= enough:
-                break
-            cut, number = waiting.pop(0), number + 1
-            graph = self._captured(cut).taskgraph
-            if min_budget(graph)[0] > budget:
-                continue
-            if len(graph.vertices) > _SIMULATED_VERTICES:
-                yield cut
-                continue
-            memgraph = self.build(graph, budget)
-            work += memgraph.num_vertices
-            took = simulate(memgraph, machine=self.machine).seconds
-            tried.append((took, number, cut))
-        # Coarse before fine where the model sees no difference: it knows nothing of small tiles.
-        least = min((took for took, _, _ in tried), default=0.0)
-        tried.sort(key=lambda found: (max(found[0], _SAME * least), found[1]))
-        yield from (cut for _, _, cut in tried)
-        for cut in waiting:
-            if min_budget(self._captured(cut).taskgraph)[0] <= budget:
-                yield cut
+    def _ordered_for(self, cut: Cut) -> Ordered:
+        """The program, with large intermediates split and values computed again as the cut asks."""
+        key = (cut.split_bytes, cut.recomputed, cut.reach)
+        if key not in self._rewritten:
+            ordered = self._ordered
+            if cut.recomputed:
+                ordered = self._ordered_for(dataclasses.replace(cut, recomputed=0.0))
+                ordered = recompute(ordered, cut.reach, cut.recomputed, self._equation_seconds)
+            elif cut.split_bytes is not None:
+                ordered = split(ordered, cut.split_bytes)
+            self._rewritten[key] = ordered
+        return self._rewritten[key]
 
-    def _compute_seconds(self, graph: TaskGraph) -> float:
-        """Time of a graph's kernels on the machine that is planned for."""
-        return float(self.machine.task_seconds(graph).sum())
+    def _equation_seconds(self, equation: Equation) -> float:
+        """Time of an operation on the machine that is planned for."""
+        return float(self.machine.kernel_seconds(cost.flops(equation), cost.traffic(equation)))
 
-    def _ordered_for(self, cut: "Cut") -> Ordered:
-        """The program, large intermediates split where the cut asks for that."""
-        if cut.split_bytes is None:
-            return self._ordered
-        if cut.split_bytes not in self._splits:
-            self._splits[cut.split_bytes] = split(self._ordered, cut.split_bytes)
-        return self._splits[cut.split_bytes]
+    def _graph(self, cut: Cut) -> TaskGraph:
+        """The TaskGraph of a cut that is only looked at."""
+        return self._captured(cut, kernels=False).taskgraph
 
-    def _captured(self, cut: "Cut") -> Captured:
+    def _captured(self, cut: Cut, kernels: bool = True) -> Captured:
         limit = {} if cut.max_equations is None else {"max_equations": cut.max_equations}
         captured = build_taskgraph(
             self._ordered_for(cut),
             kinds=self._kinds,
             donated=self._request.donated,
             max_bytes=cut.max_bytes,
+            kernels=kernels,
             **limit,
         )
         graph = dataclasses.replace(
@@ -459,7 +429,7 @@ class Planner:
         )
         return Captured(graph, captured.kernels)
 
-    def _compiled(self, cut: "Cut") -> tuple[Captured, list[Any], CompileReport]:
+    def _compiled(self, cut: Cut) -> tuple[Captured, list[Any], CompileReport]:
         """One cut, its kernels compiled, its vertices' workspace known."""
         if cut not in self._cuts:
             captured = self._captured(cut)

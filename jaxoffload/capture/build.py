@@ -80,6 +80,7 @@ def build_taskgraph(
     donated: Sequence[tuple[int, int]] = (),
     max_bytes: float = float("inf"),
     max_equations: int = MAX_EQUATIONS,
+    kernels: bool = True,
 ) -> Captured:
     """Cuts an ordered program into vertices.
 
@@ -88,6 +89,7 @@ def build_taskgraph(
       donated: pairs (argument, result) of equal size that may share memory; pairs for which that
         would be unsafe are left out of the TaskGraph.
       max_bytes, max_equations: see `cluster.cut`.
+      kernels: False: only the graph is wanted, and every `Vertex.kernel` is -1.
     """
     program = ordered.program
     results: dict[Value, list[Span]] = {}
@@ -101,7 +103,7 @@ def build_taskgraph(
         max_bytes=max_bytes,
         max_equations=max_equations,
     )
-    return _Builder(program, results, kinds, clusters).build(tuple(donated))
+    return _Builder(program, results, kinds, clusters).build(tuple(donated), kernels)
 
 
 class _Builder:
@@ -140,7 +142,7 @@ class _Builder:
             return value
         return (value.argument, value.shape, str(value.aval.dtype))
 
-    def build(self, donated: tuple[tuple[int, int], ...]) -> Captured:
+    def build(self, donated: tuple[tuple[int, int], ...], with_kernels: bool) -> Captured:
         donated = self._safe_pairs(donated)
         kernels: list[Kernel] = []
         known: dict[object, int] = {}
@@ -148,10 +150,12 @@ class _Builder:
         for i, cluster in enumerate(self.clusters):
             self._merge(cluster)
             outputs, overwrites = self._overwrites(i, cluster, donated)
-            kernel = kernel_of(cluster, outputs, overwrites)
-            number = known.setdefault(kernel.key, len(kernels))
-            if number == len(kernels):
-                kernels.append(kernel)
+            number = -1
+            if with_kernels:
+                kernel = kernel_of(cluster, outputs, overwrites)
+                number = known.setdefault(kernel.key, len(kernels))
+                if number == len(kernels):
+                    kernels.append(kernel)
             seconds = [cost.seconds(e) for e in cluster.equations]
             dearest = max(range(len(seconds)), key=seconds.__getitem__)
             source = main_source(cluster.equations, seconds)
@@ -168,6 +172,7 @@ class _Builder:
                     gathered=gathered_inputs(cluster.inputs, cluster.equations),
                     flops=sum(cost.flops(e) for e in cluster.equations),
                     traffic=float(sum(v.num_bytes() for v in (*cluster.inputs, *cluster.outputs))),
+                    repeated=_share_again(cluster.equations, seconds),
                 )
             )
         for parts in self.program.results:
@@ -278,6 +283,11 @@ class _Builder:
             for other, a, b, last in self.argument_reads[span.index]
             if other != mine
         )
+
+
+def _share_again(equations: Sequence[Equation], seconds: Sequence[float]) -> float:
+    again = sum(s for e, s in zip(equations, seconds, strict=True) if e.again)
+    return again / sum(seconds) if again else 0.0
 
 
 def _elementwise_ancestors(cluster: Cluster, out: Value) -> set[Value]:

@@ -11,14 +11,24 @@ BYTES_PER_SECOND = 1e10
 
 def seconds(equation: Equation) -> float:
     """The greater of compute and memory time at the rates of one small server."""
+    return max(flops(equation) / FLOPS_PER_SECOND, traffic(equation) / BYTES_PER_SECOND)
+
+
+def traffic(equation: Equation) -> int:
+    """Bytes of device memory that it reads and writes by itself."""
     rows = rows_of(equation)
-    moved = sum(v.num_bytes() for v in equation.values() if v is not rows)
-    moved += sum(v.num_bytes() for v in equation.outputs)
-    return max(flops(equation) / FLOPS_PER_SECOND, moved / BYTES_PER_SECOND)
+    read = sum(v.num_bytes() for v in equation.values() if v is not rows)
+    return read + sum(v.num_bytes() for v in equation.outputs)
 
 
 def flops(equation: Equation) -> float:
     """Floating-point operations: exact for products, one an element elsewhere."""
+    if equation.flops < 0:
+        equation.flops = _flops(equation)
+    return equation.flops
+
+
+def _flops(equation: Equation) -> float:
     inner = getattr(equation.operation, "equations", None)
     if inner is not None:
         return sum(flops(e) for e in inner)

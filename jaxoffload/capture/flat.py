@@ -135,12 +135,16 @@ class Equation:
 
     Attributes:
       segment: id of the innermost scan iteration that it belongs to, 0 outside every scan.
+      again: whether it repeats another one, so that its result need not be kept until here.
+      flops: kept by `cost.flops`; below 0 until it is asked.
     """
 
     operation: Operation
     inputs: tuple[Operand, ...]
     outputs: tuple[Value, ...]
     segment: int = 0
+    again: bool = False
+    flops: float = dataclasses.field(default=-1.0, init=False, repr=False)
 
     def values(self) -> list[Value]:
         """The operands that are values, without repeats, in order."""

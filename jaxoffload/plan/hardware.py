@@ -6,6 +6,7 @@ those of `SMALL_SERVER`. `Machine.measured` makes a model from rates that were.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -61,13 +62,17 @@ class Machine:
     duplex: bool = True
     launch: float = 10e-6
 
+    def kernel_seconds(self, flops: Any, traffic: Any) -> Any:
+        """Time of so many operations with so many bytes of traffic, without the launch."""
+        return np.maximum(flops / self.flops_per_second, traffic / self.memory_bytes_per_second)
+
     def task_seconds(self, graph: TaskGraph) -> np.ndarray:
         """Time of each vertex of a TaskGraph, float64; of one without vertices [0]."""
         tasks = graph.vertices
         known = np.array([bool(v.flops or v.traffic) for v in tasks] or [False])
         flops = np.array([v.flops for v in tasks] or [0.0])
         traffic = np.array([v.traffic for v in tasks] or [0.0])
-        work = np.maximum(flops / self.flops_per_second, traffic / self.memory_bytes_per_second)
+        work = self.kernel_seconds(flops, traffic)
         given = np.array([v.seconds for v in tasks] or [0.0])
         return np.where(known, work + self.launch, given)
 

@@ -166,6 +166,11 @@ class Explanation:
                 f"Each run moves {format_bytes(self.plan.bytes_reloaded)} to the device and "
                 f"{format_bytes(self.plan.bytes_offloaded)} away from it"
             )
+            if self.plan.recomputed:
+                lines.append(
+                    f"{self.plan.recomputed:.0%} of the kernels' time computes again what would "
+                    "have to be moved"
+                )
             lines.append(f"Host memory for that: {format_bytes(self.plan.host_bytes)}")
             if self.plan.bytes_loaded or self.plan.bytes_stored:
                 lines.append(

@@ -1,0 +1,278 @@
+"""Recomputation: values made again where they are next read, rather than kept or moved.
+
+Takes an ordered program and says which of its values would not stay on the device between two
+readers: those with more traffic in between than `reach`. Of these the ones with most bytes for
+their cost are made again just before the later reader, from arguments and from values that are
+there anyway. The result is another ordered program, cut and planned like any.
+
+It is `jax.checkpoint` chosen value by value, and for a budget: how many bytes are made again is the
+`share` that the planner varies, comparing simulated times (Fuyou's swap benefit factor, eq. 6, as
+the order; its convex choice of how much, by simulation).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from jaxoffload.capture import slicing
+from jaxoffload.capture.build import Ordered
+from jaxoffload.capture.flat import Equation, Value
+from jaxoffload.capture.split import TiledOperation
+from jaxoffload.capture.views import is_view
+
+MOST_OPERATIONS = 24
+"""Operations that are repeated for the sake of one value, at most."""
+
+
+_PRICED = frozenset(
+    {
+        "broadcast_in_dim", "concatenate", "conv_general_dilated", "convert_element_type",
+        "dot_general", "dynamic_slice", "gather", "pad", "random_bits", "slice", "split",
+    }
+)  # fmt: skip
+"""Beside elementwise operations and reductions, those of which `cost` tells the time. A loop or a
+sort takes longer than its operands' bytes say."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Late:
+    """A value that is read again long after it was made or last read.
+
+    Attributes:
+      position: of the first reader after the gap.
+      repeated: positions of the operations that make it again, the last one first.
+      worth: its bytes over the seconds that making it again takes.
+    """
+
+    value: Value
+    position: int
+    repeated: tuple[int, ...] = ()
+    worth: float = 0.0
+
+
+def recompute(
+    ordered: Ordered, reach: float, share: float, seconds: Callable[[Equation], float]
+) -> Ordered:
+    """The same program with some values made again where they are read late.
+
+    Args:
+      reach: bytes read and written between two readers of a value from which on it will not have
+        stayed on the device: about the budget.
+      share: of the bytes of all such values, how much is made again: 0 to 1.
+      seconds: time of an operation.
+    """
+    return _Recomputer(ordered, reach, seconds).run(share)
+
+
+def _is_priced(equation: Equation) -> bool:
+    operation = equation.operation
+    inner = operation.equations if isinstance(operation, TiledOperation) else [equation]
+    names = [e.operation.name for e in inner]
+    return all(
+        name in _PRICED
+        or slicing.is_elementwise(name)
+        or is_view(e)
+        or name.startswith(("reduce_", "slice[", "combine["))
+        for name, e in zip(names, inner, strict=True)
+    )
+
+
+class _Recomputer:
+    def __init__(self, ordered: Ordered, reach: float, seconds: Callable[[Equation], float]):
+        self.program, self.reach, self.seconds = ordered.program, reach, seconds
+        self.equations = ordered.equations
+        self.producer = {v: i for i, e in enumerate(self.equations) for v in e.outputs}
+        self.results = {
+            part for parts in self.program.results for part, _ in parts if isinstance(part, Value)
+        }
+        self.is_view = [
+            is_view(e) and not any(v in self.results for v in e.outputs) for e in self.equations
+        ]
+        self.traffic = [0.0]
+        self.uses: dict[Value, list[int]] = {}
+        for i, e in enumerate(self.equations):
+            read = [] if self.is_view[i] else self.roots(e.values())
+            moved = 0 if self.is_view[i] else sum(v.num_bytes() for v in (*read, *e.outputs))
+            self.traffic.append(self.traffic[-1] + moved)
+            for v in read:
+                self.uses.setdefault(v, []).append(i)
+        self.late = self._find_late()
+
+    def roots(self, values: Sequence[Value]) -> list[Value]:
+        """The values in memory that these are, or are views of."""
+        found: dict[Value, None] = {}
+        stack = list(values)[::-1]
+        while stack:
+            value = stack.pop()
+            i = self.producer.get(value)
+            if i is None or not self.is_view[i]:
+                found[value] = None
+            else:
+                stack.extend(reversed(self.equations[i].values()))
+        return list(found)
+
+    def gap(self, before: int, after: int) -> float:
+        """Bytes read and written between two positions."""
+        return self.traffic[after] - self.traffic[min(before + 1, after)]
+
+    def _find_late(self) -> dict[Value, _Late]:
+        late = {}
+        for value, readers in self.uses.items():
+            last = self.producer.get(value)
+            if last is None or self.is_view[last] or value in self.results:
+                continue
+            for reader in readers:
+                if self.gap(last, reader) > self.reach:
+                    late[value] = _Late(value, reader)
+                    break
+                last = reader
+        return late
+
+    def run(self, share: float) -> Ordered:
+        chosen = self._choose(share)
+        if not chosen:
+            return Ordered(self.equations, self.program)
+        return Ordered(_Rewriter(self, chosen).run(), self.program)
+
+    def _choose(self, share: float) -> list[_Late]:
+        """The values to make again, by the place where they are needed."""
+        known = []
+        for late in self.late.values():
+            late.repeated = self._repeated(late)
+            if late.repeated:
+                spent = sum(self.seconds(self.equations[i]) for i in late.repeated)
+                late.worth = late.value.num_bytes() / max(spent, 1e-12)
+                known.append(late)
+        known.sort(key=lambda late: (-late.worth, late.position))
+        wanted = share * sum(late.value.num_bytes() for late in self.late.values())
+        taken: dict[Value, _Late] = {}
+        # What is made again needs what it is made from: at about the same time, or kept.
+        sources: dict[Value, list[_Late]] = {}
+        total = 0
+        for late in known:
+            if total >= wanted:
+                break
+            needed = [
+                taken[v] for i in late.repeated for v in self._sources(i) if v in taken
+            ] + sources.get(late.value, [])
+            if any(abs(self.traffic[late.position] - self.traffic[o.position]) > self.reach
+                   for o in needed):  # fmt: skip
+                continue
+            taken[late.value] = late
+            total += late.value.num_bytes()
+            for i in late.repeated:
+                for v in self._sources(i):
+                    sources.setdefault(v, []).append(late)
+        return sorted(taken.values(), key=lambda late: late.position)
+
+    def _sources(self, position: int) -> list[Value]:
+        return self.roots(self.equations[position].values())
+
+    def _repeated(self, late: _Late) -> tuple[int, ...]:
+        """Operations that make a value from what is there; empty where they are too many."""
+        found: dict[int, None] = {}
+        stack = [self.producer[late.value]]
+        while stack:
+            i = stack.pop()
+            if i in found:
+                continue
+            found[i] = None
+            if len(found) > MOST_OPERATIONS or not _is_priced(self.equations[i]):
+                return ()
+            for v in self._sources(i):
+                if v in self.producer and not self._is_there(v, late.position):
+                    stack.append(self.producer[v])
+        return tuple(found)
+
+    def _is_there(self, value: Value, position: int) -> bool:
+        """Whether a value is read about there anyway, or was made shortly before."""
+        if value in self.late:
+            return True
+        last = self.uses[value][-1]
+        return value in self.results or self.gap(min(last, position), position) <= self.reach
+
+
+class _Rewriter:
+    """Puts copies of operations before late readers, which then read those."""
+
+    def __init__(self, source: _Recomputer, chosen: Sequence[_Late]):
+        self.source = source
+        self.starts = {late.value: late.position for late in chosen}
+        self.chosen = chosen
+        self.copies: dict[int, list[tuple[int, dict[Value, Value]]]] = {}  # by position: where
+        self.before: dict[int, list[Equation]] = {}
+        self.original: dict[int, Equation] = {}  # by the identity of its copy
+
+    def run(self) -> list[Equation]:
+        for late in self.chosen:
+            self._copy(self.source.producer[late.value], late.position)
+        rewritten: list[Equation] = []
+        for i, equation in enumerate(self.source.equations):
+            made = self._rewired(equation, i) if not self.source.is_view[i] else equation
+            rewritten += self.before.get(i, [])
+            rewritten.append(made)
+        return self._live(rewritten)
+
+    def _copy(self, i: int, position: int) -> dict[Value, Value]:
+        """The outputs of equation i made again before a position."""
+        source = self.source
+        for where, made in self.copies.get(i, ()):
+            if 0 <= source.traffic[position] - source.traffic[where] <= source.reach:
+                return made
+        equation = source.equations[i]
+        copied = self._rewired(equation, position, repeats=True)
+        outputs = tuple(Value(v.aval) for v in equation.outputs)
+        made = dict(zip(equation.outputs, outputs, strict=True))
+        copied = dataclasses.replace(
+            copied, outputs=outputs, segment=source.equations[position].segment, again=True
+        )
+        self.before.setdefault(position, []).append(copied)
+        self.original[id(copied)] = equation
+        self.copies.setdefault(i, []).append((position, made))
+        return made
+
+    def _rewired(self, equation: Equation, position: int, repeats: bool = False) -> Equation:
+        """An equation at a position, reading what is there."""
+        inputs = tuple(
+            self._at(x, position, repeats) if isinstance(x, Value) else x for x in equation.inputs
+        )
+        if all(x is y for x, y in zip(inputs, equation.inputs, strict=True)):
+            return equation
+        return dataclasses.replace(equation, inputs=inputs)
+
+    def _at(self, value: Value, position: int, repeats: bool) -> Value:
+        """What stands for a value at a position: itself, or a copy."""
+        source = self.source
+        i = source.producer.get(value)
+        if i is None:
+            return value
+        equation = source.equations[i]
+        if source.is_view[i]:
+            moved = self._rewired(equation, position, repeats)
+            if moved is equation:
+                return value
+            outputs = tuple(Value(v.aval) for v in equation.outputs)
+            segment = source.equations[position].segment
+            self.before.setdefault(position, []).append(
+                dataclasses.replace(moved, outputs=outputs, segment=segment)
+            )
+            return outputs[equation.outputs.index(value)]
+        start = self.starts.get(value)
+        if start is not None and position >= start:
+            return self._copy(i, position)[value]
+        if repeats and (start is not None or not source._is_there(value, position)):
+            return self._copy(i, position)[value]
+        return value
+
+    def _live(self, equations: list[Equation]) -> list[Equation]:
+        """Without what nobody reads any more."""
+        needed = set(self.source.results)
+        kept = []
+        for equation in reversed(equations):
+            if any(v in needed for v in equation.outputs):
+                kept.append(equation)
+                needed.update(equation.values())
+        for equation in kept:
+            first = self.original.get(id(equation))
+            if first is not None and not any(v in needed for v in first.outputs):
+                equation.again = False  # it was put off, not repeated
+        return kept[::-1]

@@ -1,0 +1,154 @@
+"""Which cut of a program into vertices is best for a budget: candidates, by simulated time.
+
+A cut says how coarse vertices are, which operations are split, and how much is computed again. All
+candidates are planned and simulated on the model of the machine, coarse ones first, as long as that
+is a matter of a second; and none when the first takes hardly longer than the kernels alone.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from jaxoffload.graphs.memgraph import MemGraph
+from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.plan.hardware import Machine
+from jaxoffload.plan.limits import min_budget
+from jaxoffload.plan.simulate import simulate
+
+SHARES = (1 / 3, 1 / 5, 1 / 8, 1 / 14, 1 / 24)
+"""Working sets of a vertex to try, as shares of the budget, before single operations."""
+RECOMPUTED = (0.25, 0.5, 0.75, 1.0)
+"""Shares of what is read late to compute again; the best one's neighbours are tried, too."""
+REACHES = (2.0, 0.5)
+"""Traffic after which a value counts as read late, as multiples of the budget."""
+_CLOSE = 1.05
+"""A plan that takes no longer than so many times the kernels of the whole is not bettered."""
+_SAME = 1.03
+"""Simulated times that differ by less say nothing."""
+_WORSE = 1.2
+"""Where computing more again takes so many times the best, more still is not tried."""
+SIMULATED_VERTICES = 10_000
+"""Vertices of the MemGraphs that are simulated before one is chosen, about a second's planning."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """How a program is cut into vertices.
+
+    Attributes:
+      max_bytes: the largest working set of a vertex of several operations.
+      max_equations: the most operations of a vertex; None for the usual.
+      split_bytes: operations with a larger working set are split; None: none are.
+      recomputed: of the bytes of values that are read again late, the share that is computed again
+        instead.
+      reach: bytes of traffic between two readers from which on a value is read late.
+    """
+
+    max_bytes: float
+    max_equations: int | None = None
+    split_bytes: float | None = None
+    recomputed: float = 0.0
+    reach: float = float("inf")
+
+
+WHOLE, FINEST = Cut(float("inf")), Cut(0, 1)
+
+
+class Ranking:
+    """Simulates cuts for one budget.
+
+    Args:
+      captured: a cut's TaskGraph.
+      build: a TaskGraph's MemGraph for the budget.
+      budget: bytes of device memory.
+      machine: on which they are simulated.
+      recomputes: whether cuts that compute something again are among them.
+    """
+
+    def __init__(
+        self,
+        captured: Callable[[Cut], TaskGraph],
+        build: Callable[[TaskGraph], MemGraph],
+        budget: int,
+        machine: Machine,
+        recomputes: bool = True,
+    ):
+        self._recomputes = recomputes
+        self._captured, self._build = captured, build
+        self._budget, self._machine = budget, machine
+        self._enough = _CLOSE * float(machine.task_seconds(captured(WHOLE)).sum())
+        self._tried: list[tuple[float, int, Cut]] = []
+        self._work = 0
+
+    def cuts(self) -> Iterator[Cut]:
+        """Cuts that may work within the budget: some by their simulated time, then the rest."""
+        waiting = []
+        for number, share in enumerate(SHARES):
+            waiting.append(Cut(share * self._budget))
+            if number % 2 == 0:
+                waiting.append(Cut(share * self._budget, None, share * self._budget))
+        waiting.append(FINEST)
+        while waiting and not self._is_enough():
+            cut = waiting.pop(0)
+            graph = self._captured(cut)
+            if min_budget(graph)[0] > self._budget:
+                continue
+            if len(graph.vertices) > SIMULATED_VERTICES:
+                yield cut
+                continue
+            self._try(cut, graph)
+        if self._recomputes:
+            bases: dict[tuple[float, float], tuple[float, int, Cut]] = {}
+            for is_split in (False, True):
+                alike = [t for t in self._tried if (t[2].split_bytes is not None) == is_split]
+                for best in _by_time(alike)[:1]:  # one that splits nothing is none of its own
+                    bases.setdefault((best[0], best[2].max_bytes), best)
+            for base in bases.values():
+                self._work = 0
+                if not self._is_enough():
+                    self._try_recomputing(base)
+        yield from (cut for _, _, cut in _by_time(self._tried))
+        for cut in waiting:
+            if min_budget(self._captured(cut))[0] <= self._budget:
+                yield cut
+
+    def _try(self, cut: Cut, graph: TaskGraph) -> float:
+        memgraph = self._build(graph)
+        self._work += memgraph.num_vertices
+        took = simulate(memgraph, machine=self._machine).seconds
+        self._tried.append((took, len(self._tried), cut))
+        return took
+
+    def _try_recomputing(self, tried: tuple[float, int, Cut]) -> None:
+        """Less and less is moved, more and more computed again: as long as that is faster."""
+        found = {(REACHES[0], 0.0): tried[0]}
+
+        def attempt(reach: float, share: float) -> float:
+            if not 0 < share <= 1 or self._is_enough():
+                return float("inf")
+            cut = dataclasses.replace(tried[2], recomputed=share, reach=reach * self._budget)
+            graph = self._captured(cut)
+            took = float("inf") if min_budget(graph)[0] > self._budget else self._try(cut, graph)
+            found[reach, share] = took
+            return took
+
+        for share in RECOMPUTED:
+            if attempt(REACHES[0], share) > _WORSE * min(found.values()):
+                break
+        best = min(found, key=found.__getitem__)[1]
+        if best and attempt(REACHES[1], best) > _WORSE * min(found.values()):
+            return
+        reach, best = min(found, key=found.__getitem__)
+        step = (RECOMPUTED[1] - RECOMPUTED[0]) / 2
+        if best and attempt(reach, best - step) > found[reach, best]:
+            attempt(reach, best + step)
+
+    def _is_enough(self) -> bool:
+        is_fast = bool(self._tried) and min(self._tried)[0] <= self._enough
+        return is_fast or self._work > SIMULATED_VERTICES
+
+
+def _by_time(tried: list[tuple[float, int, Cut]]) -> list[tuple[float, int, Cut]]:
+    """Fast before slow, and coarse before fine where the model sees no difference: it knows nothing
+    of small tiles."""
+    least = min((took for took, _, _ in tried), default=0.0)
+    return sorted(tried, key=lambda found: (max(found[0], _SAME * least), found[1]))

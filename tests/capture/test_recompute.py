@@ -1,0 +1,147 @@
+"""Recomputation: the same values, fewer of them held; chosen where the link is what is short."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxoffload as jo
+from jaxoffload.capture import cost
+from jaxoffload.capture.build import build_taskgraph, order_program
+from jaxoffload.capture.flat import Value
+from jaxoffload.capture.recompute import recompute
+from jaxoffload.capture.scan import unroll
+from jaxoffload.graphs.taskgraph import TensorKind
+from jaxoffload.plan.hardware import SMALL_SERVER, Link
+from jaxoffload.plan.limits import intermediates_peak
+from jaxoffload.runtime import backends
+from jaxoffload.verification import max_relative_difference
+from tests import workloads
+
+RANDOM = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return RANDOM.normal(size=shape).astype(np.float32)
+
+
+def dropout():
+    """Masks made from a key may be made again; a loop may not."""
+
+    def loss(weights, x, key):
+        for i, w in enumerate(weights):
+            keep = jax.random.bernoulli(jax.random.fold_in(key, i), 0.9, x.shape)
+            x = jnp.where(keep, jax.nn.gelu(x @ w), 0.0)
+            x = jax.lax.fori_loop(0, 2, lambda _, y: y * 0.9, x)
+        return jnp.mean(x * x)
+
+    weights = [normal(32, 32) for _ in range(4)]
+    return jax.grad(loss), (weights, normal(16, 32), jax.random.key(1)), ()
+
+
+WORKLOADS = {
+    name: getattr(workloads, name)
+    for name in ("mlp", "scan_train_step", "attention", "mixed_dtypes", "linear_algebra")
+} | {"dropout": dropout}
+
+
+def ordered_program(function, args):
+    jaxpr = jax.make_jaxpr(function)(*args)
+    return jaxpr, order_program(unroll(jaxpr))
+
+
+def interpret(ordered, leaves):
+    """Operation by operation; checks that nothing is read before it is written."""
+    held = dict(zip(ordered.program.arguments, leaves, strict=True))
+
+    def read(x):
+        if not isinstance(x, Value):
+            return x.val
+        if x not in held:
+            span = x.argument
+            words = np.asarray(leaves[span.index]).reshape(-1).view(np.uint8)
+            words = words[span.offset : span.offset + x.num_bytes()]
+            held[x] = jnp.asarray(words.view(x.aval.dtype).reshape(x.shape))
+        return held[x]
+
+    for equation in ordered.equations:
+        made = equation.operation.apply([read(x) for x in equation.inputs])
+        assert not any(v in held for v in equation.outputs)
+        held.update(zip(equation.outputs, made, strict=True))
+    return [[np.asarray(read(part)) for part, _ in parts] for parts in ordered.program.results]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_share_gives_the_same_bits_operation_by_operation(name):
+    function, args, _ = WORKLOADS[name]()
+    leaves = jax.tree.leaves(args)
+    jaxpr, ordered = ordered_program(function, args)
+    if jaxpr.consts or any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves):
+        leaves = [*leaves, *jaxpr.consts]
+    want = interpret(ordered, leaves)
+    for reach in (0, 3000, 30000):
+        for share in (0.3, 1.0):
+            again = recompute(ordered, reach, share, cost.seconds)
+            for parts, others in zip(want, interpret(again, leaves), strict=True):
+                for a, b in zip(parts, others, strict=True):
+                    np.testing.assert_array_equal(a, b)
+
+
+def layers(depth=8, width=64, batch=256):
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x * x)
+
+    return jax.grad(loss), ([normal(width, width) / 8 for _ in range(depth)], normal(batch, width))
+
+
+def peak_of(ordered, num_arguments):
+    captured = build_taskgraph(ordered, kinds=[TensorKind.WEIGHT] * num_arguments, max_equations=1)
+    captured.taskgraph.check()
+    return intermediates_peak(captured.taskgraph)
+
+
+def test_less_is_held_the_more_is_computed_again():
+    function, args = layers()
+    leaves = jax.tree.leaves(args)
+    _, ordered = ordered_program(function, args)
+    reach = 6 * args[1].nbytes
+    peaks = [
+        peak_of(recompute(ordered, reach, share, cost.seconds), len(leaves))
+        for share in (0.0, 0.5, 1.0)
+    ]
+    assert peaks[0] > 1.3 * peaks[2] and peaks[0] >= peaks[1] >= peaks[2]
+    again = [e for e in recompute(ordered, reach, 1.0, cost.seconds).equations if e.again]
+    assert {e.operation.name for e in again} >= {"tanh", "dot_general"}
+    assert recompute(ordered, reach, 0.0, cost.seconds).equations == ordered.equations
+    assert recompute(ordered, float("inf"), 1.0, cost.seconds).equations == ordered.equations
+
+
+def test_loops_and_sorts_are_not_repeated():
+    function, args, _ = dropout()
+    _, ordered = ordered_program(function, args)
+    again = [e for e in recompute(ordered, 0, 1.0, cost.seconds).equations if e.again]
+    assert again and not {e.operation.name for e in again} & {"while", "scan", "sort"}
+
+
+def test_a_short_link_is_spared_and_results_agree(monkeypatch):
+    function, args = layers(depth=12, batch=512)
+    want = jax.jit(function)(*args)
+    budget = 3 * 2**19
+    plans = {}
+    for rate in (1e12, 1e8):
+        machine = dataclasses.replace(
+            SMALL_SERVER, to_device=Link(rate, 0.0), from_device=Link(rate, 0.0)
+        )
+        monkeypatch.setattr(backends.current(), "machine", machine)
+        step = jo.offload(function, device_memory=budget, check=True)
+        for got, expected in zip(step(*args), want, strict=True):
+            assert max_relative_difference(np.asarray(expected), np.asarray(got)) < 1e-5
+        plans[rate] = step.plan(*args)
+    assert plans[1e8].recomputed > plans[1e12].recomputed
+    moved = {rate: p.bytes_offloaded + p.bytes_reloaded for rate, p in plans.items()}
+    assert moved[1e8] < 0.5 * moved[1e12]
+    assert "computes again" in str(jo.offload(function, device_memory=budget).explain(*args))
