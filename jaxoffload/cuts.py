@@ -6,7 +6,7 @@ is a matter of a second; and none when the first takes hardly longer than the ke
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from jaxoffload.graphs.memgraph import MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph
@@ -61,7 +61,6 @@ class Ranking:
       build: a TaskGraph's MemGraph for the budget.
       budget: bytes of device memory.
       machine: on which they are simulated.
-      recomputes: whether cuts that compute something again are among them.
     """
 
     def __init__(
@@ -70,23 +69,22 @@ class Ranking:
         build: Callable[[TaskGraph], MemGraph],
         budget: int,
         machine: Machine,
-        recomputes: bool = True,
     ):
-        self._recomputes = recomputes
         self._captured, self._build = captured, build
         self._budget, self._machine = budget, machine
         self._enough = _CLOSE * float(machine.task_seconds(captured(WHOLE)).sum())
         self._tried: list[tuple[float, int, Cut]] = []
         self._work = 0
 
-    def cuts(self) -> Iterator[Cut]:
+    def feasible(self) -> Iterator[Cut]:
+        """Cuts that may work within the budget, coarse ones first, none simulated."""
+        for cut in self._plain():
+            if min_budget(self._captured(cut))[0] <= self._budget:
+                yield cut
+
+    def by_time(self) -> Iterator[Cut]:
         """Cuts that may work within the budget: some by their simulated time, then the rest."""
-        waiting = []
-        for number, share in enumerate(SHARES):
-            waiting.append(Cut(share * self._budget))
-            if number % 2 == 0:
-                waiting.append(Cut(share * self._budget, None, share * self._budget))
-        waiting.append(FINEST)
+        waiting = self._plain()
         while waiting and not self._is_enough():
             cut = waiting.pop(0)
             graph = self._captured(cut)
@@ -96,20 +94,32 @@ class Ranking:
                 yield cut
                 continue
             self._try(cut, graph)
-        if self._recomputes:
-            bases: dict[tuple[float, float], tuple[float, int, Cut]] = {}
-            for is_split in (False, True):
-                alike = [t for t in self._tried if (t[2].split_bytes is not None) == is_split]
-                for best in _by_time(alike)[:1]:  # one that splits nothing is none of its own
-                    bases.setdefault((best[0], best[2].max_bytes), best)
-            for base in bases.values():
-                self._work = 0
-                if not self._is_enough():
-                    self._try_recomputing(base)
+        for base in self._bases():
+            self._work = 0
+            if not self._is_enough():
+                self._try_recomputing(base)
         yield from (cut for _, _, cut in _by_time(self._tried))
         for cut in waiting:
             if min_budget(self._captured(cut))[0] <= self._budget:
                 yield cut
+
+    def _plain(self) -> list[Cut]:
+        """Cuts that compute everything once."""
+        cuts = []
+        for number, share in enumerate(SHARES):
+            cuts.append(Cut(share * self._budget))
+            if number % 2 == 0:
+                cuts.append(Cut(share * self._budget, None, share * self._budget))
+        return [*cuts, FINEST]
+
+    def _bases(self) -> Iterable[tuple[float, int, Cut]]:
+        """The best of those that split nothing, and of the others."""
+        found: dict[tuple[float, float], tuple[float, int, Cut]] = {}
+        for is_split in (False, True):
+            alike = [t for t in self._tried if (t[2].split_bytes is not None) == is_split]
+            for best in _by_time(alike)[:1]:  # where nothing is to be split, both are one
+                found.setdefault((best[0], best[2].max_bytes), best)
+        return found.values()
 
     def _try(self, cut: Cut, graph: TaskGraph) -> float:
         memgraph = self._build(graph)

@@ -361,7 +361,7 @@ class Planner:
         chosen = min(tiled, key=lambda cut: min_budget(self._graph(cut))[0])
         best = min(best, self._compiled(chosen), key=_needs)
         for _ in range(_LOWER):
-            lower = self._chosen(_needs(best) - 1, recomputes=False)
+            lower = self._chosen(_needs(best) - 1, by_time=False)
             if lower is None:
                 break
             best = lower
@@ -372,7 +372,7 @@ class Planner:
         return None if size is None else self._compiled(Cut(size))
 
     def _chosen(
-        self, budget: int, recomputes: bool = True
+        self, budget: int, by_time: bool = True
     ) -> tuple[Captured, list[Any], CompileReport] | None:
         """The best cut that works within a budget, None if none is found."""
         fixed = self._fixed_cut()
@@ -383,9 +383,8 @@ class Planner:
             lambda graph: self.build(graph, budget),
             budget,
             self.machine,
-            recomputes,
         )
-        for cut in ranking.cuts():
+        for cut in ranking.by_time() if by_time else ranking.feasible():
             compiled = self._compiled(cut)  # which tells executables' workspace
             if _needs(compiled) <= budget:
                 return compiled

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from jaxoffload.capture import cost, slicing
 from jaxoffload.capture.flat import Equation, Value
-from jaxoffload.capture.views import is_view
+from jaxoffload.capture.views import is_view, roots
 
 MAX_EQUATIONS = 12
 """Operations of a cluster, views not counted. On the training step of benchmarks/ratios.py 6 to 16
@@ -59,7 +59,7 @@ def cut(
     solid = [e for e in equations if not is_view(e) or any(v in results for v in e.outputs)]
     view_of = {v: e for e in equations if is_view(e) for v in e.outputs if v not in results}
     segments = _segments_worth_a_cut(solid, parents)
-    reads = [_roots(e, view_of) for e in solid]
+    reads = [roots(e.values(), view_of) for e in solid]
     runs: list[tuple[int, int]] = []
     start, memo = 0, {}
     for i in range(1, len(solid) + 1):
@@ -67,19 +67,6 @@ def cut(
             runs += _cut_run(solid, reads, start, i, max_bytes, max_equations, memo)
             start = i
     return _assemble(equations, solid, reads, view_of, runs, results)
-
-
-def _roots(equation: Equation, view_of: dict[Value, Equation]) -> list[Value]:
-    """The values in memory that an equation reads, through views."""
-    found: dict[Value, None] = {}
-    stack = equation.values()[::-1]
-    while stack:
-        value = stack.pop()
-        if value in view_of:
-            stack.extend(reversed(view_of[value].values()))
-        else:
-            found[value] = None
-    return list(found)
 
 
 def _segments_worth_a_cut(solid: Sequence[Equation], parents: Sequence[int]) -> list[int]:

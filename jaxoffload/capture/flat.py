@@ -145,10 +145,13 @@ class Equation:
     segment: int = 0
     again: bool = False
     flops: float = dataclasses.field(default=-1.0, init=False, repr=False)
+    _values: tuple[Value, ...] | None = dataclasses.field(default=None, init=False, repr=False)
 
-    def values(self) -> list[Value]:
+    def values(self) -> tuple[Value, ...]:
         """The operands that are values, without repeats, in order."""
-        return list(dict.fromkeys(x for x in self.inputs if isinstance(x, Value)))
+        if self._values is None:
+            self._values = tuple(dict.fromkeys(x for x in self.inputs if isinstance(x, Value)))
+        return self._values
 
 
 @dataclasses.dataclass(slots=True)

@@ -17,7 +17,7 @@ from jaxoffload.capture import slicing
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.split import TiledOperation
-from jaxoffload.capture.views import is_view
+from jaxoffload.capture.views import is_view, roots
 
 MOST_OPERATIONS = 24
 """Operations that are repeated for the sake of one value, at most."""
@@ -84,31 +84,22 @@ class _Recomputer:
         self.results = {
             part for parts in self.program.results for part, _ in parts if isinstance(part, Value)
         }
-        self.is_view = [
-            is_view(e) and not any(v in self.results for v in e.outputs) for e in self.equations
-        ]
+        self.view_of = {
+            v: e
+            for e in self.equations
+            if is_view(e) and not any(v in self.results for v in e.outputs)
+            for v in e.outputs
+        }
         self.traffic = [0.0]
         self.uses: dict[Value, list[int]] = {}
         for i, e in enumerate(self.equations):
-            read = [] if self.is_view[i] else self.roots(e.values())
-            moved = 0 if self.is_view[i] else sum(v.num_bytes() for v in (*read, *e.outputs))
+            is_solid = e.outputs[0] not in self.view_of
+            read = roots(e.values(), self.view_of) if is_solid else []
+            moved = sum(v.num_bytes() for v in (*read, *e.outputs)) if is_solid else 0
             self.traffic.append(self.traffic[-1] + moved)
             for v in read:
                 self.uses.setdefault(v, []).append(i)
         self.late = self._find_late()
-
-    def roots(self, values: Sequence[Value]) -> list[Value]:
-        """The values in memory that these are, or are views of."""
-        found: dict[Value, None] = {}
-        stack = list(values)[::-1]
-        while stack:
-            value = stack.pop()
-            i = self.producer.get(value)
-            if i is None or not self.is_view[i]:
-                found[value] = None
-            else:
-                stack.extend(reversed(self.equations[i].values()))
-        return list(found)
 
     def gap(self, before: int, after: int) -> float:
         """Bytes read and written between two positions."""
@@ -118,7 +109,7 @@ class _Recomputer:
         late = {}
         for value, readers in self.uses.items():
             last = self.producer.get(value)
-            if last is None or self.is_view[last] or value in self.results:
+            if last is None or value in self.results:
                 continue
             for reader in readers:
                 if self.gap(last, reader) > self.reach:
@@ -165,7 +156,7 @@ class _Recomputer:
         return sorted(taken.values(), key=lambda late: late.position)
 
     def _sources(self, position: int) -> list[Value]:
-        return self.roots(self.equations[position].values())
+        return roots(self.equations[position].values(), self.view_of)
 
     def _repeated(self, late: _Late) -> tuple[int, ...]:
         """Operations that make a value from what is there; empty where they are too many."""
@@ -207,7 +198,8 @@ class _Rewriter:
             self._copy(self.source.producer[late.value], late.position)
         rewritten: list[Equation] = []
         for i, equation in enumerate(self.source.equations):
-            made = self._rewired(equation, i) if not self.source.is_view[i] else equation
+            is_view = equation.outputs[0] in self.source.view_of
+            made = equation if is_view else self._rewired(equation, i)
             rewritten += self.before.get(i, [])
             rewritten.append(made)
         return self._live(rewritten)
@@ -246,7 +238,7 @@ class _Rewriter:
         if i is None:
             return value
         equation = source.equations[i]
-        if source.is_view[i]:
+        if value in source.view_of:
             moved = self._rewired(equation, position, repeats)
             if moved is equation:
                 return value

@@ -4,10 +4,12 @@ The result of such an operation never becomes a tensor at a vertex boundary: it 
 information than its operand, and XLA fuses it into whatever reads it.
 """
 
+from collections.abc import Iterable, Mapping
+
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture.flat import Equation
+from jaxoffload.capture.flat import Equation, Value
 
 _ALWAYS = frozenset(
     {
@@ -33,6 +35,23 @@ def is_view(equation: Equation) -> bool:
     if name == "convert_element_type" and len(equation.inputs) == 1:
         return _bytes(equation.inputs[0].aval) <= _bytes(equation.outputs[0].aval)
     return False
+
+
+def roots(values: Iterable[Value], view_of: Mapping[Value, Equation]) -> list[Value]:
+    """The values in memory that some values are, or are views of; in order, without repeats.
+
+    Args:
+      view_of: the view that makes each value which is not in memory.
+    """
+    found: dict[Value, None] = {}
+    stack = list(values)[::-1]
+    while stack:
+        value = stack.pop()
+        if value in view_of:
+            stack.extend(reversed(view_of[value].values()))
+        else:
+            found[value] = None
+    return list(found)
 
 
 def _bytes(aval: object) -> int:

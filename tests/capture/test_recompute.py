@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from jaxoffload.plan.limits import intermediates_peak
 from jaxoffload.runtime import backends
 from jaxoffload.verification import max_relative_difference
 from tests import workloads
+from tests.transform.strategies import arguments, programs
 
 RANDOM = np.random.default_rng(0)
 
@@ -76,10 +79,8 @@ def interpret(ordered, leaves):
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_every_share_gives_the_same_bits_operation_by_operation(name):
     function, args, _ = WORKLOADS[name]()
-    leaves = jax.tree.leaves(args)
     jaxpr, ordered = ordered_program(function, args)
-    if jaxpr.consts or any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves):
-        leaves = [*leaves, *jaxpr.consts]
+    leaves = [*jax.tree.leaves(args), *jaxpr.consts]
     want = interpret(ordered, leaves)
     for reach in (0, 3000, 30000):
         for share in (0.3, 1.0):
@@ -87,6 +88,21 @@ def test_every_share_gives_the_same_bits_operation_by_operation(name):
             for parts, others in zip(want, interpret(again, leaves), strict=True):
                 for a, b in zip(parts, others, strict=True):
                     np.testing.assert_array_equal(a, b)
+
+
+@hypothesis.settings(
+    max_examples=40, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
+@hypothesis.given(program=programs(), reach=st.integers(0, 5000), share=st.floats(0, 1))
+def test_any_program_gives_the_same_bits(program, reach, share):
+    function, count = program
+    args = arguments(count)
+    jaxpr, ordered = ordered_program(function, args)
+    leaves = [*jax.tree.leaves(args), *jaxpr.consts]
+    again = recompute(ordered, reach, share, cost.seconds)
+    for parts, others in zip(interpret(ordered, leaves), interpret(again, leaves), strict=True):
+        for a, b in zip(parts, others, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def layers(depth=8, width=64, batch=256):
