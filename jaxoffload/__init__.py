@@ -28,6 +28,7 @@ from jaxoffload.plan.hardware import MACHINES as MACHINES
 from jaxoffload.plan.hardware import Machine as Machine
 from jaxoffload.report.explain import Explanation as Explanation
 from jaxoffload.report.predict import Prediction as Prediction
+from jaxoffload.report.tradeoff import Tradeoff as Tradeoff
 from jaxoffload.runtime.arrays import DiskArray as DiskArray
 from jaxoffload.runtime.arrays import HostArray as HostArray
 from jaxoffload.runtime.arrays import disk_put as disk_put

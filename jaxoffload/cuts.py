@@ -24,6 +24,8 @@ _CLOSE = 1.05
 """A plan that takes no longer than so many times the kernels of the whole is not bettered."""
 _SAME = 1.03
 """Simulated times that differ by less say nothing."""
+_NEAR = 1.1
+"""The same where the link is what is short: with less to move it is another time that counts."""
 _WORSE = 1.2
 """Where computing more again takes so many times the best, more still is not tried."""
 SIMULATED_VERTICES = 10_000
@@ -61,6 +63,8 @@ class Ranking:
       build: a TaskGraph's MemGraph for the budget.
       budget: bytes of device memory.
       machine: on which they are simulated.
+      recompute: whether cuts that compute something again are among them: "auto", "never", or
+        "always": no others are.
     """
 
     def __init__(
@@ -69,7 +73,9 @@ class Ranking:
         build: Callable[[TaskGraph], MemGraph],
         budget: int,
         machine: Machine,
+        recompute: str,
     ):
+        self._recompute = recompute
         self._captured, self._build = captured, build
         self._budget, self._machine = budget, machine
         self._enough = _CLOSE * float(machine.task_seconds(captured(WHOLE)).sum())
@@ -94,7 +100,7 @@ class Ranking:
                 yield cut
                 continue
             self._try(cut, graph)
-        for base in self._bases():
+        for base in self._bases() if self._recompute == "auto" else ():
             self._work = 0
             if not self._is_enough():
                 self._try_recomputing(base)
@@ -104,20 +110,24 @@ class Ranking:
                 yield cut
 
     def _plain(self) -> list[Cut]:
-        """Cuts that compute everything once."""
+        """Cuts that compute everything once, or all that is read late again."""
         cuts = []
         for number, share in enumerate(SHARES):
             cuts.append(Cut(share * self._budget))
             if number % 2 == 0:
                 cuts.append(Cut(share * self._budget, None, share * self._budget))
-        return [*cuts, FINEST]
+        cuts.append(FINEST)
+        if self._recompute == "always":
+            reach = REACHES[-1] * self._budget
+            cuts = [dataclasses.replace(cut, recomputed=1.0, reach=reach) for cut in cuts]
+        return cuts
 
     def _bases(self) -> Iterable[tuple[float, int, Cut]]:
         """The best of those that split nothing, and of the others."""
         found: dict[tuple[float, float], tuple[float, int, Cut]] = {}
         for is_split in (False, True):
             alike = [t for t in self._tried if (t[2].split_bytes is not None) == is_split]
-            for best in _by_time(alike)[:1]:  # where nothing is to be split, both are one
+            for best in _by_time(alike, _NEAR)[:1]:  # where nothing is to be split, both are one
                 found.setdefault((best[0], best[2].max_bytes), best)
         return found.values()
 
@@ -145,8 +155,8 @@ class Ranking:
             if attempt(REACHES[0], share) > _WORSE * min(found.values()):
                 break
         best = min(found, key=found.__getitem__)[1]
-        if best and attempt(REACHES[1], best) > _WORSE * min(found.values()):
-            return
+        for share in sorted({best, 1.0} if best > RECOMPUTED[0] else {best}):
+            attempt(REACHES[1], share)
         reach, best = min(found, key=found.__getitem__)
         step = (RECOMPUTED[1] - RECOMPUTED[0]) / 2
         if best and attempt(reach, best - step) > found[reach, best]:
@@ -157,8 +167,10 @@ class Ranking:
         return is_fast or self._work > SIMULATED_VERTICES
 
 
-def _by_time(tried: list[tuple[float, int, Cut]]) -> list[tuple[float, int, Cut]]:
+def _by_time(
+    tried: list[tuple[float, int, Cut]], same: float = _SAME
+) -> list[tuple[float, int, Cut]]:
     """Fast before slow, and coarse before fine where the model sees no difference: it knows nothing
     of small tiles."""
     least = min((took for took, _, _ in tried), default=0.0)
-    return sorted(tried, key=lambda found: (max(found[0], _SAME * least), found[1]))
+    return sorted(tried, key=lambda found: (max(found[0], same * least), found[1]))

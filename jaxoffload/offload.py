@@ -5,7 +5,7 @@ import functools
 import threading
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jaxoffload.policies import LaunchPolicy
 from jaxoffload.primitive import bind
 from jaxoffload.report.explain import Explanation
 from jaxoffload.report.predict import Prediction, predict
+from jaxoffload.report.tradeoff import Tradeoff, tradeoff
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.profile import Profile
@@ -177,6 +178,29 @@ class Offloaded:
             request = dataclasses.replace(request, options=options)
         return predict(request, machine, policy, jitter)
 
+    def tradeoff(
+        self,
+        *args: Any,
+        machine: Machine | str,
+        shares: Sequence[float] = (0.75, 0.5, 0.35, 0.25),
+        **kwargs: Any,
+    ) -> Tradeoff:
+        """Simulated time over device memory: everything kept, offloaded, computed again, or the
+        best of both. From shapes alone.
+
+        Args:
+          machine: as for `predict`.
+          shares: of what keeping everything needs, the budgets to plan for.
+
+        Returns:
+          A `Tradeoff`: print it, or show its `svg()`.
+
+        Raises:
+          ValueError: machine is not known, or a share is not positive.
+        """
+        request = self._program(self._spec.bind(args, kwargs)).request()
+        return tradeoff(request, machine, shares)
+
     def _program(self, call: Call) -> _Program:
         with self._lock:
             program = self._programs.get(call.signature)
@@ -251,6 +275,7 @@ def offload(
     verify: bool = False,
     results: str = "device",
     policy: str = "auto",
+    recompute: str = "auto",
     profile: Any = None,
 ) -> Any:
     """Makes a function run within a device memory budget, with the same results.
@@ -283,6 +308,11 @@ def offload(
       policy: "auto": after some direct calls the plan is made again from what they measured, if a
         simulation says that it pays, and taken back if it does not. The cut stays, and with it
         every bit of the results. "once": the first plan stays.
+      recompute: "auto": values that would not stay on the device until they are read again are
+        computed again instead of moved, as far as a simulation says that this is faster (random
+        numbers come from the same keys; loops and sorts are not repeated). "never": they are moved.
+        "always": all are computed again, as with `jax.checkpoint` everywhere. With `vertex_memory`
+        nothing is.
       profile: what earlier runs measured: a `Profile`, or the path of a saved one. Also
         `Offloaded.profile`, which goes on measuring.
 
@@ -303,8 +333,9 @@ def offload(
       TURNIP: a "nondeterministic" GPU runtime with CPU RAM offload, sections 4 to 7.
     """
     options = make_options(
-        device_memory, host_memory, disk, vertex_memory, launch, check, verify, results, policy
-    )
+        device_memory, host_memory, disk, vertex_memory, launch, check, verify, results, policy,
+        recompute,
+    )  # fmt: skip
     measured = profile if isinstance(profile, Profile) else None
     if measured is None:
         measured = Profile() if profile is None else Profile.load(profile)

@@ -32,6 +32,8 @@ class Options:
       verify: whether the first run of each plan is compared with plain `jax.jit`.
       results: "device" or "host", where results go that do not follow a donated argument.
       policy: "auto": plans are made again from what runs measured; "once": from estimates only.
+      recompute: "auto": values are computed again where that is faster than moving them; "never";
+        "always": whatever is read again late.
     """
 
     device_memory: int | str | None = "auto"
@@ -43,6 +45,7 @@ class Options:
     verify: bool = False
     results: str = "device"
     policy: str = "auto"
+    recompute: str = "auto"
 
 
 def make_options(
@@ -55,6 +58,7 @@ def make_options(
     verify: bool,
     results: object,
     policy: object,
+    recompute: object,
 ) -> Options:
     """Options from what the user typed.
 
@@ -75,9 +79,13 @@ def make_options(
         raise ValueError(f'offload: results={results!r} is no tier. Pass "device" or "host".')
     if policy not in ("auto", "once"):
         raise ValueError(f'offload: policy={policy!r} is not known. Pass "auto" or "once".')
+    if recompute not in ("auto", "never", "always"):
+        raise ValueError(
+            f'offload: recompute={recompute!r} is not known. Pass "auto", "never" or "always".'
+        )
     return Options(
         device_memory, host_memory, folders, vertex_memory, policies.as_policy(launch), check,
-        verify, str(results), str(policy),
+        verify, str(results), str(policy), str(recompute),
     )  # fmt: skip
 
 

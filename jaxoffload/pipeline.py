@@ -383,6 +383,7 @@ class Planner:
             lambda graph: self.build(graph, budget),
             budget,
             self.machine,
+            self._request.options.recompute,
         )
         for cut in ranking.by_time() if by_time else ranking.feasible():
             compiled = self._compiled(cut)  # which tells executables' workspace

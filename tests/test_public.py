@@ -11,7 +11,7 @@ import jaxoffload as jo
 
 NAMES = """BackendError BackendReport CaptureError DiskArray DiskError Explanation HostArray
 MACHINES Machine OffloadError OffloadWarning Offloaded Plan PlanError Prediction Profile Run
-RunError VerificationError VerifyError backends clear_caches disk_put host_put offload
+RunError Tradeoff VerificationError VerifyError backends clear_caches disk_put host_put offload
 open_safetensors
 policies""".split()
 

@@ -161,3 +161,15 @@ def test_a_short_link_is_spared_and_results_agree(monkeypatch):
     moved = {rate: p.bytes_offloaded + p.bytes_reloaded for rate, p in plans.items()}
     assert moved[1e8] < 0.5 * moved[1e12]
     assert "computes again" in str(jo.offload(function, device_memory=budget).explain(*args))
+
+
+def test_never_and_always():
+    function, args = layers(depth=12, batch=512)
+    plans = {
+        how: jo.offload(function, device_memory=3 * 2**19, recompute=how).plan(*args)
+        for how in ("never", "always")
+    }
+    assert plans["never"].recomputed == 0 < plans["always"].recomputed
+    assert plans["always"].bytes_offloaded < plans["never"].bytes_offloaded
+    with pytest.raises(ValueError, match="recompute='often'"):
+        jo.offload(function, recompute="often")

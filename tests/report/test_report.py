@@ -1,14 +1,17 @@
 """Pictures and traces of a run that really moved something."""
 
+import dataclasses
 import json
 import xml.etree.ElementTree
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxoffload as jo
 from jaxoffload.graphs.memgraph import Kind
+from jaxoffload.plan.hardware import SMALL_SERVER, Link
 from jaxoffload.report.perfetto import perfetto_json
 from jaxoffload.report.place_map import place_map_svg
 
@@ -58,3 +61,30 @@ def test_trace_has_a_slice_for_every_vertex_and_the_bytes_that_moved(run):
 def test_bytes_by_tensor_add_up(run):
     down, up = (sum(column) for column in zip(*run.bytes_by_tensor.values(), strict=True))
     assert (down, up) == (run.bytes_offloaded, run.bytes_reloaded)
+
+
+def test_tradeoff_has_every_strategy_and_both_is_never_slower():
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x * x)
+
+    shapes = [jax.ShapeDtypeStruct((64, 64), np.float32)] * 12
+    batch = jax.ShapeDtypeStruct((512, 64), np.float32)
+    link = Link(1e8, 0.0)
+    machine = dataclasses.replace(SMALL_SERVER, name="slow", to_device=link, from_device=link)
+    step = jo.offload(jax.grad(loss), device_memory=None)
+    found = step.tradeoff(shapes, batch, machine=machine, shares=(0.6, 0.4))
+    by = {(p.strategy, p.budget): p for p in found.points}
+    assert found.points[0].strategy == "keep" and len(by) == 7
+    for budget in {p.budget for p in found.points[1:]}:
+        best = by["both", budget].seconds
+        assert best <= 1.1 * min(by["offload", budget].seconds, by["recompute", budget].seconds)
+        assert by["recompute", budget].bytes_moved <= by["offload", budget].bytes_moved
+    least = min(budget for _, budget in by)
+    assert by["recompute", least].bytes_moved < 0.9 * by["offload", least].bytes_moved
+    assert "keep everything" in str(found) and "recompute" in str(found)
+    root = xml.etree.ElementTree.fromstring(found.svg())
+    assert len([e for e in root if e.tag.endswith("circle")]) == len(found.points)
+    with pytest.raises(ValueError, match=r"shares=\[0\] holds 0"):
+        step.tradeoff(shapes, batch, machine=machine, shares=[0])
