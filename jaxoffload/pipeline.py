@@ -9,7 +9,7 @@ import functools
 import hashlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,8 @@ from jaxoffload.options import Options, format_bytes
 from jaxoffload.plan.build import build_memgraph
 from jaxoffload.plan.hardware import Machine
 from jaxoffload.plan.limits import intermediates_peak, min_budget, resident_peak
+from jaxoffload.plan.order import orders
+from jaxoffload.plan.simulate import simulate
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import reserve
 from jaxoffload.runtime.callers import byte_count
@@ -43,6 +45,10 @@ logger = logging.getLogger(__name__)
 SPLITS = (1 / 4, 1 / 16, 1 / 64)
 """Working sets to split operations down to, as shares of what the largest needs, for the smallest
 feasible budget."""
+_ORDERED_VERTICES = 2000
+"""Up to so many vertices other orders are tried: a second's planning."""
+_GAIN = 0.99
+"""Of the simulated time, what another order must come down to."""
 _LOWER = 20
 """Steps down from a feasible budget in search of a smaller one, at most."""
 
@@ -315,14 +321,34 @@ class Planner:
                     whole, self.build(whole[0].taskgraph, room), budget, resident=False
                 )
         else:
-            kept = _keep_everything(whole[0].taskgraph, budget)
-            if kept is not None:
-                return self._finish(whole, kept, budget, resident=True)
+            for cut in self._in_other_orders(whole):
+                kept = _keep_everything(cut[0].taskgraph, budget)
+                if kept is not None:
+                    return self._finish(cut, kept, budget, resident=True)
         assert budget is not None, "without a limit everything is kept"
         found = self._chosen(budget) or self._least
         if _needs(found) > budget:
             raise self._refusal(budget)
-        return self._finish(found, self.build(found[0].taskgraph, budget), budget, resident=False)
+        best, graph, least = found, None, float("inf")
+        for cut in self._in_other_orders(found):
+            memgraph = self.build(cut[0].taskgraph, budget)
+            took = simulate(memgraph, machine=self.machine).seconds
+            if took < _GAIN * least:
+                best, graph, least = cut, memgraph, took
+        assert graph is not None
+        return self._finish(best, graph, budget, resident=False)
+
+    def _in_other_orders(
+        self, cut: tuple[Captured, list[Any], CompileReport]
+    ) -> Iterator[tuple[Captured, list[Any], CompileReport]]:
+        """A cut as it is, and with its vertices in each other order worth a try."""
+        yield cut
+        captured, executables, report = cut
+        if len(captured.taskgraph.vertices) <= _ORDERED_VERTICES:
+            seconds = self.machine.task_seconds(captured.taskgraph)
+            for name, graph in orders(captured.taskgraph, seconds.tolist()).items():
+                logger.debug("%s: order %s", self._request.name, name)
+                yield Captured(graph, captured.kernels), executables, report
 
     def build(self, graph: TaskGraph, budget: int, **choices: Any) -> MemGraph:
         """A MemGraph within the request's limits."""
