@@ -34,7 +34,7 @@ def _least(function: Any, args: Any, donate: Any) -> tuple[int, int]:
     step = jo.offload(function, device_memory=None, donate_argnums=donate)
     program = step._program(step._spec.bind(args, {}))
     planner = Planner(program.request(), compiles=False)
-    return min_budget(planner._graph(FINEST))[0], planner.minimum()[0]
+    return min_budget(planner.graph(FINEST))[0], planner.minimum()[0]
 
 
 def run_suite(small: bool, on: Machine) -> list[dict[str, Any]]:

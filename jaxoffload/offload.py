@@ -151,7 +151,7 @@ class Offloaded:
         """
         call = self._spec.bind(args, kwargs)
         program = self._program(call)
-        return Explanation.of(program.request(), self._options.device_memory)
+        return Explanation.of(program.request(), self._options.device_memory, call.leaves)
 
     def predict(
         self,

@@ -384,7 +384,7 @@ class Planner:
             return fixed
         best = min(self._compiled(FINEST), self._compiled(WHOLE), key=_needs)
         tiled = [Cut(0, 1, share * _needs(best)) for share in SPLITS]
-        chosen = min(tiled, key=lambda cut: min_budget(self._graph(cut))[0])
+        chosen = min(tiled, key=lambda cut: min_budget(self.graph(cut))[0])
         best = min(best, self._compiled(chosen), key=_needs)
         for _ in range(_LOWER):
             lower = self._chosen(_needs(best) - 1, by_time=False)
@@ -405,7 +405,7 @@ class Planner:
         if fixed is not None:
             return fixed if _needs(fixed) <= budget else None
         ranking = Ranking(
-            self._graph,
+            self.graph,
             lambda graph: self.build(graph, budget),
             budget,
             self.machine,
@@ -434,7 +434,12 @@ class Planner:
         """Time of an operation on the machine that is planned for."""
         return float(self.machine.kernel_seconds(cost.flops(equation), cost.traffic(equation)))
 
-    def _graph(self, cut: Cut) -> TaskGraph:
+    @property
+    def has_fixed_cut(self) -> bool:
+        """Whether the request itself says how the program is cut."""
+        return self._request.options.vertex_memory is not None
+
+    def graph(self, cut: Cut) -> TaskGraph:
         """The TaskGraph of a cut that is only looked at."""
         return self._captured(cut, kernels=False).taskgraph
 

@@ -5,6 +5,7 @@ kernels are compiled, since only XLA knows their workspace, and are kept for the
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from jaxoffload.errors import PlanError
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
 from jaxoffload.options import format_bytes
 from jaxoffload.pipeline import Plan, Planner, Request
+from jaxoffload.report.advice import advice
 
 _KIND_NAMES = {
     TensorKind.WEIGHT: "weights",
@@ -98,6 +100,7 @@ class Explanation:
       budget: the bytes asked for, None for no limit.
       plan: the plan for that budget, None where it cannot work.
       verdict: one line.
+      advice: what would lower the memory that is needed, and what is held for nothing.
     """
 
     name: str
@@ -109,13 +112,15 @@ class Explanation:
     budget: int | None
     plan: Plan | None
     verdict: str
+    advice: tuple[str, ...]
 
     @classmethod
-    def of(cls, request: Request, asked: Any) -> "Explanation":
+    def of(cls, request: Request, asked: Any, leaves: Sequence[Any] = ()) -> "Explanation":
         """Explains one signature of an offloaded function.
 
         Args:
           asked: the user's own `device_memory`.
+          leaves: the call's flat arguments, to tell which are the same array.
         """
         options = request.options
         planner = Planner(request)
@@ -141,6 +146,7 @@ class Explanation:
             budget=budget,
             plan=plan,
             verdict=_verdict(budget, asked, peak, least, plan),
+            advice=tuple(advice(request, planner, leaves)),
         )
 
     def __str__(self) -> str:
@@ -178,6 +184,7 @@ class Explanation:
                     f"{format_bytes(self.plan.bytes_stored)}; {format_bytes(self.plan.disk_bytes)} "
                     "are reserved"
                 )
+        lines += [f"- {line}" for line in self.advice]
         return "\n".join(lines)
 
     __repr__ = __str__

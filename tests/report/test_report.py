@@ -88,3 +88,39 @@ def test_tradeoff_has_every_strategy_and_both_is_never_slower():
     assert len([e for e in root if e.tag.endswith("circle")]) == len(found.points)
     with pytest.raises(ValueError, match=r"shares=\[0\] holds 0"):
         step.tradeoff(shapes, batch, machine=machine, shares=[0])
+
+
+def test_explain_says_what_would_lower_the_memory():
+    def step(weights, moments, x, unused, same):
+        def loss(weights, x):
+            for w in weights:
+                x = jnp.tanh(x @ w)
+            return jnp.mean(x * x)
+
+        grads = jax.grad(loss)(weights, x)
+        product = jnp.sort(x @ weights[0], axis=0)
+        updated = [w - g + same.sum() for w, g in zip(weights, grads, strict=True)]
+        return updated, moments, product, product
+
+    weights = [np.ones((64, 64), np.float32) for _ in range(6)]
+    x, other = jnp.ones((1024, 64)), jnp.ones((256, 256))
+    found = jo.offload(step, device_memory="3MiB").explain(weights, other, x, other + 1, x)
+    lines = {line.split(":")[0]: line for line in found.advice}
+    assert set(lines) >= {
+        "Donate",
+        "Recompute",
+        "Needless",
+        "Duplicate",
+        "Smallest budget",
+        "Dtype",
+    }
+    text = str(found)
+    assert "nothing reads flat arguments 8: 256 KiB" in text
+    assert "arguments 7 and 9 are the same array" in text
+    assert "results 7, 8 are the same, 256 KiB each" in text
+    assert "result 6 is argument 6 unchanged" in text
+    assert "in bfloat16" in lines["Dtype"] and "test_report.py" in lines["Smallest budget"]
+    lean = jo.offload(lambda x: jnp.tanh(x), device_memory=None, donate_argnums=0)
+    assert {line.split(":")[0] for line in lean.explain(x).advice} <= {
+        "Smallest budget", "Dtype", "Split"
+    }  # fmt: skip

@@ -1,0 +1,154 @@
+"""What would lower the memory that a function needs, and what it holds for nothing.
+
+Every line names what to do and what it saves, in bytes that were computed from the graphs.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxoffload.cuts import WHOLE, Cut
+from jaxoffload.graphs.taskgraph import TaskGraph, Vertex
+from jaxoffload.options import format_bytes
+from jaxoffload.pipeline import Planner, Request
+from jaxoffload.plan.limits import resident_peak
+
+_WORTH = 0.02
+"""Share of the peak below which nothing is said."""
+_WIDE = {"float32": "bfloat16", "float64": "float32"}
+"""Dtypes, and what halves them."""
+
+
+def advice(request: Request, planner: Planner, leaves: Sequence[Any] = ()) -> list[str]:
+    """Lines of advice, the ones about the peak first.
+
+    Args:
+      leaves: the call's flat arguments, to tell which are the same array.
+    """
+    graph = planner.whole()
+    peak = resident_peak(graph)
+    lines = [
+        *_to_donate(request, peak),
+        *_to_recompute(planner, peak),
+        *_needless(request, graph, peak, leaves),
+    ]
+    _, least_graph, vertex_id = planner.minimum()
+    if least_graph.vertices:
+        lines += _about(least_graph, least_graph.vertices[vertex_id])
+    return lines
+
+
+def _bytes(aval: Any) -> int:
+    return math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:6]))
+    return shown + (f" and {len(numbers) - 6} more" if len(numbers) > 6 else "")
+
+
+def _to_donate(request: Request, peak: int) -> list[str]:
+    """Arguments that have a result of their shape and are not donated."""
+    given = {argument for argument, _ in request.donated}
+    taken = {result for _, result in request.donated}
+    waiting: dict[Any, int] = {}
+    for j, aval in enumerate(request.jaxpr.out_avals):
+        if j not in taken:
+            key = tuple(aval.shape), aval.dtype
+            waiting[key] = waiting.get(key, 0) + 1
+    found, saved = [], 0
+    for i, aval in enumerate(request.jaxpr.in_avals):
+        key = tuple(aval.shape), aval.dtype
+        if i not in given and waiting.get(key, 0):
+            waiting[key] -= 1
+            found.append(i)
+            saved += _bytes(aval)
+    if saved <= _WORTH * peak:
+        return []
+    return [
+        f"Donate: results of their shape could take the memory of flat arguments "
+        f"{_listed(found)} (donate_argnums): {format_bytes(saved)} less, where the caller does not "
+        "need them any more."
+    ]
+
+
+def _to_recompute(planner: Planner, peak: int) -> list[str]:
+    """What computing again would do to the peak."""
+    if planner.has_fixed_cut:
+        return []
+    lower = min(
+        resident_peak(planner.graph(Cut(WHOLE.max_bytes, recomputed=1.0, reach=peak / part)))
+        for part in (2, 8)
+    )
+    if peak - lower <= _WORTH * peak:
+        return []
+    return [
+        f"Recompute: computing again what is read late lowers the peak to {format_bytes(lower)}. "
+        'A budget does so where that is faster (recompute="auto"), recompute="always" throughout.'
+    ]
+
+
+def _needless(request: Request, graph: TaskGraph, peak: int, leaves: Sequence[Any]) -> list[str]:
+    """Arguments without a reader, arrays that are there twice, results that are arguments."""
+    lines = []
+    sizes = [_bytes(aval) for aval in request.jaxpr.in_avals]
+    used = {t.argument.index for t in graph.tensors if t.argument is not None}
+    unused = [i for i, size in enumerate(sizes) if i not in used and size > _WORTH * peak]
+    if unused:
+        total = format_bytes(sum(sizes[i] for i in unused))
+        lines.append(f"Needless: nothing reads flat arguments {_listed(unused)}: {total}.")
+    first: dict[int, int] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            continue
+        same = first.setdefault(id(leaf), i)
+        if same != i and sizes[i] > _WORTH * peak:
+            lines.append(
+                f"Duplicate: flat arguments {same} and {i} are the same array, and are moved "
+                f"twice: {format_bytes(sizes[i])}. Pass it once."
+            )
+    pairs = {result: argument for argument, result in request.donated}
+    for tensor in graph.tensors:
+        if tensor.bytes <= _WORTH * peak:
+            continue
+        where = sorted({span.index for span in tensor.results})
+        home = tensor.argument
+        if home is not None and where and pairs.get(where[0]) != home.index:
+            lines.append(
+                f"Needless: result {where[0]} is argument {home.index} unchanged, a copy of "
+                f"{format_bytes(tensor.bytes)}. Do not return it, or donate the argument."
+            )
+        elif home is None and len(where) > 1:
+            lines.append(
+                f"Duplicate: results {_listed(where)} are the same, {format_bytes(tensor.bytes)} "
+                f"each ({tensor.source}). Return it once."
+            )
+    return lines
+
+
+def _about(graph: TaskGraph, vertex: Vertex) -> list[str]:
+    """What makes the vertex large that sets the smallest budget."""
+    parts = sorted(
+        (graph.tensors[t] for t in dict.fromkeys((*vertex.inputs, *vertex.outputs))),
+        key=lambda tensor: -tensor.bytes,
+    )
+    shown = ", ".join(f"{t.name} {format_bytes(t.bytes)}" for t in parts[:4])
+    where = f" at {vertex.source}" if vertex.source else ""
+    lines = [f"Smallest budget: {vertex.name}{where} holds {shown} at once."]
+    wide = [t for t in parts if t.dtype in _WIDE]
+    half = sum(t.bytes for t in wide) // 2
+    total = sum(t.bytes for t in parts) + vertex.workspace_bytes
+    if half > _WORTH * total:
+        lines.append(
+            f"Dtype: in {_WIDE[wide[0].dtype]} its {wide[0].dtype} arrays take "
+            f"{format_bytes(half)} less."
+        )
+    if not vertex.name.startswith("tiled"):
+        lines.append(
+            f"Split: {vertex.name} is not split; where its rows do not depend on one another, call "
+            "it for some of them at a time (jax.lax.map with batch_size)."
+        )
+    return lines
