@@ -28,6 +28,7 @@
 #include "ffi.h"
 #include "pjrt/client.h"
 #include "pjrt/plan.h"
+#include "plan/place_intervals.h"
 #include "tiers/disk_store.h"
 #include "tiers/host_block.h"
 
@@ -457,6 +458,14 @@ void BindHostBuffer(nb::module_& m) {
         return HostBlock::Global().IsPinned(reinterpret_cast<const char*>(address), bytes);
       },
       "address"_a, "nbytes"_a);
+  m.def(
+      "place_intervals",
+      [](const std::vector<int64_t>& lower, const std::vector<int64_t>& upper,
+         const std::vector<int64_t>& size, int64_t capacity, int64_t max_steps) {
+        const nb::gil_scoped_release released;
+        return PlaceIntervals(lower, upper, size, capacity, max_steps);
+      },
+      "lower"_a, "upper"_a, "size"_a, "capacity"_a, "max_steps"_a);
   m.def("host_release", [] { HostBlock::Global().ReleaseFree(); }, nb::call_guard<WithoutGil>());
   m.def(
       "host_set_cap", [](int64_t bytes) { HostBlock::Global().SetCap(bytes); }, "nbytes"_a,

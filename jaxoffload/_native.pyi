@@ -328,6 +328,15 @@ def host_stats() -> dict[str, int]:
 def host_is_pinned(address: int, nbytes: int) -> bool:
     """Whether a range is in the host tier and pinned, so that a GPU can read it where it is."""
 
+def place_intervals(
+    lower: Sequence[int], upper: Sequence[int], size: Sequence[int], capacity: int, max_steps: int
+) -> list[int]:
+    """Offsets of buffers, or an empty list; see plan/placement.py, which checks the arguments.
+
+    Args:
+      max_steps: buffers that are placed at most, all tries together: about three million a second.
+    """
+
 def host_release() -> None:
     """Gives the free pages of the host tier back to the system."""
 

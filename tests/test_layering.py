@@ -43,6 +43,8 @@ def test_imports_point_backwards(path):
                 assert ORDER.index(parts[1]) < ORDER.index(folder), f"{folder} imports {module}"
         if folder in ("plan", "graphs"):
             assert parts[0] not in ("jax", "jaxlib"), f"{folder} imports {module}"
-            assert module != "jaxoffload._native" and parts[1:2] != ["_jax_compat"]
+            assert parts[1:2] != ["_jax_compat"]
+            # A search that is a hundred times slower in Python, and needs nothing but numbers.
+            assert module != "jaxoffload._native" or path.name == "placement.py"
         if path.name != "_jax_compat.py":
             assert not module.startswith(("jax._src", "jaxlib.")), f"{path.name} imports {module}"
