@@ -262,6 +262,13 @@ void BindClient(nb::module_& m) {
           "handlers"_a)
       .def("trim", &Client::Trim, nb::call_guard<WithoutGil>())
       .def(
+          "throttle_copies",
+          [](Client& client, int64_t bytes_per_second) {
+            if (bytes_per_second < 0) throw std::invalid_argument("bytes_per_second is negative");
+            return client.platform().Throttle(bytes_per_second);
+          },
+          "bytes_per_second"_a)
+      .def(
           "arena_bytes",
           [](Client& client, int32_t device) {
             if (device < 0 || device >= client.num_devices()) {

@@ -1,3 +1,6 @@
+#include <chrono>
+#include <thread>
+
 #include "launcher/backend.h"
 #include "pjrt/platform.h"
 
@@ -35,7 +38,14 @@ PJRT_Error* CpuPlatform::Import(const BufferSpec& spec, PJRT_Buffer** buffer) {
 
 bool CpuPlatform::Copy(int32_t, const CopySpec& copy, const std::atomic<bool>& abort,
                        std::string*) {
+  const int64_t rate = copy_bytes_per_second_.load(std::memory_order_relaxed);
+  const auto start = std::chrono::steady_clock::now();
   CopyBytes(copy.to, copy.from, copy.bytes, abort);
+  if (rate > 0) {
+    const std::chrono::duration<double> whole(static_cast<double>(copy.bytes) / rate);
+    std::this_thread::sleep_until(
+        start + std::chrono::duration_cast<std::chrono::steady_clock::duration>(whole));
+  }
   return true;
 }
 

@@ -51,6 +51,9 @@ class Platform {
   virtual void Prepare() = 0;
   // Gives back what can be had again. No run may be active.
   virtual void Trim() = 0;
+  // Lets no copy be faster than so many bytes a second (0: as fast as it is): another machine's
+  // link, for measurements. False where copies are real ones over a link.
+  virtual bool Throttle(int64_t /*bytes_per_second*/) { return false; }
   virtual int64_t leased_bytes(int32_t device) const = 0;
   virtual int64_t resident_bytes(int32_t device) const = 0;
 
@@ -79,6 +82,10 @@ class CpuPlatform : public Platform {
   void Release(int32_t device, int64_t bytes) override { arenas_[device]->Release(bytes); }
   void Prepare() override {}
   void Trim() override;
+  bool Throttle(int64_t bytes_per_second) override {
+    copy_bytes_per_second_.store(bytes_per_second, std::memory_order_relaxed);
+    return true;
+  }
   int64_t leased_bytes(int32_t device) const override { return arenas_[device]->leased_bytes(); }
   int64_t resident_bytes(int32_t device) const override {
     return arenas_[device]->resident_bytes();
@@ -93,6 +100,7 @@ class CpuPlatform : public Platform {
   PJRT_Client* const client_;
   const std::vector<PJRT_Device*> devices_;
   std::vector<std::unique_ptr<Arena>> arenas_;
+  std::atomic<int64_t> copy_bytes_per_second_{0};
 };
 
 }  // namespace jaxoffload

@@ -61,7 +61,7 @@ def order_program(program: Program) -> Ordered:
         for i, (part, offset) in enumerate(parts):
             if is_literal(part):
                 parts[i] = (_materialize(part, program), offset)
-    equations = serial_order(live_equations(program), program.parents)
+    equations = serial_order(live_equations(program, program.equations), program.parents)
     return Ordered(equations, program)
 
 

@@ -170,6 +170,10 @@ class Program:
     results: list[list[tuple[Operand, int]]]
     parents: list[int]
 
+    def result_values(self) -> set[Value]:
+        """The values that are results or parts of them."""
+        return {part for parts in self.results for part, _ in parts if isinstance(part, Value)}
+
 
 def is_literal(operand: Operand) -> bool:
     return isinstance(operand, compat.Literal)

@@ -10,17 +10,18 @@ All other equations keep the program's order. The result is a valid serial order
 """
 
 import heapq
+from collections.abc import Sequence
 
 from jaxoffload.capture import slicing
 from jaxoffload.capture.flat import Equation, Program, Value
 from jaxoffload.capture.views import is_view
 
 
-def live_equations(program: Program) -> list[Equation]:
-    """The equations that some result needs, in program order."""
-    needed = {part for parts in program.results for part, _ in parts if isinstance(part, Value)}
+def live_equations(program: Program, equations: Sequence[Equation]) -> list[Equation]:
+    """Those of a program's equations, in serial order, that some result needs."""
+    needed = program.result_values()
     kept: list[Equation] = []
-    for equation in reversed(program.equations):
+    for equation in reversed(equations):
         if any(out in needed for out in equation.outputs):
             kept.append(equation)
             needed.update(equation.values())

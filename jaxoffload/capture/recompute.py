@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from jaxoffload.capture import slicing
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.flat import Equation, Value
+from jaxoffload.capture.order import live_equations
 from jaxoffload.capture.split import TiledOperation
 from jaxoffload.capture.views import is_view, roots
 
@@ -81,9 +82,7 @@ class _Recomputer:
         self.program, self.reach, self.seconds = ordered.program, reach, seconds
         self.equations = ordered.equations
         self.producer = {v: i for i, e in enumerate(self.equations) for v in e.outputs}
-        self.results = {
-            part for parts in self.program.results for part, _ in parts if isinstance(part, Value)
-        }
+        self.results = self.program.result_values()
         self.view_of = {
             v: e
             for e in self.equations
@@ -257,14 +256,10 @@ class _Rewriter:
 
     def _live(self, equations: list[Equation]) -> list[Equation]:
         """Without what nobody reads any more."""
-        needed = set(self.source.results)
-        kept = []
-        for equation in reversed(equations):
-            if any(v in needed for v in equation.outputs):
-                kept.append(equation)
-                needed.update(equation.values())
+        kept = live_equations(self.source.program, equations)
+        made = {v for equation in kept for v in equation.outputs}
         for equation in kept:
             first = self.original.get(id(equation))
-            if first is not None and not any(v in needed for v in first.outputs):
+            if first is not None and first.outputs[0] not in made:
                 equation.again = False  # it was put off, not repeated
-        return kept[::-1]
+        return kept

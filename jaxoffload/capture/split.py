@@ -82,9 +82,7 @@ class _Splitter:
         self.program: Program = ordered.program
         self.equations = list(ordered.equations)
         self.limit = limit
-        self.results = {
-            part for parts in self.program.results for part, _ in parts if isinstance(part, Value)
-        }
+        self.results = self.program.result_values()
         self.groups: dict[int, _Group] = {}  # by the identity of their equations
         # What was best for an equation of this operation and these shapes: tiles, which tiling.
         self.choices: dict[Any, tuple[int, int] | None] = {}

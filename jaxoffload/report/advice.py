@@ -3,18 +3,17 @@
 Every line names what to do and what it saves, in bytes that were computed from the graphs.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxoffload.cuts import WHOLE, Cut
 from jaxoffload.graphs.taskgraph import TaskGraph, Vertex
 from jaxoffload.options import format_bytes
 from jaxoffload.pipeline import Planner, Request
 from jaxoffload.plan.limits import resident_peak
+from jaxoffload.runtime.callers import byte_count
 
 _WORTH = 0.02
 """Share of the peak below which nothing is said."""
@@ -41,10 +40,6 @@ def advice(request: Request, planner: Planner, leaves: Sequence[Any] = ()) -> li
     return lines
 
 
-def _bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
-
-
 def _listed(numbers: Sequence[int]) -> str:
     shown = ", ".join(map(str, numbers[:6]))
     return shown + (f" and {len(numbers) - 6} more" if len(numbers) > 6 else "")
@@ -65,7 +60,7 @@ def _to_donate(request: Request, peak: int) -> list[str]:
         if i not in given and waiting.get(key, 0):
             waiting[key] -= 1
             found.append(i)
-            saved += _bytes(aval)
+            saved += byte_count(aval)
     if saved <= _WORTH * peak:
         return []
     return [
@@ -94,7 +89,7 @@ def _to_recompute(planner: Planner, peak: int) -> list[str]:
 def _needless(request: Request, graph: TaskGraph, peak: int, leaves: Sequence[Any]) -> list[str]:
     """Arguments without a reader, arrays that are there twice, results that are arguments."""
     lines = []
-    sizes = [_bytes(aval) for aval in request.jaxpr.in_avals]
+    sizes = [byte_count(aval) for aval in request.jaxpr.in_avals]
     used = {t.argument.index for t in graph.tensors if t.argument is not None}
     unused = [i for i, size in enumerate(sizes) if i not in used and size > _WORTH * peak]
     if unused:

@@ -13,9 +13,11 @@ def resident():
         return int(file.read().split()[1]) * 4096
 
 def function(x):
-    parts = [jnp.sin(x * (i + 1)) for i in range(16)]
+    parts = [x]
+    for _ in range(16):  # each needs the one before, so that no order holds fewer
+        parts.append(jnp.sin(parts[-1] * 1.5))
     total = jnp.zeros_like(x)
-    for part in reversed(parts):
+    for part in reversed(parts[1:]):
         total = jnp.tanh(total * part)
     return total
 
