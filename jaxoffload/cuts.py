@@ -22,7 +22,7 @@ REACHES = (2.0, 0.5)
 """Traffic after which a value counts as read late, as multiples of the budget."""
 _CLOSE = 1.05
 """A plan that takes no longer than so many times the kernels of the whole is not bettered."""
-_SAME = 1.03
+SAME = 1.03
 """Simulated times that differ by less say nothing."""
 _NEAR = 1.1
 """The same where the link is what is short: with less to move it is another time that counts."""
@@ -88,8 +88,9 @@ class Ranking:
             if min_budget(self._captured(cut))[0] <= self._budget:
                 yield cut
 
-    def by_time(self) -> Iterator[Cut]:
-        """Cuts that may work within the budget: some by their simulated time, then the rest."""
+    def by_time(self) -> Iterator[tuple[Cut, float | None]]:
+        """Cuts that may work within the budget: some by their simulated time, in seconds, then the
+        rest."""
         waiting = self._plain()
         while waiting and not self._is_enough():
             cut = waiting.pop(0)
@@ -97,17 +98,17 @@ class Ranking:
             if min_budget(graph)[0] > self._budget:
                 continue
             if len(graph.vertices) > SIMULATED_VERTICES:
-                yield cut
+                yield cut, None
                 continue
             self._try(cut, graph)
         for base in self._bases() if self._recompute == "auto" else ():
             self._work = 0
             if not self._is_enough():
                 self._try_recomputing(base)
-        yield from (cut for _, _, cut in _by_time(self._tried))
+        yield from ((cut, took) for took, _, cut in _by_time(self._tried))
         for cut in waiting:
             if min_budget(self._captured(cut))[0] <= self._budget:
-                yield cut
+                yield cut, None
 
     def _plain(self) -> list[Cut]:
         """Cuts that compute everything once, or all that is read late again."""
@@ -168,7 +169,7 @@ class Ranking:
 
 
 def _by_time(
-    tried: list[tuple[float, int, Cut]], same: float = _SAME
+    tried: list[tuple[float, int, Cut]], same: float = SAME
 ) -> list[tuple[float, int, Cut]]:
     """Fast before slow, and coarse before fine where the model sees no difference: it knows nothing
     of small tiles."""

@@ -24,7 +24,7 @@ from jaxoffload.capture.recompute import recompute
 from jaxoffload.capture.scan import unroll
 from jaxoffload.capture.split import split
 from jaxoffload.compile.cache import CompileReport
-from jaxoffload.cuts import FINEST, WHOLE, Cut, Ranking
+from jaxoffload.cuts import FINEST, SAME, WHOLE, Cut, Ranking
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import Kind, MemGraph, Space
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
@@ -45,6 +45,10 @@ logger = logging.getLogger(__name__)
 SPLITS = (1 / 4, 1 / 16, 1 / 64)
 """Working sets to split operations down to, as shares of what the largest needs, for the smallest
 feasible budget."""
+_COMPILED = 3
+"""Cuts that are compiled before one is taken, at most."""
+_LITTLE = 0.03
+"""Workspace below this share of the budget makes no difference to the choice of a cut."""
 _ORDERED_VERTICES = 2000
 """Up to so many vertices other orders are tried: a second's planning."""
 _GAIN = 0.99
@@ -326,7 +330,7 @@ class Planner:
                 if kept is not None:
                     return self._finish(cut, kept, budget, resident=True)
         assert budget is not None, "without a limit everything is kept"
-        found = self._chosen(budget) or self._least
+        found = self._fixed_cut() or self._chosen(budget) or self._least
         if _needs(found) > budget:
             raise self._refusal(budget)
         best, graph, least = found, None, float("inf")
@@ -387,7 +391,9 @@ class Planner:
         chosen = min(tiled, key=lambda cut: min_budget(self.graph(cut))[0])
         best = min(best, self._compiled(chosen), key=_needs)
         for _ in range(_LOWER):
-            lower = self._chosen(_needs(best) - 1, by_time=False)
+            needs = _needs(best)
+            tried = map(self._compiled, self._ranking(needs - 1).feasible())
+            lower = next((cut for cut in tried if _needs(cut) < needs), None)
             if lower is None:
                 break
             best = lower
@@ -397,25 +403,43 @@ class Planner:
         size = self._request.options.vertex_memory
         return None if size is None else self._compiled(Cut(size))
 
-    def _chosen(
-        self, budget: int, by_time: bool = True
-    ) -> tuple[Captured, list[Any], CompileReport] | None:
-        """The best cut that works within a budget, None if none is found."""
-        fixed = self._fixed_cut()
-        if fixed is not None:
-            return fixed if _needs(fixed) <= budget else None
-        ranking = Ranking(
+    def _chosen(self, budget: int) -> tuple[Captured, list[Any], CompileReport] | None:
+        """The best cut that works within a budget, None if none is found.
+
+        Cuts are simulated before they are compiled, when nobody knows what workspace executables
+        take. Where it turns out to matter, all are simulated once more with so much less memory.
+        """
+        best, least, workspace, reserve = None, float("inf"), 0, 0
+        for _ in range(2):
+            number = 0
+            for cut, expected in self._ranking(budget - reserve).by_time():
+                if best is not None and (expected is None or least <= SAME * expected):
+                    break
+                compiled = self._compiled(cut)
+                if _needs(compiled) > budget:
+                    continue
+                if expected is None:
+                    return compiled
+                memgraph = self.build(compiled[0].taskgraph, budget)
+                took = simulate(memgraph, machine=self.machine).seconds
+                if took < least:
+                    best, least, workspace = compiled, took, int(memgraph.headroom.max())
+                number += 1
+                if number == _COMPILED:
+                    break
+            if best is None or workspace <= _LITTLE * budget:
+                break
+            reserve = workspace
+        return best
+
+    def _ranking(self, budget: int) -> Ranking:
+        return Ranking(
             self.graph,
             lambda graph: self.build(graph, budget),
             budget,
             self.machine,
             self._request.options.recompute,
         )
-        for cut in ranking.by_time() if by_time else ranking.feasible():
-            compiled = self._compiled(cut)  # which tells executables' workspace
-            if _needs(compiled) <= budget:
-                return compiled
-        return None
 
     def _ordered_for(self, cut: Cut) -> Ordered:
         """The program, with large intermediates split and values computed again as the cut asks."""
