@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
+from jaxoffload.runtime import backends
 
 X = np.linspace(0, 1, 48, dtype=np.float32).reshape(6, 8)
 
@@ -243,3 +244,26 @@ def test_a_closed_over_array_is_kept_as_it_was_captured(budget):
     table[:] = 100.0
     np.testing.assert_array_equal(step(x), before)
     np.testing.assert_allclose(step(x), plain(x), rtol=1e-6)
+
+
+def test_copies_can_be_held_down_as_behind_a_slow_link():
+    client, rate = backends.current().client, 2**22
+    with pytest.raises(ValueError, match="negative"):
+        client.throttle_copies(-1)
+    weights = [np.full((64, 64), 0.1, np.float32) for _ in range(4)]
+
+    def function(x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x
+
+    step = jo.offload(function, device_memory=5 * 64 * 64 * 4, vertex_memory=1)
+    x = np.ones((64, 64), np.float32)
+    free = step(x)
+    assert client.throttle_copies(rate)
+    try:
+        np.testing.assert_array_equal(step(x), free)
+        busy = step.last_run.lane_busy_seconds["host to device"]
+        assert busy >= step.last_run.bytes_reloaded / rate > 0
+    finally:
+        client.throttle_copies(0)
