@@ -26,15 +26,16 @@ from jaxoffload.capture.split import split
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.cuts import FINEST, SAME, WHOLE, Cut, Ranking
 from jaxoffload.errors import PlanError
-from jaxoffload.graphs.memgraph import Kind, MemGraph, Space
+from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT, Kind, MemGraph, Space
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
 from jaxoffload.graphs.verify import verify
 from jaxoffload.options import Options, format_bytes
 from jaxoffload.plan.build import build_memgraph
 from jaxoffload.plan.hardware import Machine
-from jaxoffload.plan.limits import intermediates_peak, min_budget, resident_peak
+from jaxoffload.plan.limits import headroom, intermediates_peak, min_budget, resident_peak
 from jaxoffload.plan.order import orders
 from jaxoffload.plan.simulate import simulate
+from jaxoffload.plan.static import static_places
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import reserve
 from jaxoffload.runtime.callers import byte_count
@@ -558,9 +559,19 @@ def _keep_everything(graph: TaskGraph, budget: int | None) -> MemGraph | None:
         found = build_memgraph(graph, arena, in_place_io="always")
         if not (found.space == Space.HOST).any():
             return found
-        if arena == room:
-            return None
+        if room is not None and arena == room:
+            return _keep_in_chosen_places(graph, room)
     return found
+
+
+def _keep_in_chosen_places(graph: TaskGraph, room: int) -> MemGraph | None:
+    """The same where there is room enough, but not for tensors placed one after another."""
+    capacity = (room - headroom(graph, 1)[0]) // PLACE_ALIGNMENT * PLACE_ALIGNMENT
+    places = static_places(graph, capacity)
+    if places is None:
+        return None
+    found = build_memgraph(graph, room, in_place_io="always", places=places)
+    return None if (found.space == Space.HOST).any() else found
 
 
 def _with_workspace(

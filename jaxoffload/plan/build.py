@@ -52,6 +52,7 @@ def build_memgraph(
     in_place_io: str = "never",
     victims: str = "best",
     lookahead: int = 1,
+    places: list[int] | None = None,
 ) -> MemGraph:
     """Plans a TaskGraph for a budget.
 
@@ -67,6 +68,7 @@ def build_memgraph(
         "best": for a graph of up to 3,000 vertices both are planned, and the one that moves fewer
         bytes is taken; the first for a larger one.
       lookahead: vertices, from the exec horizon on, for whose sake tensors are evicted.
+      places: the offset at which each tensor is first to be placed (`static_places`), -1 for any.
 
     Raises:
       PlanError: the budget is below the smallest that can work.
@@ -96,7 +98,9 @@ def build_memgraph(
     with _no_collections():
         plans = [
             _plan(
-                SimulatedMemory(graph, capacity, in_place_io == "always", host_memory, disk),
+                SimulatedMemory(
+                    graph, capacity, in_place_io == "always", host_memory, disk, places
+                ),
                 spare, rule, lookahead,
             )
             for rule in rules

@@ -30,6 +30,7 @@ class SimulatedMemory:
     Args:
       capacity: bytes of each device's arena.
       in_place_io: whether arguments are read and results written where the caller has them.
+      places: the offset at which each tensor is to be placed, -1 for any; None: all anywhere.
 
     Attributes:
       size: bytes of each tensor's place.
@@ -52,8 +53,9 @@ class SimulatedMemory:
         in_place_io: bool,
         host_capacity: int | None = None,
         disk: bool = False,
+        places: list[int] | None = None,
     ):
-        self.graph, self._capacity = graph, capacity
+        self.graph, self._capacity, self._places = graph, capacity, places
         self.emitter = Emitter(graph)
         self.lower = LowerTiers(graph, self.emitter, host_capacity, disk)
         self.size = [align(t.bytes) for t in graph.tensors]
@@ -95,7 +97,10 @@ class SimulatedMemory:
         taken: list[tuple[int, Place, list[Piece] | None]] = []
         for tensor_id in wanted:
             arena, size = self.arenas[device[tensor_id]], self.size[tensor_id]
-            found = arena.take(size)
+            if self._places is None or self._places[tensor_id] < 0:
+                found = arena.take(size)
+            else:
+                found = arena.take_at(self._places[tensor_id], size)
             if found is None and make_room is not None and make_room(device[tensor_id], size):
                 found = arena.take(size)
             if found is None:

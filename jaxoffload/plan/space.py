@@ -67,6 +67,26 @@ class AddressSpace:
                     start, oldest = other, used
         return self._cut(start, size)
 
+    def take_at(self, start: int, size: int) -> Place | None:
+        """Takes these very addresses; None if they are not all free. Looks at every run."""
+        if size == 0:
+            return 0, (), -1
+        inside = (s for s, e in self.end_of.items() if s <= start and start + size <= e)
+        run = next(inside, None)
+        if run is None:
+            return None
+        if run < start:
+            run_end = self.end_of[run]
+            self._remove(run, run_end)
+            self._insert(run, start)
+            self._insert(start, run_end)
+            while self._pieces[run][0] <= start:
+                run = self._pieces[run][0]
+            if run < start:
+                end, after, used = self._pieces[run]
+                self._pieces[run], self._pieces[start] = (start, after, used), (end, after, used)
+        return self._cut(start, size)
+
     def give(self, start: int, size: int, after: Dependencies, used: int) -> None:
         """Frees a place; whoever takes it next depends on the vertices in `after`."""
         if size == 0:
