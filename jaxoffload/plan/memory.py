@@ -75,6 +75,8 @@ class SimulatedMemory:
         self._last_touch = [-1] * len(graph.tensors)
         self._pending: dict[int, set[int]] = {}
         self._needed: tuple[int, list[int], list[int]] = (-1, [], [])
+        # Of what was evicted: its place, and what its next taker would have had to wait for.
+        self._left: dict[int, tuple[int, tuple[int, ...]]] = {}
         if self.lower.is_capped:
             for tensor_id, readers in enumerate(self._uses):
                 self.lower.note_use(tensor_id, readers[0], on_device=False)
@@ -91,13 +93,30 @@ class SimulatedMemory:
         Returns:
           Whether all could be placed. If not, nothing is changed, but for what was evicted.
         """
-        device, (reloads, wanted) = self.device, self._needs(vertex_id)
+        reloads, wanted = self._needs(vertex_id)
         if make_room is None and self._lacks_room(wanted):
             return False
+        still_there = {t for t in reloads if self._is_still_there(t)}
+        if still_there and self._place_all(vertex_id, make_room, still_there):
+            return True
+        return self._place_all(vertex_id, make_room, set())
+
+    def _place_all(
+        self,
+        vertex_id: int,
+        make_room: Callable[[int, int], bool] | None,
+        still_there: set[int],
+    ) -> bool:
+        """Places what a vertex needs, some of it where it still is."""
+        device, (reloads, wanted) = self.device, self._needs(vertex_id)
+        # First those that can be in one place only.
+        wanted = sorted(wanted, key=lambda t: t not in still_there) if still_there else wanted
         taken: list[tuple[int, Place, list[Piece] | None]] = []
         for tensor_id in wanted:
             arena, size = self.arenas[device[tensor_id]], self.size[tensor_id]
-            if self._places is None or self._places[tensor_id] < 0:
+            if tensor_id in still_there:
+                found = arena.take_at(self._left[tensor_id][0], size)
+            elif self._places is None or self._places[tensor_id] < 0:
                 found = arena.take(size)
             else:
                 found = arena.take_at(self._places[tensor_id], size)
@@ -110,6 +129,10 @@ class SimulatedMemory:
             taken.append((tensor_id, found, arena.cut))
         pending = self._pending[vertex_id] = set()
         for tensor_id, (start, after, _), _ in taken:
+            if tensor_id in still_there:
+                self._settle(tensor_id, self._version[tensor_id], start)
+                self._enter(tensor_id)
+                continue
             version = self.emitter.version(tensor_id, Space.DEVICE, device[tensor_id], start)
             self._settle(tensor_id, version, start)
             if tensor_id in reloads:
@@ -123,6 +146,14 @@ class SimulatedMemory:
         for tensor_id in self.graph.vertices[vertex_id].outputs:
             self._placed[tensor_id] = True
         return True
+
+    def _is_still_there(self, tensor_id: int) -> bool:
+        """Whether the bytes of what was evicted are in their place as they were: it was not needed,
+        so that the copy that would bring them back is not, either."""
+        if tensor_id not in self._left:
+            return False
+        start, after = self._left[tensor_id]
+        return self.arenas[self.device[tensor_id]].is_untouched(start, self.size[tensor_id], after)
 
     def _lacks_room(self, wanted: list[int]) -> bool:
         """Whether places cannot be had, however the free memory is arranged (one device only)."""
@@ -267,6 +298,7 @@ class SimulatedMemory:
         if size:
             del self.at_start[device][start], self.at_end[device][start + size]
             after = self.emitter.last_users(self._version[tensor_id])
+            self._left[tensor_id] = start, after
             self.arenas[device].give(start, size, after, self._last_touch[tensor_id])
         self.start[tensor_id] = self.use[tensor_id] = -1
         self._placed[tensor_id] = False

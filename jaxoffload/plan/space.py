@@ -87,6 +87,12 @@ class AddressSpace:
                 self._pieces[run], self._pieces[start] = (start, after, used), (end, after, used)
         return self._cut(start, size)
 
+    def is_untouched(self, start: int, size: int, after: Dependencies) -> bool:
+        """Whether nothing has taken any part of a place since it was freed, with these dependencies
+        (this very tuple)."""
+        end, dependencies, _ = self._pieces.get(start, (-1, (), -1))
+        return end == start + size and dependencies is after
+
     def give(self, start: int, size: int, after: Dependencies, used: int) -> None:
         """Frees a place; whoever takes it next depends on the vertices in `after`."""
         if size == 0:
