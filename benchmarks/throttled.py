@@ -23,6 +23,7 @@ from jaxoffload.finetune import model
 from jaxoffload.graphs.memgraph import EdgeKind, MemGraph
 from jaxoffload.options import format_bytes
 from jaxoffload.plan.hardware import SMALL_SERVER, Link
+from jaxoffload.plan.simulate import levels
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.run import run_plan
 from jaxoffload.tuner import TRIAL, WARM_UP
@@ -57,10 +58,7 @@ def arrays(shapes: Any) -> Any:
 def levelwise(graph: MemGraph) -> MemGraph:
     """The same plan with a barrier after each level of the graph."""
     count = graph.num_vertices
-    level = np.zeros(count, dtype=np.int64)
-    for edge in np.argsort(graph.edge_head, kind="stable"):
-        head = graph.edge_head[edge]
-        level[head] = max(level[head], level[graph.edge_tail[edge]] + 1)
+    level = levels(graph)
     order = np.argsort(level, kind="stable")  # so that edges point forward again
     place = np.empty(count, dtype=np.int64)
     place[order] = np.arange(count)

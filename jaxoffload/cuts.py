@@ -6,6 +6,7 @@ is a matter of a second; and none when the first takes hardly longer than the ke
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 
 from jaxoffload.graphs.memgraph import MemGraph
@@ -78,9 +79,13 @@ class Ranking:
         self._recompute = recompute
         self._captured, self._build = captured, build
         self._budget, self._machine = budget, machine
-        self._enough = _CLOSE * float(machine.task_seconds(captured(WHOLE)).sum())
         self._tried: list[tuple[float, int, Cut]] = []
         self._work = 0
+
+    @functools.cached_property
+    def _enough(self) -> float:
+        """Seconds; a cut that takes no longer ends the search."""
+        return _CLOSE * float(self._machine.task_seconds(self._captured(WHOLE)).sum())
 
     def feasible(self) -> Iterator[Cut]:
         """Cuts that may work within the budget, coarse ones first, none simulated."""

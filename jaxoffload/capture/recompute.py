@@ -90,12 +90,14 @@ class _Recomputer:
             for v in e.outputs
         }
         self.traffic = [0.0]
+        self.reads: list[list[Value]] = []  # of each equation, in memory; of views none
         self.uses: dict[Value, list[int]] = {}
         for i, e in enumerate(self.equations):
             is_solid = e.outputs[0] not in self.view_of
             read = roots(e.values(), self.view_of) if is_solid else []
             moved = sum(v.num_bytes() for v in (*read, *e.outputs)) if is_solid else 0
             self.traffic.append(self.traffic[-1] + moved)
+            self.reads.append(read)
             for v in read:
                 self.uses.setdefault(v, []).append(i)
         self.late = self._find_late()
@@ -142,7 +144,7 @@ class _Recomputer:
             if total >= wanted:
                 break
             needed = [
-                taken[v] for i in late.repeated for v in self._sources(i) if v in taken
+                taken[v] for i in late.repeated for v in self.reads[i] if v in taken
             ] + sources.get(late.value, [])
             if any(abs(self.traffic[late.position] - self.traffic[o.position]) > self.reach
                    for o in needed):  # fmt: skip
@@ -150,12 +152,9 @@ class _Recomputer:
             taken[late.value] = late
             total += late.value.num_bytes()
             for i in late.repeated:
-                for v in self._sources(i):
+                for v in self.reads[i]:
                     sources.setdefault(v, []).append(late)
         return sorted(taken.values(), key=lambda late: late.position)
-
-    def _sources(self, position: int) -> list[Value]:
-        return roots(self.equations[position].values(), self.view_of)
 
     def _repeated(self, late: _Late) -> tuple[int, ...]:
         """Operations that make a value from what is there; empty where they are too many."""
@@ -168,7 +167,7 @@ class _Recomputer:
             found[i] = None
             if len(found) > MOST_OPERATIONS or not _is_priced(self.equations[i]):
                 return ()
-            for v in self._sources(i):
+            for v in self.reads[i]:
                 if v in self.producer and not self._is_there(v, late.position):
                     stack.append(self.producer[v])
         return tuple(found)

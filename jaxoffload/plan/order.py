@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Callable
 
 from jaxoffload.graphs.taskgraph import TaskGraph, Vertex
+from jaxoffload.plan.callers import CallersMemory
 
 
 def orders(graph: TaskGraph, seconds: list[float]) -> dict[str, TaskGraph]:
@@ -41,20 +42,12 @@ def _predecessors(graph: TaskGraph) -> list[set[int]]:
     for v, vertex in enumerate(graph.vertices):
         for read, _ in vertex.overwrites:
             before[v].update(r for r in readers[vertex.inputs[read]] if r != v)
-    partner = {result: argument for argument, result in graph.donated}
-    parts: dict[int, list[int]] = {}
-    for t, tensor in enumerate(graph.tensors):
-        if tensor.argument is not None:
-            parts.setdefault(tensor.argument.index, []).append(t)
+    callers = CallersMemory(graph, in_place_io=False)
     for t, tensor in enumerate(graph.tensors):
         v = producer[t]
         for span in tensor.results if v >= 0 else ():
-            for other in parts.get(partner.get(span.index, -1), ()):
-                home = graph.tensors[other].argument
-                assert home is not None
-                start, stop = home.offset, home.offset + graph.tensors[other].bytes
-                if start < span.offset + tensor.bytes and span.offset < stop:
-                    before[v].update(r for r in readers[other] if r != v)
+            for other in callers.overwritten(span, t):
+                before[v].update(r for r in readers[other] if r != v)
     return before
 
 

@@ -245,22 +245,26 @@ def _event_driven(
     return np.array(start), np.array(end)
 
 
-def _levelwise(
-    memgraph: MemGraph, took: np.ndarray, lane_of: np.ndarray, num_lanes: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Level by level: a vertex is one level above the highest that it depends on."""
-    count = memgraph.num_vertices
-    level = [0] * count
+def levels(memgraph: MemGraph) -> np.ndarray:
+    """The level of each vertex, int64[N]: one above the highest of those that it depends on."""
+    level = [0] * memgraph.num_vertices
     order = np.argsort(memgraph.edge_tail, kind="stable")
     for tail, head in zip(
         memgraph.edge_tail[order].tolist(), memgraph.edge_head[order].tolist(), strict=True
     ):
         level[head] = max(level[head], level[tail] + 1)
+    return np.array(level, dtype=np.int64)
+
+
+def _levelwise(
+    memgraph: MemGraph, took: np.ndarray, lane_of: np.ndarray, num_lanes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    count = memgraph.num_vertices
     start, end = np.zeros(count), np.zeros(count)
     now = 0.0
-    levels = np.array(level)
-    by_level = np.argsort(levels, kind="stable")
-    cuts = np.flatnonzero(np.diff(levels[by_level])) + 1
+    level = levels(memgraph)
+    by_level = np.argsort(level, kind="stable")
+    cuts = np.flatnonzero(np.diff(level[by_level])) + 1
     for members in np.split(by_level, cuts):
         free = np.full(num_lanes, now)
         for vertex in members.tolist():

@@ -14,7 +14,7 @@ from jaxoffload.options import format_bytes
 from jaxoffload.pipeline import Request
 from jaxoffload.plan.hardware import Machine
 from jaxoffload.plan.limits import resident_peak
-from jaxoffload.report.predict import predict
+from jaxoffload.report.predict import Prediction, predict
 
 STRATEGIES = {"offload": "never", "recompute": "always", "both": "auto"}
 """What is done with values that do not stay on the device, and the option that asks for it."""
@@ -121,26 +121,21 @@ def tradeoff(request: Request, machine: Machine | str, shares: Sequence[float]) 
         if not share > 0:
             raise ValueError(f"tradeoff: shares={list(shares)} holds {share}. Pass positive ones.")
 
-    def planned(strategy: str, budget: int) -> Point:
-        options = dataclasses.replace(
-            request.options, device_memory=budget, recompute=STRATEGIES.get(strategy, "auto")
-        )
-        found = predict(
-            dataclasses.replace(request, options=options), machine, "work-conserving", 0.0
-        )
-        moved = found.bytes_reloaded + found.bytes_offloaded
-        return Point(strategy, budget, found.seconds, moved)
+    def planned(budget: int, recompute: str) -> Prediction:
+        options = dataclasses.replace(request.options, device_memory=budget, recompute=recompute)
+        wanted = dataclasses.replace(request, options=options)
+        return predict(wanted, machine, "work-conserving", 0.0)
 
-    unlimited = dataclasses.replace(request.options, device_memory=1 << 62)
-    whole = predict(
-        dataclasses.replace(request, options=unlimited), machine, "work-conserving", 0.0
-    )
+    whole = planned(1 << 62, "auto")
     peak = resident_peak(whole.memgraph.taskgraph)
     points = [Point("keep", peak, whole.seconds, 0)]
-    for strategy in STRATEGIES:
+    for strategy, recompute in STRATEGIES.items():
         for share in sorted(shares, reverse=True):
+            budget = int(share * peak)
             try:
-                points.append(planned(strategy, int(share * peak)))
+                found = planned(budget, recompute)
             except PlanError:
                 continue
+            moved = found.bytes_reloaded + found.bytes_offloaded
+            points.append(Point(strategy, budget, found.seconds, moved))
     return Tradeoff(request.name, whole.machine.name, tuple(points))
