@@ -28,7 +28,9 @@ SAME = 1.03
 _NEAR = 1.1
 """The same where the link is what is short: with less to move it is another time that counts."""
 _WORSE = 1.2
-"""Where computing more again takes so many times the best, more still is not tried."""
+"""Where finer cuts take so many times the best, or computing more again does, that is the end."""
+_LAST = 4
+"""Cuts that have to be so much worse."""
 SIMULATED_VERTICES = 10_000
 """Vertices of the MemGraphs that are simulated before one is chosen, about a second's planning."""
 
@@ -61,7 +63,7 @@ class Ranking:
 
     Args:
       captured: a cut's TaskGraph.
-      build: a TaskGraph's MemGraph for the budget.
+      build: MemGraphs of a TaskGraph for the budget; that which ends first counts.
       budget: bytes of device memory.
       machine: on which they are simulated.
       recompute: whether cuts that compute something again are among them: "auto", "never", or
@@ -71,7 +73,7 @@ class Ranking:
     def __init__(
         self,
         captured: Callable[[Cut], TaskGraph],
-        build: Callable[[TaskGraph], MemGraph],
+        build: Callable[[TaskGraph], Iterable[MemGraph]],
         budget: int,
         machine: Machine,
         recompute: str,
@@ -97,18 +99,20 @@ class Ranking:
         """Cuts that may work within the budget: some by their simulated time, in seconds, then the
         rest."""
         waiting = self._plain()
-        while waiting and not self._is_enough():
+        before = None
+        while waiting and not self._is_enough() and not self._gets_worse():
             cut = waiting.pop(0)
             graph = self._captured(cut)
-            if min_budget(graph)[0] > self._budget:
+            if min_budget(graph)[0] > self._budget or graph == before:
                 continue
+            before = graph
             if len(graph.vertices) > SIMULATED_VERTICES:
                 yield cut, None
                 continue
             self._try(cut, graph)
-        for base in self._bases() if self._recompute == "auto" else ():
+        for bases in self._bases() if self._recompute == "auto" else ():
             self._work = 0
-            if not self._is_enough():
+            for base in bases:
                 self._try_recomputing(base)
         yield from ((cut, took) for took, _, cut in _by_time(self._tried))
         for cut in waiting:
@@ -118,55 +122,76 @@ class Ranking:
     def _plain(self) -> list[Cut]:
         """Cuts that compute everything once, or all that is read late again."""
         cuts = []
-        for number, share in enumerate(SHARES):
+        for share in SHARES:
             cuts.append(Cut(share * self._budget))
-            if number % 2 == 0:
-                cuts.append(Cut(share * self._budget, None, share * self._budget))
+            cuts.append(Cut(share * self._budget, None, share * self._budget))
         cuts.append(FINEST)
         if self._recompute == "always":
             reach = REACHES[-1] * self._budget
             cuts = [dataclasses.replace(cut, recomputed=1.0, reach=reach) for cut in cuts]
         return cuts
 
-    def _bases(self) -> Iterable[tuple[float, int, Cut]]:
-        """The best of those that split nothing, and of the others."""
-        found: dict[tuple[float, float], tuple[float, int, Cut]] = {}
+    def _bases(self) -> list[list[tuple[float, int, Cut]]]:
+        """The best and the coarsest of those that split nothing, and of the others."""
+        known: set[tuple[float, float]] = set()
+        found = []
         for is_split in (False, True):
-            alike = [t for t in self._tried if (t[2].split_bytes is not None) == is_split]
-            for best in _by_time(alike, _NEAR)[:1]:  # where nothing is to be split, both are one
-                found.setdefault((best[0], best[2].max_bytes), best)
-        return found.values()
+            alike = [
+                t
+                for t in self._tried
+                if (t[2].split_bytes is not None) == is_split
+                and (t[0], t[2].max_bytes) not in known  # where nothing is to be split
+            ]
+            known.update((t[0], t[2].max_bytes) for t in alike)
+            found.append(list(dict.fromkeys(_by_time(alike, _NEAR)[:1] + alike[:1])))
+        return found
 
     def _try(self, cut: Cut, graph: TaskGraph) -> float:
-        memgraph = self._build(graph)
-        self._work += memgraph.num_vertices
-        took = simulate(memgraph, machine=self._machine).seconds
+        took = float("inf")
+        for number, memgraph in enumerate(self._build(graph)):
+            self._work += 0 if number else memgraph.num_vertices
+            took = min(took, simulate(memgraph, machine=self._machine).seconds)
+            if took <= self._enough:
+                break
         self._tried.append((took, len(self._tried), cut))
         return took
 
     def _try_recomputing(self, tried: tuple[float, int, Cut]) -> None:
         """Less and less is moved, more and more computed again: as long as that is faster."""
-        found = {(REACHES[0], 0.0): tried[0]}
-
-        def attempt(reach: float, share: float) -> float:
-            if not 0 < share <= 1 or self._is_enough():
-                return float("inf")
-            cut = dataclasses.replace(tried[2], recomputed=share, reach=reach * self._budget)
-            graph = self._captured(cut)
-            took = float("inf") if min_budget(graph)[0] > self._budget else self._try(cut, graph)
-            found[reach, share] = took
-            return took
-
+        found, base = {(REACHES[0], 0.0): tried[0]}, tried[2]
         for share in RECOMPUTED:
-            if attempt(REACHES[0], share) > _WORSE * min(found.values()):
+            if self._attempt(base, REACHES[0], share, found) > _WORSE * min(found.values()):
                 break
+        if len(found) == 1:
+            return
         best = min(found, key=found.__getitem__)[1]
         for share in sorted({best, 1.0} if best > RECOMPUTED[0] else {best}):
-            attempt(REACHES[1], share)
+            self._attempt(base, REACHES[1], share, found)
         reach, best = min(found, key=found.__getitem__)
         step = (RECOMPUTED[1] - RECOMPUTED[0]) / 2
-        if best and attempt(reach, best - step) > found[reach, best]:
-            attempt(reach, best + step)
+        if best and self._attempt(base, reach, best - step, found) > found[reach, best]:
+            self._attempt(base, reach, best + step, found)
+
+    def _attempt(
+        self, base: Cut, reach: float, share: float, found: dict[tuple[float, float], float]
+    ) -> float:
+        """Seconds with so much computed again, noted in `found` if that is anything."""
+        if (reach, share) in found:
+            return found[reach, share]
+        if not 0 < share <= 1 or self._is_enough():
+            return float("inf")
+        cut = dataclasses.replace(base, recomputed=share, reach=reach * self._budget)
+        graph = self._captured(cut)
+        if not any(vertex.repeated for vertex in graph.vertices):
+            return found[REACHES[0], 0.0]
+        took = float("inf") if min_budget(graph)[0] > self._budget else self._try(cut, graph)
+        found[reach, share] = took
+        return took
+
+    def _gets_worse(self) -> bool:
+        """Whether the last cuts, the finest so far, are far from the best."""
+        times = [took for took, _, _ in self._tried]
+        return len(times) > _LAST and min(times[-_LAST:]) > _WORSE * min(times)
 
     def _is_enough(self) -> bool:
         is_fast = bool(self._tried) and min(self._tried)[0] <= self._enough

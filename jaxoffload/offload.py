@@ -1,5 +1,6 @@
 """`offload`: a function that runs within a device memory budget."""
 
+import copy
 import dataclasses
 import functools
 import threading
@@ -34,6 +35,8 @@ AUTO_MARGIN = 0.1
 """Share of the free memory that device_memory="auto" leaves. Beside arena, workspace, host tier and
 results, the first runs of the two steps of benchmarks/ratios.py took 38 and 92 MiB (thread stacks,
 buffers of XLA's products, allocator slack); the rest is for neighbours."""
+KNOWN_MARGIN = 0.03
+"""The same, for neighbours alone, where a profile tells what runs take."""
 
 
 class _Program:
@@ -42,6 +45,7 @@ class _Program:
     Args:
       asked: whether the user named the budget.
       profile: takes what calls measure.
+      known: what was measured before this process.
     """
 
     def __init__(
@@ -52,7 +56,9 @@ class _Program:
         options: Options,
         asked: bool,
         profile: Profile,
+        known: Profile,
     ):
+        self._profile, self._known = profile, known
         self._tuner = Tuner(profile, options)
         self.traced = trace(call, shapes_of(signature), signature.key_impls)
         self.options, self._asked = options, asked
@@ -77,16 +83,24 @@ class _Program:
     def plan(self) -> Plan:
         with self._lock:
             if self._plan is None:
-                self._plan = Planner(self.request()).plan()
+                machine = self._known.calibrated(backends.current().machine)
+                self._plan = Planner(self.request(), machine=machine).plan()
                 self._say_if_idle(self._plan)
                 self._plan = self._tuner.start(self._plan)
             return self._plan
 
-    def ran(self, run: Run) -> None:
-        """After a call: measures, and may change the plan for the next."""
+    def run(self, operands: Sequence[Any]) -> tuple[list[Any], Run]:
+        """Calls the plan; measures, and may change the plan for the next call."""
+        plan, donated = self.plan(), self._signature.donated
+        before = plan.backend.used_memory() if self._tuner.measures else None
+        results, run = run_plan(plan, operands, self.options, donated)
         with self._lock:
-            if self._plan is not None and self._plan.memgraph is run.memgraph:
-                self._plan = self._tuner.next(self._plan, run)
+            if self._plan is plan:
+                if before is not None:
+                    after = plan.backend.used_memory()
+                    self._profile.add_memory(before, after, plan.planned_bytes)
+                self._plan = self._tuner.next(plan, run)
+        return results, run
 
     def _say_if_idle(self, plan: Plan) -> None:
         if plan.resident and plan.budget is not None and self._asked:
@@ -116,6 +130,8 @@ class Offloaded:
     ):
         functools.update_wrapper(self, function)
         self.profile = profile or Profile()
+        # What is measured from now on must not change how a function is cut, nor any bit.
+        self._known = copy.deepcopy(self.profile)
         self._function, self._spec, self._options = function, spec, options
         self._programs: dict[Any, _Program] = {}
         self._lock = threading.Lock()
@@ -208,13 +224,15 @@ class Offloaded:
                 options, asked = self._options, self._options.device_memory != "auto"
                 if not asked:
                     free = backends.current().free_memory()
-                    options = dataclasses.replace(
-                        options, device_memory=int(free * (1 - AUTO_MARGIN))
-                    )
+                    margin = int(free * AUTO_MARGIN)
+                    if self._known.unseen_bytes:
+                        margin = int(free * KNOWN_MARGIN) + self._known.unseen_bytes
+                    options = dataclasses.replace(options, device_memory=max(1, free - margin))
                 body = self._spec.caller(self._function, call.signature)
                 program = _Program(
-                    self._spec.name, body, call.signature, options, asked, self.profile
-                )
+                    self._spec.name, body, call.signature, options, asked, self.profile,
+                    self._known,
+                )  # fmt: skip
                 self._programs[call.signature] = program
             return program
 
@@ -225,13 +243,12 @@ class Offloaded:
                     f"offload({self._spec.name}) was called with a ShapeDtypeStruct, which has no "
                     "data. Pass arrays, or call .plan() or .explain() with shapes."
                 )
-        plan = program.plan()
+        program.plan()  # what cannot run is refused before anything runs
         expected = None
         if program.options.verify and not program.verified:
             leaves = [np.asarray(x) if isinstance(x, TierArray) else x for x in call.leaves]
             expected = compare_with_jit(program.traced.jaxpr, leaves)
-        flat, self.last_run = run_plan(plan, call.leaves, program.options, call.signature.donated)
-        program.ran(self.last_run)
+        flat, self.last_run = program.run(call.leaves)
         if expected is not None:
             expected.check(self._spec.name, flat)
             program.verified = True
@@ -287,8 +304,8 @@ def offload(
     Args:
       function: takes and returns pytrees of arrays.
       device_memory: bytes of device memory that it may use: a number, or text such as "512MiB".
-        "auto": what the device has free when the function is first planned, less a tenth. None: no
-        limit.
+        "auto": what the device has free when the function is first planned, less a tenth (or less
+        what runs took beside their plans, if `profile` tells). None: no limit.
       host_memory: bytes of host memory that may hold what the device cannot; None for no limit.
         Arguments and results are the caller's and not counted.
       disk: a folder, or several in a list, to go on to where `host_memory` is full: a fast local
@@ -313,8 +330,9 @@ def offload(
         numbers come from the same keys; loops and sorts are not repeated). "never": they are moved.
         "always": all are computed again, as with `jax.checkpoint` everywhere. With `vertex_memory`
         nothing is.
-      profile: what earlier runs measured: a `Profile`, or the path of a saved one. Also
-        `Offloaded.profile`, which goes on measuring.
+      profile: what earlier runs measured: a `Profile`, or the path of a saved one. The function is
+        cut and planned for the machine that they found, so that results may differ by rounding
+        from those without. Also `Offloaded.profile`, which goes on measuring.
 
     Returns:
       An `Offloaded`: callable like `function`, with `plan`, `explain` and `last_run`.

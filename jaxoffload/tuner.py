@@ -8,6 +8,7 @@ import numpy as np
 from jaxoffload.graphs.memgraph import MemGraph
 from jaxoffload.options import Options
 from jaxoffload.pipeline import Plan
+from jaxoffload.plan.build import VARIANTS
 from jaxoffload.plan.simulate import best_priority, simulate
 from jaxoffload.runtime.profile import Profile
 from jaxoffload.runtime.run import Run
@@ -22,11 +23,6 @@ GAIN = 0.02
 """Share of the simulated time that another plan must save to be tried."""
 _MAX_VERTICES = 20_000
 """Of the graphs that are built for a choice, all together: about a second."""
-_VARIANTS = [
-    {"victims": victims, "lookahead": ahead}
-    for ahead in (1, 2, 4)
-    for victims in ("cheapest", "furthest")
-]
 
 
 class Tuner:
@@ -48,6 +44,11 @@ class Tuner:
         self._first: Plan | None = None
         self._times: tuple[list[float], list[float]] = ([], [])
         self._is_done = False
+
+    @property
+    def measures(self) -> bool:
+        """Whether the next run tells it something."""
+        return self._is_on and not self._is_done
 
     def start(self, plan: Plan) -> Plan:
         """The plan for the first call: a better one if its costs are known."""
@@ -74,7 +75,7 @@ class Tuner:
             kept = min(self._times[1]) <= min(self._times[0])
             logger.info("%s: the second plan is %s", plan.name, "kept" if kept else "dropped")
             return plan if kept else self._first
-        self._profile.add(run)
+        self._profile.add(run, plan.backend.machine)
         self._times[0].append(run.seconds)
         if self._runs < WARM_UP:
             return plan
@@ -94,8 +95,8 @@ class Tuner:
         before = simulate(now, machine=machine, priority=first).seconds
         best: tuple[float, MemGraph, np.ndarray] | None = None
         graphs = [now]
-        if len(measured.vertices) * len(_VARIANTS) <= _MAX_VERTICES:
-            graphs += [plan.build(measured, **variant) for variant in _VARIANTS]
+        if len(measured.vertices) * len(VARIANTS) <= _MAX_VERTICES:
+            graphs += [plan.build(measured, **variant) for variant in VARIANTS]
         for graph in graphs:
             priority = best_priority(graph, machine=machine)
             took = simulate(graph, machine=machine, priority=priority).seconds

@@ -6,6 +6,7 @@ by an update in place (accumulators, scatter, dynamic_update_slice, donated argu
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,7 +141,7 @@ class _Builder:
         """Equal for values that are the same bytes."""
         if value.argument is None:
             return value
-        return (value.argument, value.shape, str(value.aval.dtype))
+        return (value.argument, value.aval.shape, value.aval.dtype)
 
     def build(self, donated: tuple[tuple[int, int], ...], with_kernels: bool) -> Captured:
         donated = self._safe_pairs(donated)
@@ -199,7 +200,7 @@ class _Builder:
         """The id of a value's tensor, made when first asked for."""
         identity = self._identity(value)
         if identity not in self.ids:
-            shape, dtype = compat.physical(value.aval)
+            shape, dtype, name = _described(value.aval)
             kind = TensorKind.TEMPORARY
             if value.argument is not None:
                 kind = self.kinds[value.argument.index]
@@ -211,12 +212,12 @@ class _Builder:
             self.tensors.append(
                 Tensor(
                     bytes=value.num_bytes(),
-                    name=value.aval.str_short(short_dtypes=True),
+                    name=name,
                     argument=value.argument,
                     results=tuple(self.results.get(identity, ())),
                     kind=kind,
                     source=source,
-                    dtype=dtype.name,
+                    dtype=dtype,
                     shape=shape,
                 )
             )
@@ -283,6 +284,13 @@ class _Builder:
             for other, a, b, last in self.argument_reads[span.index]
             if other != mine
         )
+
+
+@functools.lru_cache(maxsize=4096)
+def _described(aval: Any) -> tuple[tuple[int, ...], str, str]:
+    """Shape and dtype in memory, and what JAX calls it."""
+    shape, dtype = compat.physical(aval)
+    return shape, dtype.name, aval.str_short(short_dtypes=True)
 
 
 def _share_again(equations: Sequence[Equation], seconds: Sequence[float]) -> float:

@@ -60,11 +60,18 @@ def cut(
     view_of = {v: e for e in equations if is_view(e) for v in e.outputs if v not in results}
     segments = _segments_worth_a_cut(solid, parents)
     reads = [roots(e.values(), view_of) for e in solid]
+    last_reader = dict.fromkeys(results, len(solid))
+    for i, values in enumerate(reads):
+        for v in values:
+            last_reader[v] = max(i, last_reader.get(v, i))
     runs: list[tuple[int, int]] = []
     start, memo = 0, {}
     for i in range(1, len(solid) + 1):
         if i == len(solid) or segments[i] != segments[start]:
-            runs += _cut_run(solid, reads, start, i, max_bytes, max_equations, memo)
+            stretch = _Stretch(solid, reads, last_reader, start, i)
+            if stretch.key not in memo:
+                memo[stretch.key] = _best_cuts(stretch, max_bytes, max_equations)
+            runs += [(start + a, start + b) for a, b in memo[stretch.key]]
             start = i
     return _assemble(equations, solid, reads, view_of, runs, results)
 
@@ -83,43 +90,65 @@ def _segments_worth_a_cut(solid: Sequence[Equation], parents: Sequence[int]) -> 
     return [kept[equation.segment] for equation in solid]
 
 
-def _cut_run(
-    solid: Sequence[Equation],
-    reads: Sequence[list[Value]],
-    start: int,
-    stop: int,
-    max_bytes: float,
-    max_equations: int,
-    memo: dict,
-) -> list[tuple[int, int]]:
-    """Cuts solid[start:stop]; runs of one structure get the same cuts, and are solved once."""
-    local: dict[Value, int] = {}
-    wiring = []
-    for i in range(start, stop):
-        wiring.append(tuple(local.get(v, -v.num_bytes() - 1) for v in reads[i]))
-        for v in solid[i].outputs:
-            local[v] = len(local)
-    key = (tuple(solid[i].operation.key for i in range(start, stop)), tuple(wiring))
-    if key not in memo:
-        memo[key] = _best_cuts(solid[start:stop], reads[start:stop], max_bytes, max_equations)
-    return [(start + a, start + b) for a, b in memo[key]]
+class _Stretch:
+    """Equations solid[start:stop] of one segment, to be cut into runs.
+
+    Attributes:
+      equations, reads: its part.
+      key: equal for stretches of one structure, which get the same cuts.
+      fused_until: of each value that needs no memory in a cluster that has all its readers, the
+        position of the last one: it is made and read by operations that XLA fuses.
+    """
+
+    def __init__(
+        self,
+        solid: Sequence[Equation],
+        reads: Sequence[list[Value]],
+        last_reader: dict[Value, int],
+        start: int,
+        stop: int,
+    ):
+        self.equations, self.reads = solid[start:stop], reads[start:stop]
+        self.fused_until = {
+            v: last_reader[v] - start
+            for e in self.equations
+            if slicing.is_elementwise(e.operation.name)
+            for v in e.outputs
+            if last_reader.get(v, stop) < stop
+        }
+        local: dict[Value, int] = {}
+        wiring = []
+        for equation, values in zip(self.equations, self.reads, strict=True):
+            wiring.append(tuple(local.get(v, -v.num_bytes() - 1) for v in values))
+            name = equation.operation.name
+            if not (slicing.is_elementwise(name) or name in slicing.REDUCTIONS):
+                for v in values:
+                    self.fused_until.pop(v, None)
+            for v in equation.outputs:
+                local[v] = len(local)
+        keys = tuple(e.operation.key for e in self.equations)
+        fused = tuple((local[v], until) for v, until in self.fused_until.items())
+        self.key = (keys, tuple(wiring), fused)
 
 
-def _best_cuts(
-    run: Sequence[Equation], reads: Sequence[list[Value]], max_bytes: float, max_equations: int
-) -> list[tuple[int, int]]:
+def _best_cuts(stretch: _Stretch, max_bytes: float, max_equations: int) -> list[tuple[int, int]]:
+    run, reads, fused_until = stretch.equations, stretch.reads, stretch.fused_until
     crossing = _crossing_bytes(run, reads)
     best, previous = [0.0] + [float("inf")] * len(run), [0] * (len(run) + 1)
     for stop in range(1, len(run) + 1):
         held: dict[Value, int] = {}
         total = 0
         for first in range(stop - 1, max(-1, stop - 1 - max_equations), -1):
-            for v in (*run[first].outputs, *reads[first]):
+            for v in run[first].outputs:
+                total -= held.get(v, 0)
+                held[v] = 0 if fused_until.get(v, stop) < stop else v.num_bytes()
+                total += held[v]
+            for v in reads[first]:
                 if v not in held:
                     held[v] = v.num_bytes()
                     total += held[v]
             if total > max_bytes and first < stop - 1:
-                break
+                continue
             price = best[first] + BYTES_OF_A_CUT + crossing[stop]
             if price < best[stop]:
                 best[stop], previous[stop] = price, first

@@ -16,9 +16,11 @@ def seconds(equation: Equation) -> float:
 
 def traffic(equation: Equation) -> int:
     """Bytes of device memory that it reads and writes by itself."""
-    rows = rows_of(equation)
-    read = sum(v.num_bytes() for v in equation.values() if v is not rows)
-    return read + sum(v.num_bytes() for v in equation.outputs)
+    if equation.traffic < 0:
+        rows = rows_of(equation)
+        read = sum(v.num_bytes() for v in equation.values() if v is not rows)
+        equation.traffic = read + sum(v.num_bytes() for v in equation.outputs)
+    return equation.traffic
 
 
 def flops(equation: Equation) -> float:

@@ -136,7 +136,7 @@ class Equation:
     Attributes:
       segment: id of the innermost scan iteration that it belongs to, 0 outside every scan.
       again: whether it repeats another one, so that its result need not be kept until here.
-      flops: kept by `cost.flops`; below 0 until it is asked.
+      flops, traffic: kept by `cost`; below 0 until it is asked.
     """
 
     operation: Operation
@@ -145,6 +145,7 @@ class Equation:
     segment: int = 0
     again: bool = False
     flops: float = dataclasses.field(default=-1.0, init=False, repr=False)
+    traffic: int = dataclasses.field(default=-1, init=False, repr=False)
     _values: tuple[Value, ...] | None = dataclasses.field(default=None, init=False, repr=False)
 
     def values(self) -> tuple[Value, ...]:

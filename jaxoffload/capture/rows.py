@@ -27,6 +27,13 @@ def rows_of(equation: Equation) -> Value | None:
     return None if any(x is table for x in equation.inputs[1:]) else table
 
 
+def takes_few_rows(equation: Equation) -> bool:
+    """Whether an equation by itself takes so few rows of an argument that it should read them where
+    the caller has them."""
+    table = rows_of(equation)
+    return table is not None and bool(gathered_inputs([table], [equation]))
+
+
 def gathered_inputs(inputs: Sequence[Value], equations: Sequence[Equation]) -> tuple[int, ...]:
     """Positions of a cluster's inputs that are arguments and read by rows alone."""
     taken: dict[Value, int] = {}

@@ -42,6 +42,11 @@ class _Member:
     tiling: Tiling
     is_copy: bool
 
+    @property
+    def fold(self) -> Value | None:
+        """What its output starts from, if each tile goes on with that of the tile before."""
+        return None if self.tiling.folds is None else self.equation.inputs[self.tiling.folds]
+
 
 class TiledOperation(Operation):
     """A loop over tiles of a group of equations.
@@ -399,7 +404,7 @@ class _Group:
             tuple((m.equation, m.tiling) for m in members),
             tuple(inputs),
             tuple(values),
-            tuple((v, self.cut[v], made_by[v].tiling.combine) for v in outputs),
+            tuple((v, self.cut[v], made_by[v].tiling.combine, made_by[v].fold) for v in outputs),
             self.count,
         )
         operation = TiledOperation(plan.key(), [m.equation for m in members], self.count, plan.run)
@@ -413,7 +418,7 @@ class _Loop:
     members: tuple[tuple[Equation, Tiling], ...]
     inputs: tuple[Key, ...]
     values: tuple[Value, ...]
-    outputs: tuple[tuple[Value, int | None, Any], ...]
+    outputs: tuple[tuple[Value, int | None, Any, Value | None], ...]
     count: int
 
     def key(self) -> Any:
@@ -428,10 +433,12 @@ class _Loop:
             )
             for v, d in zip(equation.outputs, tiling.outputs, strict=True):
                 number[v, d] = len(number)
-            steps.append((equation.operation.key, reads, tiling.inputs, tiling.outputs))
+            steps.append(
+                (equation.operation.key, reads, tiling.inputs, tiling.outputs, tiling.folds)
+            )
         place = {v: i for i, v in enumerate(self.values)}
         inputs = tuple((place[v], d) for v, d in self.inputs)
-        outputs = tuple((number[v, d], d) for v, d, _ in self.outputs)
+        outputs = tuple((number[v, d], d) for v, d, _, _ in self.outputs)
         return ("tiled", self.count, inputs, tuple(steps), outputs)
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
@@ -446,26 +453,31 @@ class _Loop:
                     size = x.shape[d] // self.count
                     x = lax.dynamic_slice_in_dim(x, number * size, size, d)
                 made[v, d] = x
+            so_far = {v: c for c, (v, *_) in zip(carried, self.outputs, strict=True)}
             for equation, tiling in self.members:
                 pairs = zip(equation.inputs, tiling.inputs, strict=True)
                 read = [x.val if is_literal(x) else made[x, d] for x, d in pairs]
+                if tiling.folds is not None:
+                    read[tiling.folds] = so_far[equation.outputs[0]]
                 for v, d, tile in zip(
                     equation.outputs, tiling.outputs, tiling.apply(read, number), strict=True
                 ):
                     made[v, d] = tile
             return [
                 self._put(buffer, made[v, d], number, d, combine)
-                for buffer, (v, d, combine) in zip(carried, self.outputs, strict=True)
+                for buffer, (v, d, combine, _) in zip(carried, self.outputs, strict=True)
             ]
 
-        def start(v: Value, d: int | None, combine: Any) -> Any:
+        def start(v: Value, d: int | None, combine: Any, fold: Value | None) -> Any:
+            if fold is not None:
+                return whole[fold]
             dtype = v.aval.dtype
             if d is None and combine is lax.add:
                 dtype = wide(jnp.zeros((), dtype)).dtype
             return jnp.zeros(v.shape, dtype)
 
         found = lax.fori_loop(0, self.count, body, [start(*o) for o in self.outputs])
-        return [x.astype(v.aval.dtype) for x, (v, _, _) in zip(found, self.outputs, strict=True)]
+        return [x.astype(v.aval.dtype) for x, (v, *_) in zip(found, self.outputs, strict=True)]
 
     def _put(self, buffer: Any, tile: Any, number: Any, d: int | None, combine: Any) -> Any:
         if d is not None:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxoffload.capture import slicing
-from jaxoffload.capture.flat import Equation, Operation
+from jaxoffload.capture.flat import Equation, Operation, Value
+from jaxoffload.capture.rows import takes_few_rows
 
 Apply = Callable[[Sequence[Any], Any], list[Any]]
 """(tiles of the operands, number of the tile) to tiles of the outputs."""
@@ -30,12 +31,15 @@ class Tiling:
       outputs: for each output likewise; None in a tiling that combines.
       apply: computes one tile.
       combine: joins the parts of the outputs of two tiles; None where outputs are cut.
+      folds: the operand in whose place each tile takes the output of the tiles before, which its
+        own output contains; None: tiles do not know of one another.
     """
 
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
     apply: Apply
     combine: Callable[[Any, Any], Any] | None = None
+    folds: int | None = None
 
 
 def tilings(equation: Equation, count: int) -> list[Tiling]:
@@ -228,11 +232,23 @@ def _along_others(param: str) -> Callable[[Equation, int], Iterator[Tiling]]:
 
 
 def _gather(equation: Equation, count: int) -> Iterator[Tiling]:
-    """Along dimensions that table and indices have in common (`take_along_axis`)."""
-    numbers = equation.operation.params["dimension_numbers"]
-    shape = _shape(equation.outputs[0])
+    """Along dimensions that table and indices have in common (`take_along_axis`), along others of
+    the indices, or along those that are taken whole."""
+    params = equation.operation.params
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    shape, origin = _shape(equation.outputs[0]), _shape(equation.inputs[0])
     batch = [d for d in range(len(shape)) if d not in numbers.offset_dims]
     cuttable = set(_dims(shape, count))
+    if not takes_few_rows(equation):
+        for indices, d in enumerate(batch):
+            if d in cuttable and indices not in numbers.start_indices_batching_dims:
+                yield Tiling((None, indices), (d,), _as_it_is(equation))
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    window = [k for k in range(len(origin)) if k not in gone]
+    for k, d in zip(window, numbers.offset_dims, strict=True):
+        if d in cuttable and sizes[k] == origin[k]:
+            part = _with(equation, slice_sizes=_cut(sizes, k, count))
+            yield Tiling((k, None), (d,), part)
     pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     for table, indices in pairs:
         if batch[indices] in cuttable:
@@ -240,7 +256,8 @@ def _gather(equation: Equation, count: int) -> Iterator[Tiling]:
 
 
 def _scatter(equation: Equation, count: int) -> Iterator[Tiling]:
-    """Along dimensions that table, indices and updates have in common."""
+    """Along dimensions that table, indices and updates have in common, along those that are updated
+    whole, or along the updates, one tile after the other."""
     numbers = equation.operation.params["dimension_numbers"]
     shape, updates = _shape(equation.outputs[0]), _shape(equation.inputs[2])
     batch = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
@@ -249,6 +266,21 @@ def _scatter(equation: Equation, count: int) -> Iterator[Tiling]:
     for table, indices in pairs:
         if table in cuttable:
             yield Tiling((table, indices, batch[indices]), (table,), _as_it_is(equation))
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = [k for k in range(len(shape)) if k not in gone]
+    for k, d in zip(window, numbers.update_window_dims, strict=True):
+        if k in cuttable and updates[d] == shape[k]:
+            yield Tiling((k, None, d), (k,), _as_it_is(equation))
+    several = set(_dims(updates, count))
+    for indices, d in enumerate(batch):
+        is_more = indices not in numbers.scatter_indices_batching_dims
+        if d in several and is_more and isinstance(equation.inputs[0], Value):
+            yield Tiling((None, indices, d), (None,), _as_it_is(equation), _later, folds=0)
+
+
+def _later(before: Any, after: Any) -> Any:
+    """Of two tiles of a fold the later one, which contains the other."""
+    return after
 
 
 _RULES: dict[str, Callable[[Equation, int], Iterator[Tiling]]] = {

@@ -72,10 +72,11 @@ class Emitter:
         return tuple(self.readers[version]) or (self.writer[version],)
 
     def finish(
-        self, capacity: list[int], headroom: list[int], host_capacity: int | None
+        self, capacity: list[int], headroom: list[int], host_capacity: int | None, draft: bool
     ) -> MemGraph:
-        """The MemGraph."""
-        drop_superfluous(self.before)
+        """The MemGraph; a draft has superfluous edges."""
+        if not draft:
+            drop_superfluous(self.before)
         edges = _counts(self.before)
         heads = np.repeat(np.arange(len(edges), dtype=np.int32), edges)
         tails = np.fromiter(_chained(self.before), np.int32, len(heads))

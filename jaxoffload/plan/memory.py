@@ -9,11 +9,14 @@ overwritten, so that it is offloaded at most once while host memory lasts.
 import bisect
 from collections.abc import Callable
 
+import numpy as np
+
 from jaxoffload.graphs.memgraph import Kind, MemGraph, Space
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, VertexKind
 from jaxoffload.plan.callers import CallersMemory
 from jaxoffload.plan.emit import Emitter
 from jaxoffload.plan.limits import align
+from jaxoffload.plan.needless import drop_needless_copies
 from jaxoffload.plan.space import AddressSpace, Piece, Place
 from jaxoffload.plan.tiers import NEVER, LowerTiers
 
@@ -96,22 +99,80 @@ class SimulatedMemory:
         reloads, wanted = self._needs(vertex_id)
         if make_room is None and self._lacks_room(wanted):
             return False
-        still_there = {t for t in reloads if self._is_still_there(t)}
-        if still_there and self._place_all(vertex_id, make_room, still_there):
-            return True
-        return self._place_all(vertex_id, make_room, set())
+        pending = self._place_all(vertex_id, reloads, wanted, make_room)
+        if pending is None:
+            return False
+        self._pending[vertex_id] = pending
+        for tensor_id in self.graph.vertices[vertex_id].outputs:
+            self._placed[tensor_id] = True
+        return True
+
+    def fetch(self, vertex_id: int, room: Callable[[int], int]) -> bool:
+        """Reloads what a vertex beyond the alloc horizon reads and what can be had by now.
+
+        Args:
+          room: of a device, the bytes that nobody needs before that vertex.
+
+        Returns:
+          Whether all could be placed. If not, nothing is changed.
+        """
+        missing, _ = self._needs(vertex_id)
+        self._needed = (-1, [], [])  # this vertex is asked about again when its turn comes
+        reloads = [t for t in missing if self.lower.has_copy(t)]
+        reloads.sort(key=lambda t: -self.size[t])
+        for device in {self.device[t] for t in reloads}:
+            if sum(self.size[t] for t in reloads if self.device[t] == device) > room(device):
+                return False
+        return self._place_all(vertex_id, reloads, reloads, None) is not None
 
     def _place_all(
         self,
         vertex_id: int,
+        reloads: list[int],
+        wanted: list[int],
+        make_room: Callable[[int, int], bool] | None,
+    ) -> set[int] | None:
+        """Places all of `wanted`, what has just been evicted where it still is.
+
+        Returns:
+          Whom the outputs among them must wait for; None: not all could be placed.
+        """
+        still_there = {t for t in reloads if self._is_still_there(t)}
+        found = self._try_to_place(wanted, make_room, still_there)
+        if found is None and still_there:
+            still_there = set()
+            found = self._try_to_place(wanted, make_room, still_there)
+        if found is None:
+            return None
+        pending: set[int] = set()
+        for tensor_id, (start, after, _) in found:
+            if tensor_id in still_there:
+                self._settle(tensor_id, self._version[tensor_id], start)
+                self._enter(tensor_id)
+                continue
+            device = self.device[tensor_id]
+            version = self.emitter.version(tensor_id, Space.DEVICE, device, start)
+            self._settle(tensor_id, version, start)
+            if tensor_id in reloads:
+                source = self.lower.fetch(tensor_id, vertex_id)
+                self.emitter.vertex(Kind.RELOAD, vertex_id, device, [source], [version], after)
+                self._enter(tensor_id)
+            else:
+                pending.update(after)
+        return pending
+
+    def _try_to_place(
+        self,
+        wanted: list[int],
         make_room: Callable[[int, int], bool] | None,
         still_there: set[int],
-    ) -> bool:
-        """Places what a vertex needs, some of it where it still is."""
-        device, (reloads, wanted) = self.device, self._needs(vertex_id)
+    ) -> list[tuple[int, Place]] | None:
+        """Places for all, or for none: then None, and nothing is changed but for evictions."""
+        device = self.device
         # First those that can be in one place only.
         wanted = sorted(wanted, key=lambda t: t not in still_there) if still_there else wanted
-        taken: list[tuple[int, Place, list[Piece] | None]] = []
+        taken: list[tuple[int, Place]] = []
+        cuts: list[list[Piece] | None] = []
         for tensor_id in wanted:
             arena, size = self.arenas[device[tensor_id]], self.size[tensor_id]
             if tensor_id in still_there:
@@ -123,29 +184,30 @@ class SimulatedMemory:
             if found is None and make_room is not None and make_room(device[tensor_id], size):
                 found = arena.take(size)
             if found is None:
-                for other, (start, _, _), pieces in reversed(taken):
+                for (other, (start, _, _)), pieces in zip(
+                    reversed(taken), reversed(cuts), strict=True
+                ):
                     self.arenas[device[other]].undo(start, self.size[other], pieces)
-                return False
-            taken.append((tensor_id, found, arena.cut))
-        pending = self._pending[vertex_id] = set()
-        for tensor_id, (start, after, _), _ in taken:
-            if tensor_id in still_there:
-                self._settle(tensor_id, self._version[tensor_id], start)
-                self._enter(tensor_id)
-                continue
-            version = self.emitter.version(tensor_id, Space.DEVICE, device[tensor_id], start)
-            self._settle(tensor_id, version, start)
-            if tensor_id in reloads:
-                source = self.lower.fetch(tensor_id, vertex_id)
-                self.emitter.vertex(
-                    Kind.RELOAD, vertex_id, device[tensor_id], [source], [version], after
-                )
-                self._enter(tensor_id)
-            else:
-                pending.update(after)
-        for tensor_id in self.graph.vertices[vertex_id].outputs:
-            self._placed[tensor_id] = True
-        return True
+                return None
+            taken.append((tensor_id, found))
+            cuts.append(arena.cut)
+        return taken
+
+    def flow(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes that each vertex's outputs take in each device's arena, and that it frees there
+        once it has run, if all that it reads was there: both int64[devices, vertices]."""
+        graph, callers, device, size = self.graph, self._callers, self.device, self.size
+        taken, freed = np.zeros((2, len(self.arenas), len(graph.vertices)), dtype=np.int64)
+        for vertex_id, vertex in enumerate(graph.vertices):
+            for t in vertex.fresh_outputs:
+                if callers.written_in_place(t, vertex_id) is None:
+                    taken[device[t], vertex_id] += size[t]
+            inherited = {vertex.inputs[read] for read, _ in vertex.overwrites}
+            for t in {*vertex.inputs, *vertex.outputs} - inherited:
+                last = self._uses[t][-2] if len(self._uses[t]) > 1 else vertex_id
+                if last == vertex_id and not callers.read_in_place(t, vertex_id):
+                    freed[device[t], vertex_id] += size[t]
+        return taken, freed
 
     def _is_still_there(self, tensor_id: int) -> bool:
         """Whether the bytes of what was evicted are in their place as they were: it was not needed,
@@ -325,9 +387,10 @@ class SimulatedMemory:
                     Kind.OFFLOAD, last, tensor.device, [source], [version], after
                 )  # fmt: skip
 
-    def finish(self, headroom: list[int]) -> MemGraph:
-        """The MemGraph, once every vertex has been executed."""
-        return self.emitter.finish(self._capacity, headroom, self.lower.capacity)
+    def finish(self, headroom: list[int], draft: bool) -> MemGraph:
+        """The MemGraph, once every vertex has been executed; a draft has superfluous edges."""
+        drop_needless_copies(self.emitter)
+        return self.emitter.finish(self._capacity, headroom, self.lower.capacity, draft)
 
     # Eviction -----------------------------------------------------------------------------------
 

@@ -1,10 +1,50 @@
-"""Places for a plan that keeps everything, chosen before it is made: where memory would just do,
-but splinters when tensors are placed one after another."""
+"""Plans that keep everything on the device, where the budget allows that.
 
+Where memory would just do, but splinters when tensors are placed one after another, places are
+chosen for all before the plan is made.
+"""
+
+from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT, MemGraph, Space
 from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.plan.build import build_memgraph
 from jaxoffload.plan.callers import CallersMemory
-from jaxoffload.plan.limits import align
+from jaxoffload.plan.limits import align, headroom, intermediates_peak, min_budget, resident_peak
 from jaxoffload.plan.placement import place_intervals
+
+_SLACK = (1.25, 2.0, 16.0)
+"""Arena sizes to try for a plan that moves nothing, over the peak of its intermediates. A small
+arena is used again and again, which caches like and page faults do not."""
+
+
+def keep_everything(graph: TaskGraph, budget: int | None) -> MemGraph | None:
+    """A MemGraph that offloads no intermediate, or None where the budget does not allow it."""
+    live = intermediates_peak(graph)
+    room = None if budget is None else budget - (resident_peak(graph) - live)
+    if room is not None and room < live:
+        return None
+    found = None
+    for slack in _SLACK:
+        arena = int(slack * max(live, min_budget(graph)[0]))
+        if room is not None and room < arena:
+            arena = room
+        if arena < min_budget(graph)[0]:
+            return None
+        found = build_memgraph(graph, arena, in_place_io="always")
+        if not (found.space == Space.HOST).any():
+            return found
+        if room is not None and arena == room:
+            return _keep_in_chosen_places(graph, room)
+    return found
+
+
+def _keep_in_chosen_places(graph: TaskGraph, room: int) -> MemGraph | None:
+    """The same where there is room enough, but not for tensors placed one after another."""
+    capacity = (room - headroom(graph, 1)[0]) // PLACE_ALIGNMENT * PLACE_ALIGNMENT
+    places = static_places(graph, capacity)
+    if places is None:
+        return None
+    found = build_memgraph(graph, room, in_place_io="always", places=places)
+    return None if (found.space == Space.HOST).any() else found
 
 
 def static_places(graph: TaskGraph, capacity: int) -> list[int] | None:

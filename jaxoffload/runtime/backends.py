@@ -38,6 +38,10 @@ class Backend:
         """Bytes of device memory that nobody uses."""
         raise NotImplementedError
 
+    def used_memory(self) -> tuple[int, int]:
+        """Bytes of device memory that this process uses now, and the most that it ever did."""
+        raise NotImplementedError
+
     def version_text(self) -> str:
         """What runs the vertices, for reports."""
         return f"{self.client.platform_name} ({self.client.platform_version.splitlines()[0]})"
@@ -65,6 +69,16 @@ class CpuBackend(Backend):
                 if line.startswith("MemAvailable:"):
                     return int(line.split()[1]) * 1024
         raise OSError("/proc/meminfo has no MemAvailable line")
+
+    def used_memory(self) -> tuple[int, int]:
+        """Resident bytes of the process, now and at most."""
+        found = {"VmRSS": 0, "VmHWM": 0}
+        with open("/proc/self/status") as file:
+            for line in file:
+                name = line.partition(":")[0]
+                if name in found:
+                    found[name] = int(line.split()[1]) * 1024
+        return found["VmRSS"], found["VmHWM"]
 
 
 _DEADLOCKS = {"XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT": "1", "PJRT_GPU_ENABLE_ASYNC_DISPATCH": "1"}
@@ -104,6 +118,11 @@ class CudaBackend(Backend):
                 '"8GiB".'
             )
         return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+
+    def used_memory(self) -> tuple[int, int]:
+        """Bytes of XLA's pool in use, now and at most."""
+        stats = self.device.memory_stats() or {}
+        return int(stats.get("bytes_in_use", 0)), int(stats.get("peak_bytes_in_use", 0))
 
 
 def refuse_deadlocks(settings: Any) -> None:

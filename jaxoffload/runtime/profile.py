@@ -1,7 +1,9 @@
 """Measured costs: what vertices, links and the disk took in runs, and plans made from that.
 
 As Gemini and Fuyou do, a function's first runs are its warm-up: they tell how long each vertex
-takes and how fast each link is, and the plan for the calls that follow is chosen from that.
+takes, how fast each link is, and what memory a run takes that its plan does not see; the plan for
+the calls that follow is chosen from that. A saved profile tells the next process more: how fast the
+machine computes, so that the cut into vertices is chosen for what it is, not for a model of it.
 """
 
 import dataclasses
@@ -34,14 +36,24 @@ class Profile:
       seconds: by the TaskGraph's digest, of each of its vertices.
       rates: bytes a second, by way: to_device, from_device, disk_read, disk_write.
       runs: how many runs went in, by digest.
+      kernels: "flops" and "traffic": operations and bytes a second of kernels that are bound by
+        the one or the other, where there were some.
+      unseen_bytes: the most memory that a run took beside arena, workspace, lower tiers and
+        results: library buffers, thread stacks, what an allocator keeps.
     """
 
     seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     rates: dict[str, float] = dataclasses.field(default_factory=dict)
     runs: dict[str, int] = dataclasses.field(default_factory=dict)
+    kernels: dict[str, float] = dataclasses.field(default_factory=dict)
+    unseen_bytes: int = 0
 
-    def add(self, run: Run) -> None:
-        """Takes in what a run measured."""
+    def add(self, run: Run, like: Machine) -> None:
+        """Takes in what a run measured of time.
+
+        Args:
+          like: a model of the machine that it ran on.
+        """
         graph = run.memgraph
         took = run.end_seconds - run.start_seconds
         kernels = np.flatnonzero(graph.kind == Kind.KERNEL)
@@ -58,6 +70,20 @@ class Profile:
             if busy > 0:
                 rate = graph.moved_bytes(kind) / busy
                 self.rates[way] = max(rate, self.rates.get(way, 0.0))
+        tasks = graph.taskgraph.vertices
+        work = np.array([(v.flops, v.traffic) for v in tasks]).reshape(-1, 2)
+        for bound, rate in _kernel_rates(work, best, like).items():
+            self.kernels[bound] = max(rate, self.kernels.get(bound, 0.0))
+
+    def add_memory(self, before: tuple[int, int], after: tuple[int, int], planned: int) -> None:
+        """Takes in what a run measured of memory.
+
+        Args:
+          before, after: bytes that the process used then, and at most until then.
+          planned: bytes that the plan and its results account for.
+        """
+        peak = after[1] if after[1] > before[1] else after[0]
+        self.unseen_bytes = max(self.unseen_bytes, peak - before[0] - planned)
 
     def knows(self, graph: TaskGraph) -> bool:
         """Whether it has costs of a TaskGraph."""
@@ -78,13 +104,21 @@ class Profile:
 
     def machine(self, like: Machine) -> Machine:
         """The machine as measured; what was not, as in a model."""
-        rate = {
-            "to_device": like.to_device.bytes_per_second,
-            "from_device": like.from_device.bytes_per_second,
-            "disk_read": like.disk_read.bytes_per_second,
-            "disk_write": like.disk_write.bytes_per_second,
-        } | self.rates
+        rate = {way: getattr(like, way).bytes_per_second for way in _WAYS} | self.rates
         return Machine.measured(f"{like.name}, measured", like.device_bytes, **rate)
+
+    def calibrated(self, like: Machine) -> Machine:
+        """A model of a machine with the rates that were measured in the place of its own."""
+        links = {
+            way: dataclasses.replace(getattr(like, way), bytes_per_second=rate)
+            for way, rate in self.rates.items()
+        }
+        return dataclasses.replace(
+            like,
+            flops_per_second=self.kernels.get("flops", like.flops_per_second),
+            memory_bytes_per_second=self.kernels.get("traffic", like.memory_bytes_per_second),
+            **links,
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a JSON file."""
@@ -112,6 +146,34 @@ class Profile:
                     f"Profile.load: path={os.fspath(path)!r} is no profile that this version "
                     f"wrote: {error}. Delete it; another is measured by running."
                 ) from error
+
+
+_ROUNDS = 10
+"""Until the split of kernels into two kinds has settled; it hardly ever takes more than three."""
+
+
+def _kernel_rates(work: np.ndarray, seconds: np.ndarray, like: Machine) -> dict[str, float]:
+    """Rates of the kernels that are bound by operations and of those that are bound by traffic.
+
+    Which is which follows from the rates, the model's at first: the roofline, fitted by turns.
+
+    Args:
+      work: operations and bytes of each vertex, float64[N, 2].
+      seconds: what each took, float64[N].
+    """
+    known = (seconds > 0) & (work > 0).all(axis=1)
+    work, seconds = work[known], seconds[known]
+    rates = np.array([like.flops_per_second, like.memory_bytes_per_second])
+    bound = np.zeros(0)
+    for _ in range(_ROUNDS):
+        before, bound = bound, np.argmax(work / rates, axis=1)
+        if np.array_equal(before, bound):
+            break
+        for which in np.unique(bound):
+            mine = bound == which
+            rates[which] = work[mine, which].sum() / seconds[mine].sum()
+    names = ("flops", "traffic")
+    return {names[which]: float(rates[which]) for which in np.unique(bound)}
 
 
 def digest(graph: TaskGraph) -> str:

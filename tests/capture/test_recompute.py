@@ -159,7 +159,7 @@ def test_a_short_link_is_spared_and_results_agree(monkeypatch):
         plans[rate] = step.plan(*args)
     assert plans[1e8].recomputed > plans[1e12].recomputed
     moved = {rate: p.bytes_offloaded + p.bytes_reloaded for rate, p in plans.items()}
-    assert moved[1e8] < 0.5 * moved[1e12]
+    assert moved[1e8] < 0.6 * moved[1e12]
     assert "computes again" in str(jo.offload(function, device_memory=budget).explain(*args))
 
 

@@ -62,6 +62,15 @@ OPERATIONS = {
     "pad": (lambda x: jnp.pad(x, ((0, 0), (1, 2), (0, 0))), X),
     "reverse": (lambda x: x[:, ::-1], X),
     "running sum": (lambda x: jnp.cumsum(x, axis=2), X),
+    "rows": (lambda x, i: x[i[:, :, 0]], normal(8, 12), IDS),
+    "add to rows": (lambda x, y, i: x.at[i[..., 0]].add(y), normal(8, 12), normal(4, 6, 12), IDS),
+    "add to windows": (
+        lambda x, y: lax.scatter_add(
+            x, np.array([[1], [3]]), y, lax.ScatterDimensionNumbers((1, 2), (), (0,))
+        ),
+        normal(8, 12),
+        normal(2, 4, 12),
+    ),
     "pick": (lambda x, i: jnp.take_along_axis(x, i, axis=2, mode="clip"), X, IDS),
 }  # fmt: skip
 
@@ -96,9 +105,10 @@ def test_a_tiling_computes_the_operation_tile_by_tile(name):
                 tiles = []
                 for number in range(count):
                     pairs = zip(read, tiling.inputs, strict=True)
-                    tiles.append(
-                        tiling.apply([part(x, d, number, count) for x, d in pairs], number)
-                    )
+                    mine = [part(x, d, number, count) for x, d in pairs]
+                    if tiling.folds is not None and tiles:
+                        mine[tiling.folds] = tiles[-1][0]
+                    tiles.append(tiling.apply(mine, number))
                 (dim,), want = tiling.outputs, np.asarray(whole[0])
                 if tiling.combine is None:
                     got = np.concatenate([np.asarray(t[0]) for t in tiles], axis=dim)
@@ -125,12 +135,18 @@ def vocabulary_loss(x, w, targets):
     return jnp.mean(total - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0])
 
 
+def messages(x, ends, w):
+    sent = jax.nn.relu(x[ends[0]] @ w)
+    return x + jnp.zeros_like(x).at[ends[1]].add(sent)
+
+
 def square_sum(f):
     return lambda *a: jnp.sum(f(*a) ** 2)
 
 
 QKV = [normal(2, 64, 4, 8) for _ in range(3)]
 LOSS = (normal(2, 64, 16), normal(16, 500), RANDOM.integers(0, 500, (2, 64)).astype(np.int32))
+EDGES = RANDOM.integers(0, 40, (2, 1024)).astype(np.int32)
 HALF = [x.astype(jnp.bfloat16) for x in QKV]
 FUNCTIONS = {
     "attention": (attention, *QKV),
@@ -139,6 +155,10 @@ FUNCTIONS = {
     "loss": (vocabulary_loss, *LOSS),
     "loss, backward": (jax.value_and_grad(vocabulary_loss, argnums=(0, 1)), *LOSS),
     "normalized": (lambda x: (x - x.mean(1, keepdims=True)) / x.std(), normal(64, 512)),
+    "messages": (messages, normal(40, 16), EDGES, normal(16, 16)),
+    "messages, backward": (
+        jax.grad(square_sum(messages), argnums=(0, 2)), normal(40, 16), EDGES, normal(16, 16),
+    ),
     "large result": (lambda x, y: jnp.exp(x @ y), normal(64, 8), normal(8, 512)),
 }  # fmt: skip
 

@@ -6,13 +6,14 @@ import hypothesis
 import networkx
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from jaxoffload.errors import PlanError
-from jaxoffload.graphs.memgraph import EdgeKind, Kind, MemGraph, Space
+from jaxoffload.graphs.memgraph import COPIES, EdgeKind, Kind, MemGraph, Space
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 from jaxoffload.graphs.verify import verify
 from jaxoffload.plan.build import build_memgraph
-from jaxoffload.plan.limits import min_budget, min_budgets, resident_peak
+from jaxoffload.plan.limits import min_budget, min_budgets, min_host_memory, resident_peak
 from jaxoffload.plan.priority import critical_path, vertex_seconds
 from jaxoffload.plan.simulate import simulate
 from tests.plan.strategies import taskgraphs
@@ -51,6 +52,18 @@ def frozen(rounds=4, count=6):
             )  # fmt: skip
     tensors[-1] = dataclasses.replace(tensors[-1], results=(Span(0, 0),))
     return TaskGraph(tuple(tensors), tuple(vertices))
+
+
+@SETTINGS
+@hypothesis.given(graph=taskgraphs(), lead=st.none() | st.integers(1, 4), capped=st.booleans())
+def test_no_copy_is_made_that_nobody_reads(graph, lead, capped):
+    host = max(1 << 14, min_host_memory(graph, True)[0]) if capped else None
+    memgraph = build_memgraph(graph, min_budget(graph)[0], lead=lead, host_memory=host, disk=capped)
+    verify(memgraph)
+    copies = np.flatnonzero(np.isin(memgraph.kind, COPIES))
+    made = memgraph.outputs[memgraph.output_offsets[copies]]
+    unread = made[(memgraph.space[made] != Space.RESULT) & ~np.isin(made, memgraph.inputs)]
+    assert not len(unread)
 
 
 def test_frozen_argument_is_reloaded_and_never_written_back():

@@ -52,9 +52,10 @@ def on_disk(graph, arguments, results):
     arguments=st.sets(st.integers(0, 3)),
     results=st.sets(st.integers(0, 5)),
     in_place=st.sampled_from(("never", "always")),
+    lead=st.sampled_from((None, 1, 3)),
 )
 def test_any_host_memory_that_holds_one_tensor_is_right(
-    graph, host_pages, device, arguments, results, in_place
+    graph, host_pages, device, arguments, results, in_place, lead
 ):
     graph = on_disk(graph, arguments, results)
     memgraph = build_memgraph(
@@ -63,6 +64,7 @@ def test_any_host_memory_that_holds_one_tensor_is_right(
         host_memory=host_pages * HOST_PAGE,
         disk=True,
         in_place_io=in_place,
+        lead=lead,
     )
     assert memgraph.host_bytes() <= host_pages * HOST_PAGE
     needless = np.setdiff1d(memgraph.outputs, memgraph.inputs)

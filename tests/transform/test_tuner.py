@@ -11,7 +11,9 @@ import jaxoffload as jo
 from jaxoffload import tuner
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.options import Options
-from jaxoffload.runtime.profile import digest
+from jaxoffload.plan.hardware import SMALL_SERVER
+from jaxoffload.runtime import backends
+from jaxoffload.runtime.profile import _kernel_rates, digest
 
 RANDOM = np.random.default_rng(0)
 
@@ -55,10 +57,11 @@ def test_a_second_plan_gives_the_same_bits(monkeypatch):
 
 @pytest.mark.parametrize("second, kept", [(0.9, True), (1.1, False)])
 def test_the_faster_plan_is_kept(monkeypatch, second, kept):
-    first, other = (types.SimpleNamespace(name=n, resident=False, budget=1, disk_bytes=0,
-                                          taskgraph=None) for n in ("first", "other"))  # fmt: skip
+    fields = {"resident": False, "budget": 1, "disk_bytes": 0, "taskgraph": None}
+    fields["backend"] = backends.current()
+    first, other = (types.SimpleNamespace(name=n, **fields) for n in ("first", "other"))
     monkeypatch.setattr(tuner.Tuner, "_better", lambda self, plan: other)
-    profile = types.SimpleNamespace(add=lambda run: None, knows=lambda graph: False)
+    profile = types.SimpleNamespace(add=lambda run, like: None, knows=lambda graph: False)
     mine = tuner.Tuner(profile, Options(device_memory=1))
     plan = mine.start(first)
     seen = []
@@ -110,3 +113,57 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path):
             jo.Profile.load(path)
     with pytest.raises(ValueError, match='policy=\'never\' is not known. Pass "auto" or "once"'):
         offloaded(policy="never")
+
+
+def test_rates_of_kernels_are_found_from_their_times():
+    """Two kinds of kernels on a machine of 1e12 operations and 1e10 bytes a second."""
+    work = RANDOM.uniform(1e6, 1e9, size=(200, 2))
+    work[:100, 0] *= 1e4
+    want = {"flops": 1e12, "traffic": 1e10}
+    seconds = (work / list(want.values())).max(axis=1)
+    assert _kernel_rates(work, seconds, SMALL_SERVER) == pytest.approx(want)
+    found = _kernel_rates(work[:100], seconds[:100], SMALL_SERVER)
+    assert found == pytest.approx({"flops": 1e12})
+    assert _kernel_rates(np.zeros((3, 2)), np.ones(3), SMALL_SERVER) == {}
+
+
+def test_a_known_profile_fixes_the_cut_and_what_is_measured_later_does_not(monkeypatch):
+    """With a slow link it pays to compute again; the model believes in a fast one."""
+    slow = jo.Profile(rates={"to_device": 2e7, "from_device": 2e7}, kernels={"flops": 1e12})
+    args = [ARGS[0][0]] * 12, np.ones((512, 96), np.float32)
+
+    def loss(weights, x):
+        return jnp.sum(f(weights, x)[0] ** 2)
+
+    gradients = jax.value_and_grad(loss)
+
+    def planned(profile):
+        step = jo.offload(gradients, device_memory="1.2MiB", profile=profile)
+        step.profile.rates["to_device"] = 1e12  # too late
+        return step.plan(*args)
+
+    assert planned(slow).recomputed > planned(jo.Profile()).recomputed
+    machine = slow.calibrated(backends.current().machine)
+    assert machine.from_device.bytes_per_second == 2e7 and machine.flops_per_second == 1e12
+    assert machine.disk_read == backends.current().machine.disk_read
+
+
+def test_memory_that_the_plan_does_not_see_is_measured(monkeypatch):
+    readings = iter([(100, 500), (180, 500), (180, 500), (200, 900)])
+    monkeypatch.setattr(type(backends.current()), "used_memory", lambda self: next(readings))
+    step = offloaded()
+    monkeypatch.setattr(type(step.plan(*ARGS)), "planned_bytes", 50)
+    step(*ARGS)
+    assert step.profile.unseen_bytes == 180 - 100 - 50  # the peak is an older one
+    step(*ARGS)
+    assert step.profile.unseen_bytes == 900 - 180 - 50
+    monkeypatch.undo()
+    assert offloaded().profile.unseen_bytes == 0
+    real = offloaded()
+    real(*ARGS)
+    assert 0 <= real.profile.unseen_bytes < 2**30
+    free = 10**9
+    monkeypatch.setattr(type(backends.current()), "free_memory", lambda self: free)
+    for profile, margin in ((None, 10**8), (jo.Profile(unseen_bytes=10**6), 31 * 10**6)):
+        budget = jo.offload(f, profile=profile).plan(*ARGS).budget
+        assert budget == free - margin
