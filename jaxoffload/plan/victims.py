@@ -14,7 +14,7 @@ from typing import Protocol
 from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.plan.space import AddressSpace
 
-_SEEDS = (6, 100)
+_SEEDS = (6, 32)
 """Tensors from which a window is grown, at least and at most. More find better windows."""
 _SEED_WORK = 300_000
 """Vertices times seeds: what bounds the number of seeds, and with it planning time."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxoffload.graphs.memgraph import Kind, MemGraph, Space
 from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
+from jaxoffload.graphs.verify import verify
 
 Results = dict[tuple[int, int], np.ndarray]
 
@@ -157,3 +158,14 @@ class _Machine:
                 array = self._memory[Space.RESULT, span.index]
                 found[span.index, span.offset] = array[span.offset : span.offset + tensor.bytes]
         return found
+
+
+def check(graph, memgraph, seeds=3):
+    """A MemGraph is right, and gives in any order what its TaskGraph does."""
+    verify(memgraph)
+    arguments = arguments_of(graph)
+    want = straightforward(graph, arguments)
+    for seed in range(seeds):
+        got = execute(memgraph, arguments, seed)
+        for key, data in want.items():
+            assert np.array_equal(got[key], data), key

@@ -15,22 +15,12 @@ from jaxoffload.graphs.verify import VerifyError, verify
 from jaxoffload.plan.build import build_memgraph
 from jaxoffload.plan.limits import min_budget, resident_peak
 from jaxoffload.plan.memory import SimulatedMemory
-from tests.plan.execute import arguments_of, execute, straightforward
+from tests.plan.execute import arguments_of, check, execute, straightforward
 from tests.plan.strategies import taskgraphs
 
 SETTINGS = hypothesis.settings(
     max_examples=250, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
-
-
-def check(graph, memgraph, seeds=3):
-    verify(memgraph)
-    arguments = arguments_of(graph)
-    want = straightforward(graph, arguments)
-    for seed in range(seeds):
-        got = execute(memgraph, arguments, seed)
-        for key, data in want.items():
-            assert np.array_equal(got[key], data), key
 
 
 @SETTINGS

@@ -14,22 +14,12 @@ from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexK
 from jaxoffload.graphs.verify import Law, VerifyError, verify
 from jaxoffload.plan.build import build_memgraph
 from jaxoffload.plan.limits import HOST_PAGE, min_budget, min_host_memory
-from tests.plan.execute import arguments_of, execute, straightforward
+from tests.plan.execute import check
 from tests.plan.strategies import taskgraphs
 
 SETTINGS = hypothesis.settings(
     max_examples=250, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
-
-
-def check(graph, memgraph, seeds=3):
-    verify(memgraph)
-    arguments = arguments_of(graph)
-    want = straightforward(graph, arguments)
-    for seed in range(seeds):
-        got = execute(memgraph, arguments, seed)
-        for key, data in want.items():
-            assert np.array_equal(got[key], data), key
 
 
 def on_disk(graph, arguments, results):
