@@ -264,7 +264,7 @@ class _Group:
 
     def _copy(self, equation: Equation, d: int | None) -> list[_Member]:
         for tiling in tilings(equation, self.count):
-            if tiling.combine is None and tiling.outputs == (d,):
+            if tiling.combine is None and set(tiling.outputs) == {d}:
                 member = _Member(-id(equation), equation, tiling, True)
                 self._add(member)
                 return [member]

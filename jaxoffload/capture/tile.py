@@ -45,7 +45,7 @@ class Tiling:
 def tilings(equation: Equation, count: int) -> list[Tiling]:
     """Every tiling of an equation that is known here, into `count` tiles."""
     name = equation.operation.name
-    if len(equation.outputs) != 1:
+    if len(equation.outputs) != 1 and name not in _SEVERAL_OUTPUTS:
         return []
     if slicing.is_elementwise(name) or name in ("copy", "copy_p"):
         return list(_elementwise(equation, count))
@@ -222,11 +222,13 @@ def _along_others(param: str) -> Callable[[Equation, int], Iterator[Tiling]]:
     """A rule for operations that work along some dimensions and map over the others."""
 
     def rule(equation: Equation, count: int) -> Iterator[Tiling]:
-        along = equation.operation.params[param]
+        along = equation.operation.params.get(param, -1)
         along = (along,) if isinstance(along, int) else tuple(along)
+        along = {k % len(_shape(equation.inputs[0])) for k in along}
         for d in _dims(_shape(equation.outputs[0]), count):
             if d not in along:
-                yield Tiling((d,) * len(equation.inputs), (d,), _as_it_is(equation))
+                outputs = (d,) * len(equation.outputs)
+                yield Tiling((d,) * len(equation.inputs), outputs, _as_it_is(equation))
 
     return rule
 
@@ -295,6 +297,9 @@ _RULES: dict[str, Callable[[Equation, int], Iterator[Tiling]]] = {
     "slice": _slice,
     "pad": _pad,
     "rev": _along_others("dimensions"),
+    "split": _along_others("axis"),
+    "sort": _along_others("dimension"),
+    "top_k": _along_others("axis"),
     "cumsum": _along_others("axis"),
     "cumprod": _along_others("axis"),
     "cummax": _along_others("axis"),
@@ -305,6 +310,9 @@ _RULES: dict[str, Callable[[Equation, int], Iterator[Tiling]]] = {
     "scatter_add": _scatter,
     **{name: _reduce for name in (*slicing.REDUCTIONS, "argmax", "argmin")},
 }
+
+
+_SEVERAL_OUTPUTS = frozenset({"split", "sort", "top_k"})
 
 
 def wide(part: Any) -> Any:

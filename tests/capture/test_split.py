@@ -1,5 +1,7 @@
 """Splitting: every rule computes what the whole operation does, tile by tile; groups too."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax import lax
 
 import jaxoffload as jo
+from benchmarks import suite
 from jaxoffload.capture.build import build_taskgraph, order_program
 from jaxoffload.capture.flat import is_literal
 from jaxoffload.capture.scan import unroll
@@ -57,6 +60,9 @@ OPERATIONS = {
         normal(4, 6, 6, 8),
         normal(3, 3, 8, 4),
     ),
+    "sort": (lambda x, y: lax.sort((x, y), dimension=1), X, Y),
+    "largest": (lambda x: lax.top_k(x, 3), X),
+    "split": (lambda x: lax.split(x, (3, 5), axis=2), X),
     "concatenate": (lambda x, y: jnp.concatenate([x, y], axis=1), X, Y),
     "slice": (lambda x: x[:, 1:3], X),
     "pad": (lambda x: jnp.pad(x, ((0, 0), (1, 2), (0, 0))), X),
@@ -109,15 +115,14 @@ def test_a_tiling_computes_the_operation_tile_by_tile(name):
                     if tiling.folds is not None and tiles:
                         mine[tiling.folds] = tiles[-1][0]
                     tiles.append(tiling.apply(mine, number))
-                (dim,), want = tiling.outputs, np.asarray(whole[0])
-                if tiling.combine is None:
-                    got = np.concatenate([np.asarray(t[0]) for t in tiles], axis=dim)
-                    assert got.dtype == want.dtype
-                else:
-                    got = tiles[0][0]
-                    for t in tiles[1:]:
-                        got = tiling.combine(got, t[0])
-                np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+                for i, dim in enumerate(tiling.outputs):
+                    want, parts = np.asarray(whole[i]), [t[i] for t in tiles]
+                    if tiling.combine is None:
+                        got = np.concatenate([np.asarray(p) for p in parts], axis=dim)
+                        assert got.dtype == want.dtype
+                    else:
+                        got = functools.reduce(tiling.combine, parts)
+                    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
         values.update(zip(equation.outputs, whole, strict=True))
     assert checked
 
@@ -140,6 +145,14 @@ def messages(x, ends, w):
     return x + jnp.zeros_like(x).at[ends[1]].add(sent)
 
 
+UNET, UNET_SHAPES, _ = suite.unet(size=16, width=4, depth=2, batch=8)
+UNET_LEAVES, UNET_TREE = jax.tree.flatten(UNET_SHAPES)
+
+
+def unet(*leaves):
+    return UNET(*jax.tree.unflatten(UNET_TREE, leaves))
+
+
 def square_sum(f):
     return lambda *a: jnp.sum(f(*a) ** 2)
 
@@ -155,6 +168,7 @@ FUNCTIONS = {
     "loss": (vocabulary_loss, *LOSS),
     "loss, backward": (jax.value_and_grad(vocabulary_loss, argnums=(0, 1)), *LOSS),
     "normalized": (lambda x: (x - x.mean(1, keepdims=True)) / x.std(), normal(64, 512)),
+    "U-Net, backward": (unet, *[0.1 * normal(*x.shape) for x in UNET_LEAVES]),
     "messages": (messages, normal(40, 16), EDGES, normal(16, 16)),
     "messages, backward": (
         jax.grad(square_sum(messages), argnums=(0, 2)), normal(40, 16), EDGES, normal(16, 16),
@@ -184,7 +198,8 @@ def test_split_functions_give_what_whole_ones_do(name, share):
         assert max_relative_difference(w, g.view(w.dtype).reshape(w.shape)) < limit
     tiled = [e for e in parts.equations if isinstance(e.operation, TiledOperation)]
     if name not in ("large result", "normalized"):  # operands and results alone take as much
-        assert tiled and after < before / 2 or share == 0.5
+        most = 0.7 if name == "U-Net, backward" else 0.5  # results of convolutions are there whole
+        assert tiled and after < most * before or share == 0.5
 
 
 def test_layers_share_the_kernel_of_their_split_parts():
