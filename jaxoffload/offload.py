@@ -1,6 +1,5 @@
 """`offload`: a function that runs within a device memory budget."""
 
-import copy
 import dataclasses
 import functools
 import threading
@@ -45,7 +44,6 @@ class _Program:
     Args:
       asked: whether the user named the budget.
       profile: takes what calls measure.
-      known: what was measured before this process.
     """
 
     def __init__(
@@ -56,9 +54,8 @@ class _Program:
         options: Options,
         asked: bool,
         profile: Profile,
-        known: Profile,
     ):
-        self._profile, self._known = profile, known
+        self._profile = profile
         self._tuner = Tuner(profile, options)
         self.traced = trace(call, shapes_of(signature), signature.key_impls)
         self.options, self._asked = options, asked
@@ -83,8 +80,7 @@ class _Program:
     def plan(self) -> Plan:
         with self._lock:
             if self._plan is None:
-                machine = self._known.calibrated(backends.current().machine)
-                self._plan = Planner(self.request(), machine=machine).plan()
+                self._plan = Planner(self.request()).plan()
                 self._say_if_idle(self._plan)
                 self._plan = self._tuner.start(self._plan)
             return self._plan
@@ -130,8 +126,7 @@ class Offloaded:
     ):
         functools.update_wrapper(self, function)
         self.profile = profile or Profile()
-        # What is measured from now on must not change how a function is cut, nor any bit.
-        self._known = copy.deepcopy(self.profile)
+        self._unseen_bytes = self.profile.unseen_bytes
         self._function, self._spec, self._options = function, spec, options
         self._programs: dict[Any, _Program] = {}
         self._lock = threading.Lock()
@@ -225,14 +220,13 @@ class Offloaded:
                 if not asked:
                     free = backends.current().free_memory()
                     margin = int(free * AUTO_MARGIN)
-                    if self._known.unseen_bytes:
-                        margin = int(free * KNOWN_MARGIN) + self._known.unseen_bytes
+                    if self._unseen_bytes:
+                        margin = int(free * KNOWN_MARGIN) + self._unseen_bytes
                     options = dataclasses.replace(options, device_memory=max(1, free - margin))
                 body = self._spec.caller(self._function, call.signature)
                 program = _Program(
-                    self._spec.name, body, call.signature, options, asked, self.profile,
-                    self._known,
-                )  # fmt: skip
+                    self._spec.name, body, call.signature, options, asked, self.profile
+                )
                 self._programs[call.signature] = program
             return program
 
@@ -350,13 +344,13 @@ def offload(
     References:
       TURNIP: a "nondeterministic" GPU runtime with CPU RAM offload, sections 4 to 7.
     """
-    options = make_options(
-        device_memory, host_memory, disk, vertex_memory, launch, check, verify, results, policy,
-        recompute,
-    )  # fmt: skip
     measured = profile if isinstance(profile, Profile) else None
     if measured is None:
         measured = Profile() if profile is None else Profile.load(profile)
+    options = make_options(
+        device_memory, host_memory, disk, vertex_memory, launch, check, verify, results, policy,
+        recompute, measured.known_rates(),
+    )  # fmt: skip
 
     def decorate(f: Callable[..., Any]) -> Offloaded:
         if not callable(f):

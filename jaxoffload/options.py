@@ -34,6 +34,8 @@ class Options:
       policy: "auto": plans are made again from what runs measured; "once": from estimates only.
       recompute: "auto": values are computed again where that is faster than moving them; "never";
         "always": whatever is read again late.
+      rates: what a profile has measured, to take the place of the machine model's rates
+        (`Machine.with_rates`): what is planned, and how it is cut, follows from the options alone.
     """
 
     device_memory: int | str | None = "auto"
@@ -46,6 +48,7 @@ class Options:
     results: str = "device"
     policy: str = "auto"
     recompute: str = "auto"
+    rates: tuple[tuple[str, float], ...] = ()
 
 
 def make_options(
@@ -59,6 +62,7 @@ def make_options(
     results: object,
     policy: object,
     recompute: object,
+    rates: tuple[tuple[str, float], ...] = (),
 ) -> Options:
     """Options from what the user typed.
 
@@ -85,7 +89,7 @@ def make_options(
         )
     return Options(
         device_memory, host_memory, folders, vertex_memory, policies.as_policy(launch), check,
-        verify, str(results), str(policy), str(recompute),
+        verify, str(results), str(policy), str(recompute), rates,
     )  # fmt: skip
 
 

@@ -310,7 +310,7 @@ class Planner:
         self._request = request
         self._compiles = compiles
         self.backend = backend or backends.current()
-        self.machine = machine or self.backend.machine
+        self.machine = machine or self.backend.machine.with_rates(request.options.rates)
         program = unroll(request.jaxpr)
         self._ordered = order_program(program)
         extra = program.arguments[len(request.jaxpr.in_avals) :]

@@ -6,6 +6,7 @@ those of `SMALL_SERVER`. `Machine.measured` makes a model from rates that were.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,16 @@ class Machine:
     links: int | None = None
     duplex: bool = True
     launch: float = 10e-6
+
+    def with_rates(self, rates: Iterable[tuple[str, float]]) -> "Machine":
+        """The same with some rates as measured: of a link in bytes a second, by its name here; or
+        `flops_per_second`, `memory_bytes_per_second`."""
+        changes: dict[str, Any] = {}
+        for name, rate in rates:
+            mine = getattr(self, name)
+            is_link = isinstance(mine, Link)
+            changes[name] = dataclasses.replace(mine, bytes_per_second=rate) if is_link else rate
+        return dataclasses.replace(self, **changes)
 
     def kernel_seconds(self, flops: Any, traffic: Any) -> Any:
         """Time of so many operations with so many bytes of traffic, without the launch."""

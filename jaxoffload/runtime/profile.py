@@ -25,6 +25,7 @@ _WAYS = {
     "disk_read": Kind.LOAD,
     "disk_write": Kind.STORE,
 }
+_KERNEL_RATES = {"flops": "flops_per_second", "traffic": "memory_bytes_per_second"}
 _VERSION = 1
 
 
@@ -107,18 +108,10 @@ class Profile:
         rate = {way: getattr(like, way).bytes_per_second for way in _WAYS} | self.rates
         return Machine.measured(f"{like.name}, measured", like.device_bytes, **rate)
 
-    def calibrated(self, like: Machine) -> Machine:
-        """A model of a machine with the rates that were measured in the place of its own."""
-        links = {
-            way: dataclasses.replace(getattr(like, way), bytes_per_second=rate)
-            for way, rate in self.rates.items()
-        }
-        return dataclasses.replace(
-            like,
-            flops_per_second=self.kernels.get("flops", like.flops_per_second),
-            memory_bytes_per_second=self.kernels.get("traffic", like.memory_bytes_per_second),
-            **links,
-        )
+    def known_rates(self) -> tuple[tuple[str, float], ...]:
+        """What was measured of the machine, for `Machine.with_rates`."""
+        kernels = {_KERNEL_RATES[bound]: rate for bound, rate in self.kernels.items()}
+        return tuple(sorted((self.rates | kernels).items()))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a JSON file."""
@@ -172,7 +165,7 @@ def _kernel_rates(work: np.ndarray, seconds: np.ndarray, like: Machine) -> dict[
         for which in np.unique(bound):
             mine = bound == which
             rates[which] = work[mine, which].sum() / seconds[mine].sum()
-    names = ("flops", "traffic")
+    names = tuple(_KERNEL_RATES)
     return {names[which]: float(rates[which]) for which in np.unique(bound)}
 
 

@@ -143,7 +143,10 @@ def test_a_known_profile_fixes_the_cut_and_what_is_measured_later_does_not(monke
         return step.plan(*args)
 
     assert planned(slow).recomputed > planned(jo.Profile()).recomputed
-    machine = slow.calibrated(backends.current().machine)
+    want = bits(jo.offload(gradients, device_memory="1.2MiB", profile=slow)(*args))
+    step = jo.offload(gradients, device_memory="1.2MiB", profile=slow)
+    assert bits(jax.jit(step)(*args)) == want  # inside jit as well
+    machine = backends.current().machine.with_rates(slow.known_rates())
     assert machine.from_device.bytes_per_second == 2e7 and machine.flops_per_second == 1e12
     assert machine.disk_read == backends.current().machine.disk_read
 
