@@ -133,7 +133,12 @@ class Profile:
                 found: dict[str, Any] = json.load(file)
                 if found.pop("version") != _VERSION:
                     raise ValueError("another version")
-                return cls(**found)
+                profile = cls(**found)
+                for rates, legal in ((profile.rates, _WAYS), (profile.kernels, _KERNEL_RATES)):
+                    wrong = {n: r for n, r in rates.items() if n not in legal or not 0 < r < np.inf}
+                    if wrong:
+                        raise ValueError(f"rates {wrong}")
+                return profile
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(
                     f"Profile.load: path={os.fspath(path)!r} is no profile that this version "

@@ -107,7 +107,8 @@ def test_a_profile_is_saved_loaded_and_used_from_the_first_call(tmp_path, monkey
 
 def test_a_file_that_is_no_profile_is_refused(tmp_path):
     path = tmp_path / "other.json"
-    for text in ("{", "[]", '{"version": 0}', '{"version": 1, "more": 2}'):
+    wrong = ('{"version": 1, "rates": {"disk_read": 0}}', '{"version": 1, "kernels": {"sorts": 9}}')
+    for text in ("{", "[]", '{"version": 0}', '{"version": 1, "more": 2}', *wrong):
         path.write_text(text)
         with pytest.raises(ValueError, match="other.json' is no profile.*Delete it"):
             jo.Profile.load(path)
