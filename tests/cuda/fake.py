@@ -148,6 +148,9 @@ class FakeBackend(Backend):
     def free_memory(self):
         return 2**30
 
+    def used_memory(self):
+        return 0, 0
+
 
 @functools.cache
 def backend():
