@@ -162,10 +162,12 @@ class Plan:
 
     @functools.cached_property
     def planned_bytes(self) -> int:
-        """Bytes that a run takes: on the device, in host memory, and for results of its own."""
+        """Bytes that a run takes of what `Backend.used_memory` counts: on the device, for results
+        of its own, and in host memory where that is the same."""
         kept = {result for _, result in self.pairs}
         results = [byte_count(s) for j, s in enumerate(self.out_shapes) if j not in kept]
-        return self.peak_device_bytes + self.host_bytes + sum(results)
+        host = 0 if self.backend.has_own_memory else self.host_bytes
+        return self.peak_device_bytes + host + sum(results)
 
     @property
     def host_bytes(self) -> int:

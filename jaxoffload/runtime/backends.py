@@ -26,6 +26,7 @@ class Backend:
       executables: every kernel compiled so far.
       memory: where callers' arrays are and how they are handed over (callers.py).
       machine: the model for which plans are chosen.
+      has_own_memory: whether `used_memory` does not count what is in host memory.
     """
 
     name = ""
@@ -33,6 +34,7 @@ class Backend:
     executables: ExecutableCache
     memory: Any
     machine: Machine = SMALL_SERVER
+    has_own_memory = False
 
     def free_memory(self) -> int:
         """Bytes of device memory that nobody uses."""
@@ -94,6 +96,7 @@ class CudaBackend(Backend):
     """
 
     name = "cuda"
+    has_own_memory = True
 
     def __init__(self) -> None:
         refuse_deadlocks(os.environ)
