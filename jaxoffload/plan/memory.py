@@ -145,7 +145,7 @@ class SimulatedMemory:
         if found is None:
             return None
         pending: set[int] = set()
-        for tensor_id, (start, after, _) in found:
+        for tensor_id, (start, after, _), _ in found:
             if tensor_id in still_there:
                 self._settle(tensor_id, self._version[tensor_id], start)
                 self._enter(tensor_id)
@@ -166,13 +166,13 @@ class SimulatedMemory:
         wanted: list[int],
         make_room: Callable[[int, int], bool] | None,
         still_there: set[int],
-    ) -> list[tuple[int, Place]] | None:
-        """Places for all, or for none: then None, and nothing is changed but for evictions."""
+    ) -> list[tuple[int, Place, list[Piece] | None]] | None:
+        """Places for all, with the pieces that each consists of; or for none: then None, and
+        nothing is changed but for evictions."""
         device = self.device
         # First those that can be in one place only.
         wanted = sorted(wanted, key=lambda t: t not in still_there) if still_there else wanted
-        taken: list[tuple[int, Place]] = []
-        cuts: list[list[Piece] | None] = []
+        taken: list[tuple[int, Place, list[Piece] | None]] = []
         for tensor_id in wanted:
             arena, size = self.arenas[device[tensor_id]], self.size[tensor_id]
             if tensor_id in still_there:
@@ -184,13 +184,10 @@ class SimulatedMemory:
             if found is None and make_room is not None and make_room(device[tensor_id], size):
                 found = arena.take(size)
             if found is None:
-                for (other, (start, _, _)), pieces in zip(
-                    reversed(taken), reversed(cuts), strict=True
-                ):
+                for other, (start, _, _), pieces in reversed(taken):
                     self.arenas[device[other]].undo(start, self.size[other], pieces)
                 return None
-            taken.append((tensor_id, found))
-            cuts.append(arena.cut)
+            taken.append((tensor_id, found, arena.cut))
         return taken
 
     def flow(self) -> tuple[np.ndarray, np.ndarray]:

@@ -18,16 +18,16 @@ arena is used again and again, which caches like and page faults do not."""
 
 def keep_everything(graph: TaskGraph, budget: int | None) -> MemGraph | None:
     """A MemGraph that offloads no intermediate, or None where the budget does not allow it."""
-    live = intermediates_peak(graph)
+    live, least = intermediates_peak(graph), min_budget(graph)[0]
     room = None if budget is None else budget - (resident_peak(graph) - live)
     if room is not None and room < live:
         return None
     found = None
     for slack in _SLACK:
-        arena = int(slack * max(live, min_budget(graph)[0]))
+        arena = int(slack * max(live, least))
         if room is not None and room < arena:
             arena = room
-        if arena < min_budget(graph)[0]:
+        if arena < least:
             return None
         found = build_memgraph(graph, arena, in_place_io="always")
         if not (found.space == Space.HOST).any():

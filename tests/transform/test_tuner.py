@@ -128,7 +128,7 @@ def test_rates_of_kernels_are_found_from_their_times():
     assert _kernel_rates(np.zeros((3, 2)), np.ones(3), SMALL_SERVER) == {}
 
 
-def test_a_known_profile_fixes_the_cut_and_what_is_measured_later_does_not(monkeypatch):
+def test_a_known_profile_fixes_the_cut_and_what_is_measured_later_does_not():
     """With a slow link it pays to compute again; the model believes in a fast one."""
     slow = jo.Profile(rates={"to_device": 2e7, "from_device": 2e7}, kernels={"flops": 1e12})
     args = [ARGS[0][0]] * 12, np.ones((512, 96), np.float32)
