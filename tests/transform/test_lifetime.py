@@ -125,7 +125,8 @@ def test_donated_host_arrays_without_successor_are_read_to_the_end():
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-7)
 
 
-def test_an_array_deleted_while_a_run_reads_it_is_read_to_the_end():
+@pytest.mark.parametrize("place", [jo.host_put, jax.device_put], ids=["host", "device"])
+def test_an_array_deleted_while_a_run_reads_it_is_read_to_the_end(place):
     def slow(weights, x):
         for w in weights:
             for _ in range(6):
@@ -136,13 +137,13 @@ def test_an_array_deleted_while_a_run_reads_it_is_read_to_the_end():
     x = np.linspace(0, 1, 512 * 512, dtype=np.float32).reshape(512, 512)
     step = jo.offload(slow, device_memory="6MiB")
     want = np.asarray(step(weights, x))
-    given = jo.host_put(weights)
+    given = jax.block_until_ready(jax.tree.map(place, weights))
     assert step.plan(given, x).native
 
     def meddle():
         for array in given:
             array.delete()
-        return [jo.host_put(np.full((512, 512), np.nan, np.float32)) for _ in range(8)]
+        return jax.block_until_ready([place(np.full_like(x, np.nan)) for _ in range(8)])
 
     timer = threading.Timer(0.02, meddle)
     timer.start()
