@@ -28,7 +28,7 @@ from jaxoffload.cuts import FINEST, SAME, WHOLE, Cut, Ranking
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
-from jaxoffload.graphs.verify import verify
+from jaxoffload.graphs.verify import VerifyError, verify
 from jaxoffload.options import Options, format_bytes
 from jaxoffload.plan.build import QUICK_VARIANTS, VARIANTS, build_memgraph
 from jaxoffload.plan.hardware import Machine
@@ -238,6 +238,22 @@ class Plan:
         """
         verify(self.memgraph)
 
+    def proven(self) -> "Plan":
+        """This plan: what may be run has been verified, whoever made it.
+
+        Raises:
+          VerifyError: the planner is at fault.
+        """
+        try:
+            self.verify()
+        except VerifyError as error:
+            raise VerifyError(
+                error.violations,
+                f"offload({self.name}): the plan is not safe, and nothing was run. This is a fault "
+                "in jaxoffload, not in the function: please report it with these lines",
+            ) from None
+        return self
+
     @property
     def native(self) -> Any:
         """The plan loaded into the C++ runtime (loaded when first asked for)."""
@@ -263,7 +279,7 @@ class Plan:
         return Plan(
             self._request, self.budget, captured, memgraph, self._executables, self.compile_report,
             self.resident, self.constants, self._planner, priority,
-        )  # fmt: skip
+        ).proven()  # fmt: skip
 
     def build(self, graph: TaskGraph, **options: Any) -> MemGraph:
         """A MemGraph for this plan's budget, of its TaskGraph with other costs."""
@@ -545,7 +561,7 @@ class Planner:
         plan = Plan(
             self._request, budget, captured, graph, executables, report, resident,
             self.constants, self,
-        )  # fmt: skip
+        ).proven()  # fmt: skip
         logger.info("%r, %s", plan, report)
         return plan
 
