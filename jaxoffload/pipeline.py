@@ -375,7 +375,9 @@ class Planner:
         for ordered in self._in_other_orders(cut) if is_small else ():
             gain = 1.0 if ordered is cut else _GAIN
             for variant in variants:
-                memgraph = self.build(ordered[0].taskgraph, budget, draft=True, **variant)
+                memgraph = self._draft(ordered[0].taskgraph, budget, variant)
+                if memgraph is None:
+                    continue
                 run = simulate(memgraph, machine=self.machine)
                 if run.seconds < gain * least:
                     best, rule, least = ordered, variant, run.seconds
@@ -464,6 +466,8 @@ class Planner:
                 if expected is None:
                     return compiled
                 drafts = list(self._drafts(compiled[0].taskgraph, budget))
+                if not drafts:
+                    continue
                 took = min(simulate(draft, machine=self.machine).seconds for draft in drafts)
                 if took < least:
                     best, least, workspace = compiled, took, int(drafts[0].headroom.max())
@@ -478,7 +482,17 @@ class Planner:
     def _drafts(self, graph: TaskGraph, budget: int) -> Iterator[MemGraph]:
         """MemGraphs by several of the planner's rules, to compare cuts by."""
         variants = VARIANTS if len(graph.vertices) <= _ALL_VARIANTS else QUICK_VARIANTS
-        return (self.build(graph, budget, draft=True, **variant) for variant in variants)
+        drafts = (self._draft(graph, budget, variant) for variant in variants)
+        return (draft for draft in drafts if draft is not None)
+
+    def _draft(self, graph: TaskGraph, budget: int, variant: dict[str, Any]) -> MemGraph | None:
+        """A MemGraph to compare by; None where it does not do with the host memory there is."""
+        try:
+            return self.build(graph, budget, draft=True, **variant)
+        except PlanError as error:
+            if error.min_device_memory is not None:
+                raise
+            return None
 
     def _ranking(self, budget: int) -> Ranking:
         return Ranking(

@@ -200,9 +200,10 @@ std::vector<uint8_t> Reaches(int64_t num_vertices, const int64_t* tail, const in
   std::vector<int64_t> next(first.begin(), first.end() - 1);
   for (int64_t e = 0; e < num_edges; ++e) tails[next[head[e]]++] = tail[e];
 
-  std::vector<int64_t> by_end(num_pairs);
-  std::iota(by_end.begin(), by_end.end(), 0);
-  std::sort(by_end.begin(), by_end.end(), [to](int64_t a, int64_t b) { return to[a] < to[b]; });
+  std::vector<int64_t> at(num_vertices + 1, 0), by_end(num_pairs);
+  for (int64_t k = 0; k < num_pairs; ++k) ++at[to[k] + 1];
+  std::partial_sum(at.begin(), at.end(), at.begin());
+  for (int64_t k = 0; k < num_pairs; ++k) by_end[at[to[k]]++] = k;
   std::vector<uint8_t> found(num_pairs, 0);
   std::vector<int64_t> seen(num_vertices, -1), open;
   int64_t end = -1;

@@ -312,7 +312,7 @@ class _Check:
             (tensor_id, span.index, span.offset)
             for tensor_id, tensor in enumerate(self.tensors)
             for span in tensor.results
-            if not graph.taskgraph.stays(tensor, span)
+            if not (graph.taskgraph.disk_arguments and graph.taskgraph.stays(tensor, span))
         }
         for key in wanted | set(written):
             if written[key] != (key in wanted):
@@ -373,7 +373,7 @@ class _Check:
 
 
 def _array(values: Iterable[int]) -> np.ndarray:
-    return np.array(list(values), dtype=np.int64)
+    return np.fromiter(values, dtype=np.int64)
 
 
 def _ragged(rows: list[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:

@@ -76,6 +76,7 @@ def test_a_broken_planner_is_stopped_before_anything_runs(
     assert step.last_run is None
 
 
+@pytest.mark.plain_runs  # the tuner measures no others
 def test_a_plan_made_again_is_verified_too(monkeypatch):
     seconds = itertools.count(0, -1)  # whatever is made again is faster
     monkeypatch.setattr(
@@ -87,3 +88,24 @@ def test_a_plan_made_again_is_verified_too(monkeypatch):
     forget_who_read_it(monkeypatch)
     with pytest.raises(jo.VerifyError, match="please report it"):
         step(WEIGHTS, X)
+
+
+def test_every_run_of_a_test_is_watched(monkeypatch):
+    """Without asking for it: what the verifier would have found, the live range checker finds."""
+    forget_the_place(monkeypatch)
+    monkeypatch.setattr(pipeline, "verify", lambda memgraph: None)
+    step = jo.offload(f, device_memory=BUDGET, vertex_memory=1)
+    with pytest.raises(jo.RunError, match="race: vertex"):
+        step(WEIGHTS, X)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="race: vertex"):
+        jax.block_until_ready(jax.jit(step)(WEIGHTS, X))
+
+
+@pytest.mark.plain_runs
+def test_a_test_may_ask_for_plain_runs(monkeypatch):
+    forget_the_place(monkeypatch)
+    monkeypatch.setattr(pipeline, "verify", lambda memgraph: None)
+    step = jo.offload(f, device_memory=BUDGET, vertex_memory=1)
+    with pytest.raises(jo.RunError) as caught:  # XLA's, of a buffer that is passed twice
+        step(WEIGHTS, X)
+    assert "race" not in str(caught.value)
