@@ -170,7 +170,7 @@ def run(small: bool = False, out: str | None = None) -> list[dict[str, Any]]:
                 verified = (time.process_time() - built) / (built - cpu)
                 moved = memgraph.moved_bytes(Kind.RELOAD) + memgraph.moved_bytes(Kind.OFFLOAD)
                 without_places = moved / max(bytes_without_places(graph, budget), 1)
-                first = first or (count, seconds)
+                first = (count, seconds) if first is None or count <= 10_000 else first
                 ideal = first[1] * count * math.log(count) / (first[0] * math.log(first[0]))
                 rows.append(
                     {
