@@ -6,8 +6,6 @@
 #include <thread>
 #include <utility>
 
-#include "launcher/callback_threads.h"
-
 namespace jaxoffload {
 
 void CopyBytes(char* to, const char* from, int64_t bytes, const std::atomic<bool>& abort) {
@@ -19,20 +17,27 @@ void CopyBytes(char* to, const char* from, int64_t bytes, const std::atomic<bool
   }
 }
 
+namespace {
+
+constexpr char kCancelled[] = "the run was cancelled";
+
+}  // namespace
+
 Run::Run(std::shared_ptr<const LoadedPlan> plan, std::shared_ptr<Backend> backend,
          std::vector<char*> arguments, std::vector<char*> results, const RunOptions& options,
          std::function<void(const std::shared_ptr<const RunReport>&)> done)
     : plan_(std::move(plan)),
       backend_(std::move(backend)),
       options_(options),
-      done_callback_(std::move(done)),
       unmet_(new std::atomic<int32_t>[plan_->num_vertices()]),
       next_(plan_->num_vertices()),
       next_issued_(plan_->num_vertices()),
       pending_(plan_->num_vertices()),
       start_ns_(plan_->num_vertices(), -1),
       end_ns_(plan_->num_vertices(), -1),
-      lane_end_ns_(plan_->num_lanes(), -1) {
+      lane_end_ns_(plan_->num_lanes(), -1),
+      draft_(std::make_shared<RunReport>()) {
+  if (done) callback_ = std::make_shared<Callback>(Callback{std::move(done), nullptr});
   context_.arguments = std::move(arguments);
   context_.results = std::move(results);
   context_.address.resize(plan_->num_versions());
@@ -43,6 +48,15 @@ Run::Run(std::shared_ptr<const LoadedPlan> plan, std::shared_ptr<Backend> backen
   for (int32_t lane = 0; lane < plan_->num_lanes(); ++lane) {
     ready_.emplace_back(*plan_, lane, options_);
   }
+  draft_->lane_busy_ns.assign(plan_->num_lanes(), 0);
+  draft_->lane.resize(plan_->num_vertices());
+  draft_->error_message.reserve(sizeof(kCancelled));
+}
+
+void Run::PrepareCallback() {
+  if (callback_ == nullptr) return;
+  callback_task_ = CallbackThreads::Global().Prepare(
+      [callback = callback_] { callback->function(callback->report); });
 }
 
 bool Run::WaitFor(std::chrono::milliseconds limit) {
@@ -68,7 +82,7 @@ bool Run::Begin() {
     Bind();
     if (options_.check) live_ranges_ = std::make_unique<LiveRanges>(*plan_, context_.address);
   } catch (const std::exception& e) {
-    Fail(-1, e.what());
+    FailWith(-1, e);
     return false;
   }
   return plan_->num_vertices() > 0;
@@ -103,23 +117,21 @@ void Run::Execute(int32_t vertex_id) {
   if (context_.abort.load(std::memory_order_relaxed)) return;
   if (options_.max_delay_us > 0) Delay(vertex_id, 0);
   std::string error;
-  if (live_ranges_ && !live_ranges_->Start(vertex_id, &error)) {
-    Fail(vertex_id, std::move(error));
-    return;
-  }
-  start_ns_[vertex_id] = Now();
-  bool ok = false;
   try {
-    ok = backend_->Execute(vertex_id, context_, &error);
-  } catch (const std::exception& e) {  // no memory, for the most part
-    error = e.what();
-  }
-  if (!ok) {
-    start_ns_[vertex_id] = -1;
+    if (live_ranges_ && !live_ranges_->Start(vertex_id, &error)) {
+      Fail(vertex_id, std::move(error));
+      return;
+    }
+    start_ns_[vertex_id] = Now();
+    if (backend_->Execute(vertex_id, context_, &error)) {
+      if (!is_windowed_) End(vertex_id);
+      return;
+    }
     Fail(vertex_id, std::move(error));
-    return;
+  } catch (const std::exception& e) {  // no memory, for the most part
+    FailWith(vertex_id, e);
   }
-  if (!is_windowed_) End(vertex_id);
+  start_ns_[vertex_id] = end_ns_[vertex_id] = -1;
 }
 
 void Run::Await(int32_t vertex_id) {
@@ -151,6 +163,15 @@ void Run::Fail(int32_t vertex_id, std::string message) {
   context_.abort.store(true, std::memory_order_relaxed);
 }
 
+void Run::FailWith(int32_t vertex_id, const std::exception& cause) {
+  std::string message = "out of memory";  // short enough to need none
+  try {
+    message = cause.what();
+  } catch (const std::exception&) {
+  }
+  Fail(vertex_id, std::move(message));
+}
+
 void Run::Delay(int32_t vertex_id, uint64_t salt) const {
   const uint64_t hash = Mix(Mix(options_.seed, vertex_id), salt);
   if (hash % 2 == 0) return;  // half of them do not sleep, so that some overtake others
@@ -163,10 +184,8 @@ void Run::End() {
   // Before anyone is told of the end: who waits for it may count on their being let go.
   context_.argument_sources.clear();
   context_.result_extents.clear();
-  auto report = std::make_shared<RunReport>();
+  RunReport* const report = draft_.get();
   report->wall_ns = Now();
-  report->lane_busy_ns.assign(plan_->num_lanes(), 0);
-  report->lane.resize(plan_->num_vertices());
   for (int32_t v = 0; v < plan_->num_vertices(); ++v) {
     report->lane[v] = plan_->lane(v);
     if (end_ns_[v] < 0) {
@@ -196,12 +215,13 @@ void Run::End() {
   report->realigned_bytes = context_.realigned_bytes.load(std::memory_order_relaxed);
   report->cancelled = cancelled_.load(std::memory_order_relaxed);
   report->error_vertex = error_vertex_;
-  report->error_message = error_message_;
-  if (report->cancelled && report->error_message.empty()) {
-    report->error_message = "the run was cancelled";
+  if (!error_message_.empty()) {
+    report->error_message = std::move(error_message_);
+  } else if (report->cancelled) {
+    report->error_message = kCancelled;  // there is room for it
   }
   MutexLock lock(mutex_);
-  report_ = std::move(report);
+  report_ = std::move(draft_);
 }
 
 void Run::NotifyDone() {
@@ -213,10 +233,10 @@ void Run::NotifyDone() {
     report = report_;
     ended_.NotifyAll();
   }
-  if (!done_callback_) return;
-  // Moved, so that whatever the callback owns ends on that thread and never on a lane.
-  CallbackThreads::Global().Post(
-      [callback = std::move(done_callback_), report] { callback(report); });
+  if (callback_ == nullptr) return;
+  callback_->report = std::move(report);
+  callback_.reset();
+  CallbackThreads::Global().Post(std::move(callback_task_));
 }
 
 }  // namespace jaxoffload
