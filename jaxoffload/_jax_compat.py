@@ -17,6 +17,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lax import lax as _lax
 from jax._src.lib import _jax
@@ -37,6 +38,11 @@ def hide_frames_of(file: str) -> None:
     """Keeps frames of `file` out of the source lines and tracebacks that users see."""
     _source_info_util.register_exclusion(file)
     _traceback_util.register_exclusion(file)
+
+
+def clients() -> list[Any]:
+    """The clients that JAX has made so far."""
+    return list(getattr(_xla_bridge, "_backends", {}).values())
 
 
 def source_line(source_info: Any) -> str:
