@@ -18,6 +18,18 @@ import pytest  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_addoption(parser):
+    group = parser.getgroup("jaxoffload")
+    group.addoption(
+        "--all-harnesses",
+        action="store_true",
+        help="tests/foreign: all of JAX's cases for its primitives (half an hour), not a tenth",
+    )
+    group.addoption(
+        "--harness-seed", type=int, default=0, help="tests/foreign: draws another tenth"
+    )
+
+
 @pytest.fixture
 def interpret():
     """Evaluates a captured TaskGraph with JAX, vertex by vertex: no planner, no runtime."""
