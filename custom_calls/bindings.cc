@@ -18,6 +18,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -89,18 +90,20 @@ class HostBuffer {
     if (bytes < 0) {
       throw std::invalid_argument("HostBuffer: nbytes=" + std::to_string(bytes) + " is negative");
     }
-    data_ = HostBlock::Global().Allocate(bytes);
+    data_.reset(HostBlock::Global().Allocate(bytes),
+                [](char* data) { HostBlock::Global().Free(data); });
   }
-  ~HostBuffer() { HostBlock::Global().Free(data_); }
   HostBuffer(const HostBuffer&) = delete;
   HostBuffer& operator=(const HostBuffer&) = delete;
 
-  uintptr_t address() const { return reinterpret_cast<uintptr_t>(data_); }
+  // Of the memory, which runs hold beside Python's object, so that they never need the GIL.
+  const std::shared_ptr<char>& data() const { return data_; }
+  uintptr_t address() const { return reinterpret_cast<uintptr_t>(data_.get()); }
   int64_t bytes() const { return bytes_; }
 
  private:
   const int64_t bytes_;
-  char* data_;
+  std::shared_ptr<char> data_;
 };
 
 // Clients that exist, for the end of the interpreter.
@@ -168,7 +171,8 @@ RunOptions MakeOptions(int32_t policy, uint64_t seed, int64_t max_delay_us, bool
   return options;
 }
 
-// An entry is an address, or for what is on disk a `Source`.
+// An entry is an address whose memory the caller keeps, a HostBuffer, or for what is on disk a
+// `Source`.
 template <typename Source>
 struct Places {
   explicit Places(const std::vector<nb::object>& entries) {
@@ -177,6 +181,9 @@ struct Places {
       if (nb::isinstance<Source>(entry)) {
         source = nb::cast<std::shared_ptr<Source>>(entry);
         addresses.push_back(source->tag());
+      } else if (nb::isinstance<HostBuffer>(entry)) {
+        owners.push_back(nb::cast<HostBuffer&>(entry).data());
+        addresses.push_back(static_cast<char*>(owners.back().get()));
       } else {
         addresses.push_back(reinterpret_cast<char*>(nb::cast<uintptr_t>(entry)));
       }
@@ -186,24 +193,30 @@ struct Places {
 
   std::vector<char*> addresses;
   std::vector<std::shared_ptr<Source>> sources;
+  std::vector<std::shared_ptr<void>> owners;
 };
 
 unsigned long main_thread = 0;  // Python's identifier of it
 
 // Waits with the GIL released, and takes it now and then to see whether the user pressed Ctrl-C.
+// `ended`, if any, is called with the report however the run has ended.
 std::shared_ptr<const RunReport> RunAndWait(Plan& plan, const std::vector<nb::object>& arguments,
                                             const std::vector<nb::object>& results, int32_t policy,
-                                            uint64_t seed, int64_t max_delay_us, bool check) {
+                                            uint64_t seed, int64_t max_delay_us, bool check,
+                                            const nb::object& ended) {
   const RunOptions options = MakeOptions(policy, seed, max_delay_us, check);
   const Places<DiskSource> from(arguments);
   const Places<DiskExtent> to(results);
+  std::vector<std::shared_ptr<void>> owners = from.owners;
+  owners.insert(owners.end(), to.owners.begin(), to.owners.end());
   // Signals are Python's main thread's business; others need not wake up for them.
   const bool is_main = PyThread_get_thread_ident() == main_thread;
   bool interrupted = false;
   std::shared_ptr<Run> run;
   {
     const WithoutGil without_gil;
-    run = plan.Submit(from.addresses, to.addresses, options, nullptr, from.sources, to.sources);
+    run = plan.Submit(from.addresses, to.addresses, options, nullptr, from.sources, to.sources,
+                      std::move(owners));
     while (!interrupted && !run->WaitFor(std::chrono::milliseconds(50))) {
       if (!is_main) continue;
       nb::gil_scoped_acquire acquire;
@@ -215,7 +228,10 @@ std::shared_ptr<const RunReport> RunAndWait(Plan& plan, const std::vector<nb::ob
     }
     plan.set_last_report(run->report());
   }
-  if (interrupted) throw nb::python_error();
+  std::optional<nb::python_error> interruption;
+  if (interrupted) interruption.emplace();  // takes what is pending, so that Python can be called
+  if (!ended.is_none()) ended(std::const_pointer_cast<RunReport>(run->report()));
+  if (interruption) throw *interruption;
   return run->report();
 }
 
@@ -328,6 +344,7 @@ void BindReport(nb::module_& m) {
       .def_ro("copied_outputs", &RunReport::copied_outputs)
       .def_ro("realigned_bytes", &RunReport::realigned_bytes)
       .def_ro("cancelled", &RunReport::cancelled)
+      .def_ro("touched_results", &RunReport::touched_results)
       .def_ro("error_vertex", &RunReport::error_vertex)
       .def_ro("error_message", &RunReport::error_message);
 }
@@ -405,29 +422,31 @@ void BindPlan(nb::module_& m) {
       .def_prop_ro("argument_bytes", [](const Plan& p) { return p.loaded().argument_bytes(); })
       .def_prop_ro("result_bytes", [](const Plan& p) { return p.loaded().result_bytes(); })
       .def("run", &RunAndWait, "arguments"_a, "results"_a, nb::kw_only(), "policy"_a = 0,
-           "seed"_a = 0, "max_delay_us"_a = 0, "check"_a = false)
+           "seed"_a = 0, "max_delay_us"_a = 0, "check"_a = false, "ended"_a = nb::none())
       .def("last_report",
            [](const Plan& plan) { return std::const_pointer_cast<RunReport>(plan.last_report()); });
 
-  m.def(
-      "register_plan",
-      [](const std::string& key, std::shared_ptr<Plan> plan,
-         const std::vector<std::pair<int32_t, nb::object>>& bound) {
-        BoundPlan made;
-        if (!bound.empty()) made.arguments.resize(plan->loaded().argument_bytes().size());
-        for (const auto& [argument, entry] : bound) {
-          if (argument < 0 || argument >= static_cast<int32_t>(made.arguments.size())) {
-            throw std::invalid_argument("register_plan: bound has argument " +
-                                        std::to_string(argument) + ", which the plan has not");
-          }
-          const Places<DiskSource> place({entry});
-          made.arguments[argument] = {true, place.addresses[0], place.sources[0]};
-        }
-        made.plan = std::move(plan);
-        RegisterPlan(key, std::move(made));
-      },
-      "key"_a, "plan"_a, "bound"_a = std::vector<std::pair<int32_t, nb::object>>());
-  m.def("unregister_plan", &UnregisterPlan, "key"_a, nb::call_guard<WithoutGil>());
+  nb::class_<PlanRegistration>(m, "PlanRegistration", nb::is_weak_referenceable())
+      .def(nb::new_([](std::shared_ptr<Plan> plan,
+                       const std::vector<std::pair<int32_t, nb::object>>& bound) {
+             BoundPlan made;
+             if (!bound.empty()) made.arguments.resize(plan->loaded().argument_bytes().size());
+             for (const auto& [argument, entry] : bound) {
+               if (argument < 0 || argument >= static_cast<int32_t>(made.arguments.size())) {
+                 throw std::invalid_argument("PlanRegistration: bound has argument " +
+                                             std::to_string(argument) + ", which the plan has not");
+               }
+               Places<DiskSource> place({entry});
+               BoundArgument& mine = made.arguments[argument];
+               mine = {true, place.addresses[0], nullptr, place.sources[0]};
+               if (!place.owners.empty()) mine.owner = std::move(place.owners[0]);
+             }
+             made.plan = std::move(plan);
+             return std::make_shared<PlanRegistration>(std::move(made));
+           }),
+           "plan"_a, "bound"_a = std::vector<std::pair<int32_t, nb::object>>())
+      .def_prop_ro("key", &PlanRegistration::key);
+  m.def("num_registered_plans", &NumRegisteredPlans);
 }
 
 void BindHostBuffer(nb::module_& m) {
@@ -614,10 +633,16 @@ NB_MODULE(_native, m) {
         return found;
       },
       "path"_a = "");
-  m.def("ffi_handlers", [] {
+  m.def("ffi_targets", [] {
     nb::dict found;
-    for (const auto& [name, handler] : FfiHandlers()) {
-      found[name.c_str()] = nb::capsule(handler);
+    for (const FfiTarget& target : FfiTargets()) {
+      nb::dict handlers;
+      handlers["instantiate"] = nb::capsule(target.instantiate);
+      handlers["execute"] = nb::capsule(target.execute);
+      nb::dict type;
+      type["type_id"] = nb::capsule(target.type_id);
+      type["type_info"] = nb::capsule(target.type_info);
+      found[target.platform.c_str()] = nb::make_tuple(handlers, type);
     }
     return found;
   });

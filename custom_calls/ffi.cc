@@ -1,5 +1,8 @@
 // "jaxoffload_run": a whole plan as one custom call of an outer XLA program.
 //
+// The call's instantiation finds the plan by its key, once, and XLA keeps what it found for as long
+// as the program lives: no look-up in a run, and no plan outlives what calls it.
+//
 // On CPU the handler queues the run and returns a Future, so no thread of XLA's waits in it, and
 // the outer program goes on from a callback thread, never from a lane. On CUDA it waits: see
 // RunOnCuda.
@@ -59,27 +62,49 @@ std::vector<char*> Addresses(const Buffers& buffers, const char* name,
   return addresses;
 }
 
+// What a call holds of its plan, from its instantiation until XLA destroys the program; by
+// platform, for each numbers its types by itself.
+struct CpuCall {
+  static ffi::TypeId id;
+  BoundPlan bound;
+};
+struct CudaCall {
+  static ffi::TypeId id;
+  BoundPlan bound;
+};
+ffi::TypeId CpuCall::id = {};
+ffi::TypeId CudaCall::id = {};
+const ffi::TypeInfo kCpuCallInfo = ffi::MakeTypeInfo<CpuCall>();
+const ffi::TypeInfo kCudaCallInfo = ffi::MakeTypeInfo<CudaCall>();
+
+template <typename Call>
+ffi::ErrorOr<std::unique_ptr<Call>> Instantiate(std::string_view key, int64_t, int64_t, int64_t,
+                                                int64_t) {
+  try {
+    auto call = std::make_unique<Call>(Call{FindPlan(std::string(key))});
+    if (call->bound.plan != nullptr) return call;
+    return ffi::Unexpected(ffi::Error::InvalidArgument(
+        "jaxoffload_run: no plan has the key " + std::string(key) +
+        ". This program was compiled in another process; compile it in this one."));
+  } catch (const std::exception& e) {
+    return ffi::Unexpected(ffi::Error::Internal(e.what()));
+  }
+}
+
 // The attributes of the call.
 struct Wishes {
-  std::string_view key;
   int64_t policy;
   int64_t seed;
   int64_t max_delay_us;
   int64_t check;
 };
 
-// Queues the run of a plan. Operands are the plan's arguments but for those that were bound to the
-// key. Throws std::exception.
-std::shared_ptr<Run> Submit(ffi::RemainingArgs operands, ffi::RemainingRets results,
-                            const Wishes& wishes,
+// Queues the run of a plan. Operands are the plan's arguments but for those that were bound when
+// it was registered. Throws std::exception.
+std::shared_ptr<Run> Submit(const BoundPlan& bound, ffi::RemainingArgs operands,
+                            ffi::RemainingRets results, const Wishes& wishes,
                             const std::function<void(const RunReport&, const Plan&)>& done) {
-  const BoundPlan bound = FindPlan(std::string(wishes.key));
   const std::shared_ptr<Plan>& plan = bound.plan;
-  if (plan == nullptr) {
-    throw std::invalid_argument(
-        "jaxoffload_run: no plan has the key " + std::string(wishes.key) +
-        ". It has been dropped, or this program was compiled in another process.");
-  }
   if (wishes.policy < 0 || wishes.policy > 2) {
     throw std::invalid_argument("jaxoffload_run: policy=" + std::to_string(wishes.policy) +
                                 " is unknown");
@@ -92,12 +117,14 @@ std::shared_ptr<Run> Submit(ffi::RemainingArgs operands, ffi::RemainingRets resu
   const LoadedPlan& loaded = plan->loaded();
   std::vector<char*> arguments(loaded.argument_bytes().size(), nullptr);
   std::vector<std::shared_ptr<DiskSource>> sources(arguments.size());
+  std::vector<std::shared_ptr<void>> owners;
   std::vector<int64_t> operand_bytes;
   std::vector<size_t> operand_index;
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (i < bound.arguments.size() && bound.arguments[i].is_bound) {
       arguments[i] = bound.arguments[i].address;
       sources[i] = bound.arguments[i].source;
+      owners.push_back(bound.arguments[i].owner);
       continue;
     }
     operand_index.push_back(i);
@@ -107,11 +134,11 @@ std::shared_ptr<Run> Submit(ffi::RemainingArgs operands, ffi::RemainingRets resu
   for (size_t i = 0; i < given.size(); ++i) arguments[operand_index[i]] = given[i];
   return plan->Submit(
       std::move(arguments), Addresses(results, "results", loaded.result_bytes()), options,
-      [bound, done](const std::shared_ptr<const RunReport>& report) {
-        bound.plan->set_last_report(report);
-        done(*report, *bound.plan);
+      [plan, done](const std::shared_ptr<const RunReport>& report) {
+        plan->set_last_report(report);
+        done(*report, *plan);
       },
-      std::move(sources));
+      std::move(sources), {}, std::move(owners));
 }
 
 std::string Failure(const RunReport& report, const Plan& plan) {
@@ -120,12 +147,13 @@ std::string Failure(const RunReport& report, const Plan& plan) {
   return "the run stopped" + where + ": " + report.error_message;
 }
 
-ffi::Future RunOnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results, std::string_view key,
-                     int64_t policy, int64_t seed, int64_t max_delay_us, int64_t check) {
+ffi::Future RunOnCpu(CpuCall* call, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                     std::string_view, int64_t policy, int64_t seed, int64_t max_delay_us,
+                     int64_t check) {
   try {
     ffi::Promise promise;
     ffi::Future future(promise);
-    Submit(operands, results, {key, policy, seed, max_delay_us, check},
+    Submit(call->bound, operands, results, {policy, seed, max_delay_us, check},
            [promise](const RunReport& report, const Plan& plan) mutable {
              if (report.error_message.empty()) {
                promise.SetAvailable();
@@ -141,18 +169,18 @@ ffi::Future RunOnCpu(ffi::RemainingArgs operands, ffi::RemainingRets results, st
 
 // On a GPU the handler is called while XLA puts the outer program on its stream, by a thread that
 // may wait: what is ahead on the stream comes first, then the run, then what is behind it.
-ffi::Error RunOnCuda(void* stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                     std::string_view key, int64_t policy, int64_t seed, int64_t max_delay_us,
-                     int64_t check) {
+ffi::Error RunOnCuda(void* stream, CudaCall* call, ffi::RemainingArgs operands,
+                     ffi::RemainingRets results, std::string_view, int64_t policy, int64_t seed,
+                     int64_t max_delay_us, int64_t check) {
   try {
-    const std::shared_ptr<Plan> plan = FindPlan(std::string(key)).plan;
-    if (plan != nullptr && plan->client()->driver() != nullptr) {
+    const std::shared_ptr<Plan>& plan = call->bound.plan;
+    if (plan->client()->driver() != nullptr) {
       const CudaDriver& driver = *plan->client()->driver();
       const int code = driver.AwaitStream(stream);
       if (code != 0) return ffi::Error::Internal(driver.Describe(code, "waiting for operands"));
     }
     const std::shared_ptr<Run> run =
-        Submit(operands, results, {key, policy, seed, max_delay_us, check},
+        Submit(call->bound, operands, results, {policy, seed, max_delay_us, check},
                [](const RunReport&, const Plan&) {});
     run->Wait();
     const std::shared_ptr<const RunReport> report = run->report();
@@ -163,33 +191,40 @@ ffi::Error RunOnCuda(void* stream, ffi::RemainingArgs operands, ffi::RemainingRe
   }
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kRunOnCpu, RunOnCpu,
-                              ffi::Ffi::Bind()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<std::string_view>("key")
-                                  .Attr<int64_t>("policy")
-                                  .Attr<int64_t>("seed")
-                                  .Attr<int64_t>("max_delay_us")
-                                  .Attr<int64_t>("check"));
+template <typename Binding>
+auto WithAttributes(Binding binding) {
+  return std::move(binding)
+      .template Attr<std::string_view>("key")
+      .template Attr<int64_t>("policy")
+      .template Attr<int64_t>("seed")
+      .template Attr<int64_t>("max_delay_us")
+      .template Attr<int64_t>("check");
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kHoldOnCpu, Instantiate<CpuCall>,
+                              WithAttributes(ffi::Ffi::BindInstantiate()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kHoldOnCuda, Instantiate<CudaCall>,
+                              WithAttributes(ffi::Ffi::BindInstantiate()));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    kRunOnCpu, RunOnCpu,
+    WithAttributes(ffi::Ffi::Bind().Ctx<ffi::State<CpuCall>>().RemainingArgs().RemainingRets()));
 
 // Without the trait that would let XLA record it in a command buffer.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kRunOnCuda, RunOnCuda,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<void*>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<std::string_view>("key")
-                                  .Attr<int64_t>("policy")
-                                  .Attr<int64_t>("seed")
-                                  .Attr<int64_t>("max_delay_us")
-                                  .Attr<int64_t>("check"));
+                              WithAttributes(ffi::Ffi::Bind()
+                                                 .Ctx<ffi::PlatformStream<void*>>()
+                                                 .Ctx<ffi::State<CudaCall>>()
+                                                 .RemainingArgs()
+                                                 .RemainingRets()));
 
 }  // namespace
 
-std::vector<std::pair<std::string, void*>> FfiHandlers() {
-  return {{"cpu", reinterpret_cast<void*>(&kRunOnCpu)},
-          {"CUDA", reinterpret_cast<void*>(&kRunOnCuda)}};
+std::vector<FfiTarget> FfiTargets() {
+  return {{"cpu", reinterpret_cast<void*>(&kHoldOnCpu), reinterpret_cast<void*>(&kRunOnCpu),
+           &CpuCall::id, &kCpuCallInfo},
+          {"CUDA", reinterpret_cast<void*>(&kHoldOnCuda), reinterpret_cast<void*>(&kRunOnCuda),
+           &CudaCall::id, &kCudaCallInfo}};
 }
 
 std::pair<int, int> FfiApiVersion() { return {XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR}; }

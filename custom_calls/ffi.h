@@ -9,8 +9,14 @@
 
 namespace jaxoffload {
 
-// Platform, as XLA calls it, and XLA_FFI_Handler* of each.
-std::vector<std::pair<std::string, void*>> FfiHandlers();
+struct FfiTarget {
+  std::string platform;   // as XLA calls it
+  void* instantiate;      // XLA_FFI_Handler*
+  void* execute;          // XLA_FFI_Handler*
+  void* type_id;          // XLA_FFI_TypeId* of what instantiation makes
+  const void* type_info;  // XLA_FFI_TypeInfo* of it
+};
+std::vector<FfiTarget> FfiTargets();
 
 // (major, minor) of the FFI headers that this was built with.
 std::pair<int, int> FfiApiVersion();

@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.extend as jex
 import numpy as np
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
 from jax._src.interpreters import mlir as _mlir
+from jax._src.lax import lax as _lax
 from jax._src.lib import _jax
 from jax._src.lib import xla_client as _xla_client
 from jaxlib.mlir.dialects import stablehlo as _stablehlo
@@ -72,6 +74,38 @@ def evaluate(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> 
 def _bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     found = primitive.get_bind_params(params)
     return found if isinstance(found, tuple) else ((), found)
+
+
+def equation_context(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """The settings that `evaluate` puts an equation under, to be compared."""
+    context = getattr(eqn, "ctx", None)
+    if context is None:
+        return ()
+    metadata = context.xla_metadata
+    return (
+        context.compute_type,
+        context.threefry_partitionable,
+        getattr(context, "cur_abstract_mesh", None),
+        getattr(context, "remove_size_one_mesh_axis", None),
+        None if metadata is None else tuple(sorted(metadata.items())),
+    )
+
+
+def trace_context() -> Any:
+    """All settings of JAX on which tracing and lowering depend, hashable: jit's own key."""
+    return _config.trace_context()
+
+
+class LoweringSettings:
+    """Settings of the place where it is made that lowering an equation depends on, beside those
+    that the equation itself keeps."""
+
+    def __init__(self) -> None:
+        self._x64 = _config.enable_x64.value
+
+    def restored(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it they are as they were."""
+        return jax.enable_x64(self._x64)
 
 
 def portable_stablehlo(lowered: Any, version: str) -> bytes:
@@ -175,6 +209,16 @@ def cpu_custom_call_targets() -> list[tuple[str, Any]]:
         if capsule is not None:
             found.append((name, capsule))
     return found
+
+
+def is_deleted(array: jax.Array) -> bool:
+    """Whether an array's memory is gone. A tracer has none."""
+    return not isinstance(array, Tracer) and array.is_deleted()
+
+
+def weakly_typed(array: jax.Array) -> jax.Array:
+    """The same array with a weak type: it gives way in promotions, as Python's numbers do."""
+    return _lax._convert_element_type(array, weak_type=True)
 
 
 def keep_alive(lowering_context: Any, thing: Any) -> None:

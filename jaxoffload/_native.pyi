@@ -1,6 +1,6 @@
 """The C++ runtime: custom_calls/bindings.cc."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,9 @@ class RunReport:
     @property
     def cancelled(self) -> bool: ...
     @property
+    def touched_results(self) -> list[int]:
+        """Results that some vertex had begun to write."""
+    @property
     def error_vertex(self) -> int:
         """The first vertex that failed; -1 if none did."""
     @property
@@ -196,21 +199,25 @@ class Plan:
     def result_bytes(self) -> list[int]: ...
     def run(
         self,
-        arguments: Sequence[int | DiskSource],
-        results: Sequence[int | DiskExtent],
+        arguments: Sequence[int | HostBuffer | DiskSource],
+        results: Sequence[int | HostBuffer | DiskExtent],
         *,
         policy: int = 0,
         seed: int = 0,
         max_delay_us: int = 0,
         check: bool = False,
+        ended: Callable[[RunReport], object] | None = None,
     ) -> RunReport:
         """Runs the plan and waits, without the GIL. Failures are in the report.
 
         Args:
-          arguments, results: addresses of the flat arrays' bytes, or what holds them on disk.
+          arguments, results: what holds the flat arrays' bytes, and is held during the run; or
+            their address, and then the caller keeps them.
           policy: 0 work-conserving, 1 fixed order, 2 random.
           max_delay_us: with policy 2, vertices sleep up to this long before and after.
           check: watch the ranges in use and stop at the first race.
+          ended: called with the report however the run ends, before this returns or raises. Not
+            called where the run never began.
 
         Raises:
           ValueError: arrays or options are wrong. KeyboardInterrupt: the run was cancelled, and
@@ -303,17 +310,26 @@ class DiskStore:
           OSError: the disk is full.
         """
 
-def register_plan(key: str, plan: Plan, bound: Sequence[tuple[int, int | DiskSource]] = ()) -> None:
-    """Lets custom calls find a plan, which stays alive until it is unregistered.
+class PlanRegistration:
+    """A plan under a key by which custom calls find it while their program is compiled; they hold
+    it themselves from then on.
 
     Args:
-      bound: arguments that no operand brings: which, and its address in host memory or what holds
-        it on disk. The memory must outlive every run.
+      bound: arguments that no operand brings: which, and what holds them.
     """
 
-def unregister_plan(key: str) -> None: ...
-def ffi_handlers() -> dict[str, Any]:
-    """Capsules of the target "jaxoffload_run", by XLA's name of the platform."""
+    def __init__(
+        self, plan: Plan, bound: Sequence[tuple[int, int | HostBuffer | DiskSource]] = ()
+    ): ...
+    @property
+    def key(self) -> str: ...
+
+def num_registered_plans() -> int:
+    """How many registrations are alive."""
+
+def ffi_targets() -> dict[str, tuple[dict[str, Any], Any]]:
+    """By XLA's name of the platform, what `jax.ffi.register_ffi_target` takes for the target
+    "jaxoffload_run", and `jax.ffi.register_ffi_type` for what its calls hold."""
 
 def cuda_driver(path: str = "") -> dict[str, Any]:
     """What the NVIDIA driver says: version, and of each device name, free_bytes, total_bytes.

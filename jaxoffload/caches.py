@@ -1,16 +1,23 @@
 """What the process keeps between calls, and how to let it go."""
 
+import gc
+
 from jaxoffload import _native
-from jaxoffload.primitive import plans
+from jaxoffload.offload import clear_programs
+from jaxoffload.primitive import clear_plans
 from jaxoffload.runtime import backends
 
 
 def clear_caches() -> None:
-    """Forgets compiled kernels and the plans of jitted calls, and returns idle memory.
+    """Forgets all that was traced, planned and compiled, and returns arenas, pages of host memory
+    and space on disk that only these needed. The next call starts afresh.
 
-    Plans held by `Offloaded` functions that are still in use stay.
+    What is in use stays: programs that `jax.jit` has compiled until `jax.clear_caches()`, a `Plan`
+    that somebody has, arrays in host memory and on disk.
     """
-    plans.clear()
+    clear_programs()
+    clear_plans()
+    gc.collect()
     for backend in backends.known():
         backend.executables.clear()
         backend.client.trim()

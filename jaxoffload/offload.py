@@ -5,6 +5,7 @@ import functools
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,13 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.trace import trace
 from jaxoffload.errors import OffloadWarning
+from jaxoffload.identity import Key
+from jaxoffload.once import Once
 from jaxoffload.options import Options, format_bytes, make_options
 from jaxoffload.pipeline import Plan, Planner, Request, make_request
 from jaxoffload.plan.hardware import Machine
 from jaxoffload.policies import LaunchPolicy
-from jaxoffload.primitive import bind
+from jaxoffload.primitive import Derived, bind
 from jaxoffload.report.explain import Explanation
 from jaxoffload.report.predict import Prediction, predict
 from jaxoffload.report.tradeoff import Tradeoff, tradeoff
@@ -28,7 +31,7 @@ from jaxoffload.runtime.profile import Profile
 from jaxoffload.runtime.run import Run, run_plan
 from jaxoffload.signature import ArgumentSpec, Call, Signature, shapes_of
 from jaxoffload.tuner import Tuner
-from jaxoffload.verification import compare_with_jit
+from jaxoffload.verification import check_special_values, compare_with_jit
 
 AUTO_MARGIN = 0.1
 """Share of the free memory that device_memory="auto" leaves. Beside arena, workspace, host tier and
@@ -58,15 +61,18 @@ class _Program:
         self._profile = profile
         self._tuner = Tuner(profile, options)
         self.traced = trace(call, shapes_of(signature), signature.key_impls)
+        self._derived = Derived()
         self.options, self._asked = options, asked
         self._name, self._signature = name, signature
-        self._plan: Plan | None = None
-        self._lock = threading.Lock()
+        self._first = Once()
+        self._plan: Plan | None = None  # another one than the first, once that is known
+        self._tuning = threading.Lock()
         self.verified = False
 
     def params(self) -> dict[str, Any]:
         """What the primitive takes beside operands and jaxpr."""
         return {
+            "derived": self._derived,
             "name": self._name,
             "kinds": self._signature.kinds,
             "donated": self._signature.donated,
@@ -75,27 +81,39 @@ class _Program:
 
     def request(self) -> Request:
         """What is planned for direct calls."""
-        return make_request(self.traced.jaxpr, tiers=self._signature.tiers, **self.params())
+        signature = self._signature
+        return make_request(
+            self.traced.jaxpr,
+            self._name,
+            signature.kinds,
+            signature.donated,
+            self.options,
+            signature.tiers,
+        )
 
     def plan(self) -> Plan:
-        with self._lock:
-            if self._plan is None:
-                self._plan = Planner(self.request()).plan()
-                self._say_if_idle(self._plan)
-                self._plan = self._tuner.start(self._plan)
-            return self._plan
+        return self._plan or self._first.get(self._make_plan)
+
+    def _make_plan(self) -> Plan:
+        plan = Planner(self.request()).plan()
+        self._say_if_idle(plan)
+        return self._tuner.start(plan)
 
     def run(self, operands: Sequence[Any]) -> tuple[list[Any], Run]:
         """Calls the plan; measures, and may change the plan for the next call."""
         plan, donated = self.plan(), self._signature.donated
         before = plan.backend.used_memory() if self._tuner.measures else None
         results, run = run_plan(plan, operands, self.options, donated)
-        with self._lock:
-            if self._plan is plan:
-                if before is not None:
-                    after = plan.backend.used_memory()
-                    self._profile.add_memory(before, after, plan.planned_bytes)
-                self._plan = self._tuner.next(plan, run)
+        # One call at a time is measured; what runs beside it would tell nothing.
+        if self._tuning.acquire(blocking=False):
+            try:
+                if self.plan() is plan:
+                    if before is not None:
+                        after = plan.backend.used_memory()
+                        self._profile.add_memory(before, after, plan.planned_bytes)
+                    self._plan = self._tuner.next(plan, run)
+            finally:
+                self._tuning.release()
         return results, run
 
     def _say_if_idle(self, plan: Plan) -> None:
@@ -105,8 +123,17 @@ class _Program:
                 f"{format_bytes(plan.peak_device_bytes)} and device_memory is "
                 f"{format_bytes(plan.budget)}, so nothing is moved.",
                 OffloadWarning,
-                stacklevel=4,
+                stacklevel=6,
             )
+
+
+_all_offloaded: "weakref.WeakSet[Offloaded]" = weakref.WeakSet()
+
+
+def clear_programs() -> None:
+    """Forgets what was traced, planned and compiled for any function."""
+    for offloaded in list(_all_offloaded):
+        offloaded.clear_cache()
 
 
 class Offloaded:
@@ -128,9 +155,9 @@ class Offloaded:
         self.profile = profile or Profile()
         self._unseen_bytes = self.profile.unseen_bytes
         self._function, self._spec, self._options = function, spec, options
-        self._programs: dict[Any, _Program] = {}
-        self._lock = threading.Lock()
+        self._programs: dict[Key, _Program] = {}
         self.last_run: Run | None = None
+        _all_offloaded.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._spec.bind(args, kwargs)
@@ -140,6 +167,10 @@ class Offloaded:
             flat = bind(call.leaves, program.traced.jaxpr, **program.params())
         else:
             flat = self._run(program, call)
+            flat = [
+                compat.weakly_typed(x) if weak and isinstance(x, jax.Array) else x
+                for x, weak in zip(flat, program.traced.out_weak_types, strict=True)
+            ]
         impls = program.traced.out_key_impls
         wrapped = [
             x if impl is None else jax.random.wrap_key_data(x, impl=impl)
@@ -212,23 +243,29 @@ class Offloaded:
         request = self._program(self._spec.bind(args, kwargs)).request()
         return tradeoff(request, machine, shares)
 
+    def clear_cache(self) -> None:
+        """Forgets what was traced, planned and compiled for calls so far."""
+        self._programs.clear()
+
     def _program(self, call: Call) -> _Program:
-        with self._lock:
-            program = self._programs.get(call.signature)
-            if program is None:
-                options, asked = self._options, self._options.device_memory != "auto"
-                if not asked:
-                    free = backends.current().free_memory()
-                    margin = int(free * AUTO_MARGIN)
-                    if self._unseen_bytes:
-                        margin = int(free * KNOWN_MARGIN) + self._unseen_bytes
-                    options = dataclasses.replace(options, device_memory=max(1, free - margin))
-                body = self._spec.caller(self._function, call.signature)
-                program = _Program(
-                    self._spec.name, body, call.signature, options, asked, self.profile
-                )
-                self._programs[call.signature] = program
-            return program
+        key = call.signature.key(compat.trace_context(), backends.current().name)
+        program = self._programs.get(key)
+        if program is None:
+            # Under no lock: tracing runs the user's code, which may call this very function.
+            made = self._make_program(call)
+            program = self._programs.setdefault(key, made)  # atomic; the first one stays
+        return program
+
+    def _make_program(self, call: Call) -> _Program:
+        options, asked = self._options, self._options.device_memory != "auto"
+        if not asked:
+            free = backends.current().free_memory()
+            margin = int(free * AUTO_MARGIN)
+            if self._unseen_bytes:
+                margin = int(free * KNOWN_MARGIN) + self._unseen_bytes
+            options = dataclasses.replace(options, device_memory=max(1, free - margin))
+        body = self._spec.caller(self._function, call.signature)
+        return _Program(self._spec.name, body, call.signature, options, asked, self.profile)
 
     def _run(self, program: _Program, call: Call) -> list[Any]:
         for leaf in call.leaves:
@@ -246,6 +283,7 @@ class Offloaded:
         if expected is not None:
             expected.check(self._spec.name, flat)
             program.verified = True
+        check_special_values(self._spec.name, flat)
         return flat
 
     def _check_trace(self, call: Call) -> None:

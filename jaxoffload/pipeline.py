@@ -6,7 +6,6 @@ clusters as coarse as the budget allows, coarsest first, until one fits.
 
 import dataclasses
 import functools
-import hashlib
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import cost
 from jaxoffload.capture.build import Captured, Ordered, build_taskgraph, order_program
 from jaxoffload.capture.flat import Equation
@@ -207,18 +207,6 @@ class Plan:
         return sum(v.repeated * v.seconds for v in vertices) / total if total else 0.0
 
     @functools.cached_property
-    def key(self) -> str:
-        """Tells this plan from every other one, in this process and any other."""
-        digest = hashlib.sha256(str(self._request.jaxpr).encode())
-        digest.update(repr((self._request.donated, self._request.options, self.budget)).encode())
-        graph = self.memgraph
-        for field in ("kind", "space", "index", "offset", "inputs", "outputs", "edge_tail"):
-            digest.update(np.ascontiguousarray(getattr(graph, field)).tobytes())
-        for constant in self.constants:
-            digest.update(np.asarray(constant).tobytes())
-        return digest.hexdigest()
-
-    @functools.cached_property
     def gathered_arguments(self) -> frozenset[int]:
         """Arguments of which some vertex reads rows where the caller has them."""
         graph = self.taskgraph
@@ -288,11 +276,6 @@ class Plan:
         )
 
 
-def _held(array: Any) -> Any:
-    """A captured array that nobody else can write to: `jax.jit`, too, keeps what it saw."""
-    return array if isinstance(array, jax.Array) else np.array(array, order="C", copy=True)
-
-
 class Planner:
     """One function, captured once, planned for any budget.
 
@@ -311,12 +294,13 @@ class Planner:
     ):
         self._request = request
         self._compiles = compiles
+        self._settings = compat.LoweringSettings()
         self.backend = backend or backends.current()
         self.machine = machine or self.backend.machine.with_rates(request.options.rates)
         program = unroll(request.jaxpr)
         self._ordered = order_program(program)
         extra = program.arguments[len(request.jaxpr.in_avals) :]
-        self.constants = [_held(v.array) for v in extra if isinstance(v, Constant)]
+        self.constants = [v.array for v in extra if isinstance(v, Constant)]
         self._kinds = (*request.kinds, *[TensorKind.WEIGHT] * len(self.constants))
         self._cuts: dict[Cut, tuple[Captured, list[Any], CompileReport]] = {}
         self._rewritten: dict[tuple[float | None, float, float], Ordered] = {}
@@ -523,7 +507,8 @@ class Planner:
             if not self._compiles:
                 self._cuts[cut] = (captured, [], CompileReport(0, 0, 0.0))
                 return self._cuts[cut]
-            executables, report = self.backend.executables.executables(captured.kernels)
+            with self._settings.restored():
+                executables, report = self.backend.executables.executables(captured.kernels)
             logger.debug("%s: %s: %s", self._request.name, cut, report)
             captured = _with_workspace(captured, captured.kernels, executables)
             self._cuts[cut] = (captured, executables, report)
@@ -542,6 +527,8 @@ class Planner:
             sum(r.compiled for _, _, r in self._cuts.values()),
             sum(r.seconds for _, _, r in self._cuts.values()),
         )
+        # What was only tried need not stay compiled for as long as the plan lives.
+        self._cuts = {cut: found for cut, found in self._cuts.items() if found[1] is executables}
         plan = Plan(
             self._request, budget, captured, graph, executables, report, resident,
             self.constants, self,

@@ -8,8 +8,8 @@ never saw, so `jvp` evaluates the body in plain JAX: right, not offloaded, and s
 import bisect
 import dataclasses
 import functools
-import threading
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
 from jaxoffload.errors import OffloadWarning
 from jaxoffload.graphs.taskgraph import TensorKind
+from jaxoffload.once import OnceEach
 from jaxoffload.options import Options
 from jaxoffload.pipeline import Plan, Planner, make_request
 from jaxoffload.runtime import backends
@@ -40,10 +41,38 @@ Below = tuple[tuple[int, TierArray], ...]
 them, as it never sees what a jitted function closes over."""
 
 
+class Derived:
+    """What was made from one offloaded jaxpr: plans, and the jaxpr batched. It goes from bind to
+    bind with the jaxpr, and ends with the last equation that has it."""
+
+    def __init__(self) -> None:
+        self.plans = OnceEach()
+        self.batched = OnceEach()
+        _all_derived.add(self)
+
+    def clear(self) -> None:
+        """Forgets it; programs that are compiled keep what they have."""
+        self.plans.clear()
+        self.batched.clear()
+
+    def __repr__(self) -> str:
+        return "Derived()"
+
+
+_all_derived: weakref.WeakSet[Derived] = weakref.WeakSet()
+
+
+def clear_plans() -> None:
+    """Forgets every plan that was made inside a transformation."""
+    for derived in list(_all_derived):
+        derived.clear()
+
+
 def bind(
     leaves: Sequence[Any],
     jaxpr: Any,
     *,
+    derived: Derived,
     name: str,
     kinds: tuple[TensorKind, ...],
     donated: tuple[bool, ...],
@@ -53,13 +82,14 @@ def bind(
 
     Args:
       jaxpr: closed, over arrays.
+      derived: of this jaxpr.
       kinds, donated: one for each leaf.
     """
     below = tuple((i, x) for i, x in enumerate(leaves) if isinstance(x, TierArray))
     operands = [x for x in leaves if not isinstance(x, TierArray)]
     return offload_p.bind(
-        *operands, jaxpr=jaxpr, name=name, kinds=kinds, donated=donated, options=options,
-        below=below,
+        *operands, jaxpr=jaxpr, derived=derived, name=name, kinds=kinds, donated=donated,
+        options=options, below=below,
     )  # fmt: skip
 
 
@@ -71,27 +101,16 @@ def _leaves(operands: Sequence[Any], below: Sequence[tuple[int, Any]]) -> list[A
     return found
 
 
-class _Plans:
-    """Plans of bound jaxprs, by the jaxpr's identity, the params and the backend."""
+def _plan(params: dict[str, Any], backend: backends.Backend) -> Plan:
+    """The plan of a bound jaxpr."""
+    others = {k: v for k, v in params.items() if k != "derived"}
+    below = tuple((i, array.tier) for i, array in params["below"])
+    key = (id(params["jaxpr"]), params["donated"], params["options"], below, backend.name)
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: dict[Any, tuple[Any, Plan]] = {}
+    def make() -> tuple[Any, Plan]:
+        return params["jaxpr"], make_plan(**others, backend=backend)  # the jaxpr keeps its id
 
-    def get(self, params: dict[str, Any], backend: backends.Backend) -> Plan:
-        jaxpr = params["jaxpr"]
-        key = (id(jaxpr), params["donated"], params["options"], params["below"], backend.name)
-        with self._lock:
-            if key not in self._known:
-                self._known[key] = (jaxpr, make_plan(**params, backend=backend))
-            return self._known[key][1]
-
-    def clear(self) -> None:
-        with self._lock:
-            self._known.clear()
-
-
-plans = _Plans()
+    return params["derived"].plans.get(key, make)[1]
 
 
 def make_plan(
@@ -118,7 +137,7 @@ def make_plan(
 def _impl(*operands: Any, **params: Any) -> list[Any]:
     leaves = _leaves(operands, params["below"])
     backend = backends.current()
-    plan = plans.get({**params, "donated": (False,) * len(leaves)}, backend)
+    plan = _plan({**params, "donated": (False,) * len(leaves)}, backend)
     return run_plan(plan, leaves, params["options"])[0]
 
 
@@ -128,18 +147,13 @@ def _abstract_eval(*avals: Any, jaxpr: Any, **params: Any) -> list[Any]:
 
 
 def _lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> Any:
-    _register_target(backend_name)
-    plan = plans.get(params, backends.get(backend_name))
-    native = plan.native
+    register_target(backend_name)
+    plan = _plan(params, backends.get(backend_name))
     below = params["below"]
     for _, array in below:
         array.check_alive()
-    bound = [(i, place_below(array)) for i, array in below]
-    key = ":".join([plan.key, *(f"{i}@{id(array)}" for i, array in below)])
-    _native.register_plan(key, native, bound)
-    compat.keep_alive(context, native)
-    for _, array in below:
-        compat.keep_alive(context, array.source if array.tier == "disk" else array.buffer)
+    registration = _native.PlanRegistration(plan.native, [(i, place_below(x)) for i, x in below])
+    compat.keep_alive(context, registration)  # until the call is instantiated
     operands = (*operands, *(mlir.ir_constant(c) for c in plan.constants))
     if plan.constants:
         extra = [compat.ShapedArray(c.shape, c.dtype) for c in plan.constants]
@@ -151,7 +165,7 @@ def _lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> An
     return rule(
         context,
         *operands,
-        key=key,
+        key=registration.key,
         policy=compat.int64_attribute(launch.code),
         seed=compat.int64_attribute(launch.seed),
         max_delay_us=compat.int64_attribute(round(launch.max_delay_seconds * 1e6)),
@@ -175,10 +189,16 @@ mlir.register_lowering(offload_p, functools.partial(_lower, "cuda"), platform="c
 
 
 @functools.cache
-def _register_target(backend_name: str) -> None:
+def register_target(backend_name: str) -> None:
+    """Tells XLA of the launcher."""
     backends.get(backend_name)
+    # What is registered before JAX has made its client waits, targets ahead of their types, which
+    # XLA refuses.
+    jax.local_devices(backend=backend_name)
     platform = {"cpu": "cpu", "cuda": "CUDA"}[backend_name]
-    jax.ffi.register_ffi_target(FFI_TARGET, _native.ffi_handlers()[platform], platform=platform)
+    handlers, held = _native.ffi_targets()[platform]
+    jax.ffi.register_ffi_type(f"{FFI_TARGET}_call", held, platform=platform)
+    jax.ffi.register_ffi_target(FFI_TARGET, handlers, platform=platform)
 
 
 def _evaluate(jaxpr: Any, *operands: Any) -> list[Any]:
@@ -212,12 +232,18 @@ ad.primitive_jvps[offload_p] = _jvp
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     below = params["below"]
-    axes = _leaves(dims, tuple((i, None) for i, _ in below))
-    body = jax.vmap(functools.partial(_evaluate, params["jaxpr"]), in_axes=tuple(axes))
+    axes = tuple(_leaves(dims, tuple((i, None) for i, _ in below)))
     leaves = _leaves(operands, below)
-    jaxpr = compat.jaxpr_of(body, leaves)
-    others = {k: v for k, v in params.items() if k not in ("jaxpr", "below")}
-    outs = bind(leaves, jaxpr, **others)
+    shapes = tuple((x.shape, x.dtype) for x in leaves)
+
+    def make() -> tuple[Any, Any, Derived]:
+        body = jax.vmap(functools.partial(_evaluate, params["jaxpr"]), in_axes=axes)
+        return params["jaxpr"], compat.jaxpr_of(body, leaves), Derived()
+
+    key = (id(params["jaxpr"]), axes, shapes, compat.trace_context())
+    _, jaxpr, derived = params["derived"].batched.get(key, make)
+    others = {k: v for k, v in params.items() if k not in ("jaxpr", "derived", "below")}
+    outs = bind(leaves, jaxpr, derived=derived, **others)
     return outs, [0] * len(outs)
 
 

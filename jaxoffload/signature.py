@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
+from jaxoffload import identity
 from jaxoffload.capture.trace import key_impl
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.runtime.arrays import TierArray
@@ -38,6 +39,14 @@ class Signature:
     donated: tuple[bool, ...]
     kinds: tuple[TensorKind, ...]
     tiers: tuple[str, ...]
+
+    def key(self, *parts: Any) -> identity.Key:
+        """What tells it from others, under further circumstances (hashable)."""
+        static = tuple((where, identity.static_key(value)) for where, value in self.static)
+        return identity.intern(
+            self.tree, static, self.avals, self.key_impls, self.donated, self.kinds, self.tiers,
+            *parts,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -213,6 +222,12 @@ class ArgumentSpec:
                 )
             return leaf, (leaf.shape, leaf.dtype, False)
         if isinstance(leaf, jax.ShapeDtypeStruct | compat.Tracer | jax.Array):
+            if isinstance(leaf, jax.Array) and compat.is_deleted(leaf):
+                raise RuntimeError(
+                    f"offload({self.name}): {self._path_text(path, positions)} is an array of "
+                    f"shape {leaf.shape} that was donated or deleted. Pass the result that took its "
+                    "place."
+                )
             shape, dtype = compat.physical(leaf)
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
@@ -225,6 +240,11 @@ class ArgumentSpec:
                 "static_argnums if the function needs the value itself."
             )
         dtype = np.dtype(jax.dtypes.canonicalize_dtype(jax.dtypes.result_type(leaf)))
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise ValueError(
+                f"offload({self.name}): {self._path_text(path, positions)} is a masked array, "
+                "whose mask would be lost. Pass its filled() values, or data and mask as two arrays."
+            )
         if dtype.hasobject:
             raise TypeError(
                 f"offload({self.name}): {self._path_text(path, positions)} has dtype object. Pass "

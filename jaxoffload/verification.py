@@ -43,6 +43,27 @@ def compare_with_jit(jaxpr: Any, leaves: Sequence[Any]) -> Expected:
     return Expected([np.array(x) for x in results])
 
 
+def check_special_values(name: str, flat: Sequence[Any]) -> None:
+    """What `jax_debug_nans` and `jax_debug_infs` ask for, as `jax.jit` does it.
+
+    Raises:
+      FloatingPointError: a result holds what is looked for.
+    """
+    config = jax.config
+    for setting, is_special in (("jax_debug_nans", np.isnan), ("jax_debug_infs", np.isinf)):
+        if not getattr(config, setting):
+            continue
+        for j, result in enumerate(flat):
+            if not jax.dtypes.issubdtype(result.dtype, np.inexact):
+                continue
+            if is_special(np.asarray(result)).any():
+                raise FloatingPointError(
+                    f"offload({name}): flat result {j} holds a value that {setting} looks for "
+                    f"({is_special.__name__}). Call the function without offload to see which "
+                    "operation made it."
+                )
+
+
 def tolerance(dtype: Any) -> float:
     """Largest relative difference that rounding explains; 0 for integers."""
     if not jax.dtypes.issubdtype(dtype, np.inexact):

@@ -32,6 +32,7 @@ Run::Run(std::shared_ptr<const LoadedPlan> plan, std::shared_ptr<Backend> backen
       pending_(plan_->num_vertices()),
       start_ns_(plan_->num_vertices(), -1),
       end_ns_(plan_->num_vertices(), -1),
+      begun_(plan_->num_vertices(), 0),
       lane_end_ns_(plan_->num_lanes(), -1) {
   context_.arguments = std::move(arguments);
   context_.results = std::move(results);
@@ -108,6 +109,7 @@ void Run::Execute(int32_t vertex_id) {
     return;
   }
   start_ns_[vertex_id] = Now();
+  begun_[vertex_id] = 1;
   bool ok = false;
   try {
     ok = backend_->Execute(vertex_id, context_, &error);
@@ -158,17 +160,31 @@ void Run::Delay(int32_t vertex_id, uint64_t salt) const {
   std::this_thread::sleep_for(std::chrono::microseconds(sleep_us));
 }
 
+void Run::AddTouchedResults(int32_t vertex_id, std::vector<int32_t>* touched) const {
+  const Range outputs = plan_->outputs(vertex_id);
+  for (int64_t o = outputs.begin; o < outputs.end; ++o) {
+    const int32_t version = plan_->output(o);
+    if (plan_->space(version) != Space::kResult) continue;
+    const auto where = std::lower_bound(touched->begin(), touched->end(), plan_->index(version));
+    if (where == touched->end() || *where != plan_->index(version)) {
+      touched->insert(where, plan_->index(version));
+    }
+  }
+}
+
 void Run::End() {
   backend_->End(context_);
   // Before anyone is told of the end: who waits for it may count on their being let go.
   context_.argument_sources.clear();
   context_.result_extents.clear();
+  owners_.clear();
   auto report = std::make_shared<RunReport>();
   report->wall_ns = Now();
   report->lane_busy_ns.assign(plan_->num_lanes(), 0);
   report->lane.resize(plan_->num_vertices());
   for (int32_t v = 0; v < plan_->num_vertices(); ++v) {
     report->lane[v] = plan_->lane(v);
+    if (begun_[v]) AddTouchedResults(v, &report->touched_results);
     if (end_ns_[v] < 0) {
       start_ns_[v] = -1;
       continue;

@@ -41,6 +41,9 @@ struct RunReport {
   int64_t copied_outputs = 0;
   int64_t realigned_bytes = 0;
   bool cancelled = false;
+  // Results that some vertex had begun to write: of a run that failed these are neither what they
+  // were nor what they should be. In order.
+  std::vector<int32_t> touched_results;
   // The first vertex that failed, -1 if none did (or the failure came before the first vertex).
   int32_t error_vertex = -1;
   // Empty when the run succeeded.
@@ -61,6 +64,9 @@ class Run {
     context_.argument_sources = std::move(arguments);
     context_.result_extents = std::move(results);
   }
+
+  // Before the run is submitted: owners of arguments' and results' memory, let go at its end.
+  void Hold(std::vector<std::shared_ptr<void>> owners) { owners_ = std::move(owners); }
 
   // Stops the run soon: vertices that have not started never will. Any thread, any time.
   void Cancel() {
@@ -101,6 +107,7 @@ class Run {
   // After the last vertex: gives the backend back and writes the report.
   void End();
   void NotifyDone() EXCLUDES(mutex_);
+  void AddTouchedResults(int32_t vertex_id, std::vector<int32_t>* touched) const;
 
   const std::shared_ptr<const LoadedPlan> plan_;
   // Let go before the end is made known, so that the last owner of a backend (and of the client and
@@ -109,6 +116,7 @@ class Run {
   const RunOptions options_;
   std::function<void(const std::shared_ptr<const RunReport>&)> done_callback_;
   RunContext context_;
+  std::vector<std::shared_ptr<void>> owners_;
   Clock::time_point start_;
 
   // Unmet dependencies of each vertex. Whoever takes one to zero queues the vertex. acq_rel: the
@@ -124,6 +132,8 @@ class Run {
   std::atomic<int32_t> pending_;
   std::vector<int64_t> start_ns_;
   std::vector<int64_t> end_ns_;
+  // Whether a vertex was begun, even if it failed. Written by its lane, read after the last vertex.
+  std::vector<uint8_t> begun_;
   bool is_windowed_ = false;
   std::vector<int64_t> lane_end_ns_;  // with a window: the last end on each lane
   std::unique_ptr<LiveRanges> live_ranges_;

@@ -1,6 +1,8 @@
 #include "pjrt/plan.h"
 
+#include <atomic>
 #include <map>
+#include <random>
 #include <stdexcept>
 #include <utility>
 
@@ -47,6 +49,13 @@ Registry& GlobalRegistry() {
   return *registry;
 }
 
+std::string NewKey() {
+  static const uint64_t process = (uint64_t{std::random_device()()} << 32) | std::random_device()();
+  static std::atomic<uint64_t> number{0};  // only told apart, so relaxed
+  return std::to_string(process) + ":" +
+         std::to_string(number.fetch_add(1, std::memory_order_relaxed));
+}
+
 }  // namespace
 
 std::shared_ptr<Plan> Plan::Create(std::shared_ptr<Client> client,
@@ -65,7 +74,8 @@ std::shared_ptr<Run> Plan::Submit(std::vector<char*> arguments, std::vector<char
                                   const RunOptions& options,
                                   std::function<void(const std::shared_ptr<const RunReport>&)> done,
                                   std::vector<std::shared_ptr<DiskSource>> argument_sources,
-                                  std::vector<std::shared_ptr<DiskExtent>> result_extents) {
+                                  std::vector<std::shared_ptr<DiskExtent>> result_extents,
+                                  std::vector<std::shared_ptr<void>> owners) {
   argument_sources.resize(arguments.size());
   result_extents.resize(results.size());
   for (size_t i = 0; i < arguments.size() && i < loaded_->argument_bytes().size(); ++i) {
@@ -83,6 +93,7 @@ std::shared_ptr<Run> Plan::Submit(std::vector<char*> arguments, std::vector<char
   auto run = std::make_shared<Run>(loaded_, backend_, std::move(arguments), std::move(results),
                                    options, std::move(done));
   run->SetDisk(std::move(argument_sources), std::move(result_extents));
+  run->Hold(std::move(owners));
   client_->launcher().Submit(run);
   return run;
 }
@@ -97,19 +108,17 @@ void Plan::set_last_report(std::shared_ptr<const RunReport> report) {
   last_report_ = std::move(report);
 }
 
-void RegisterPlan(const std::string& key, BoundPlan plan) {
+PlanRegistration::PlanRegistration(BoundPlan plan) : key_(NewKey()) {
   Registry& registry = GlobalRegistry();
   MutexLock lock(registry.mutex);
-  // Swapped, not assigned: the plan that goes is destroyed after the lock.
-  std::swap(registry.plans[key], plan);
+  registry.plans.emplace(key_, std::move(plan));
 }
 
-void UnregisterPlan(const std::string& key) {
-  BoundPlan gone;
+PlanRegistration::~PlanRegistration() {
+  BoundPlan gone;  // destroyed after the lock
   Registry& registry = GlobalRegistry();
   MutexLock lock(registry.mutex);
-  const auto found = registry.plans.find(key);
-  if (found == registry.plans.end()) return;
+  const auto found = registry.plans.find(key_);
   gone = std::move(found->second);
   registry.plans.erase(found);
 }
@@ -119,6 +128,12 @@ BoundPlan FindPlan(const std::string& key) {
   MutexLock lock(registry.mutex);
   const auto found = registry.plans.find(key);
   return found == registry.plans.end() ? BoundPlan() : found->second;
+}
+
+size_t NumRegisteredPlans() {
+  Registry& registry = GlobalRegistry();
+  MutexLock lock(registry.mutex);
+  return registry.plans.size();
 }
 
 }  // namespace jaxoffload

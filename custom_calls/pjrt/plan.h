@@ -28,14 +28,16 @@ class Plan : public std::enable_shared_from_this<Plan> {
   const LoadedPlan& loaded() const { return *loaded_; }
   const std::shared_ptr<Client>& client() const { return client_; }
 
-  // Queues a run on the client; never waits. The caller's arrays must outlive it. `done` is called
+  // Queues a run on the client; never waits. The caller's arrays must outlive it: those that
+  // `owners` own do, for the run holds them until it has ended. `done` is called
   // as Run's. Of arguments and results on disk the addresses do not matter. Throws
   // std::invalid_argument: wrong number of arrays, or one without an address.
   std::shared_ptr<Run> Submit(
       std::vector<char*> arguments, std::vector<char*> results, const RunOptions& options,
       std::function<void(const std::shared_ptr<const RunReport>&)> done = nullptr,
       std::vector<std::shared_ptr<DiskSource>> argument_sources = {},
-      std::vector<std::shared_ptr<DiskExtent>> result_extents = {});
+      std::vector<std::shared_ptr<DiskExtent>> result_extents = {},
+      std::vector<std::shared_ptr<void>> owners = {});
 
   // Of the latest run that ended, null before the first.
   std::shared_ptr<const RunReport> last_report() const EXCLUDES(mutex_);
@@ -55,6 +57,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
 struct BoundArgument {
   bool is_bound = false;
   char* address = nullptr;             // in host memory
+  std::shared_ptr<void> owner;         // of that memory
   std::shared_ptr<DiskSource> source;  // on disk; the address does not matter then
 };
 
@@ -63,12 +66,26 @@ struct BoundPlan {
   std::vector<BoundArgument> arguments;  // those of the plan, or none
 };
 
-// Plans by key, for the FFI handler. Registering a key again replaces its plan; a run in progress
-// keeps the one that it has. Memory of bound arguments outlives the registration and its runs.
-void RegisterPlan(const std::string& key, BoundPlan plan);
-void UnregisterPlan(const std::string& key);
-// Without a plan if there is none.
+// A plan under a key of its own, by which an XLA program that is being compiled finds it. The
+// program's calls hold the plan themselves once they are instantiated, so a registration need live
+// no longer than that.
+class PlanRegistration {
+ public:
+  explicit PlanRegistration(BoundPlan plan);
+  ~PlanRegistration();
+  PlanRegistration(const PlanRegistration&) = delete;
+  PlanRegistration& operator=(const PlanRegistration&) = delete;
+
+  // Of no other plan, in this process or, for programs may be stored, in another.
+  const std::string& key() const { return key_; }
+
+ private:
+  const std::string key_;
+};
+
+// Without a plan if there is none of this key.
 BoundPlan FindPlan(const std::string& key);
+size_t NumRegisteredPlans();
 
 }  // namespace jaxoffload
 

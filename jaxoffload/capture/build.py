@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
+from jaxoffload import identity
 from jaxoffload.capture import cost, slicing
 from jaxoffload.capture.cluster import MAX_EQUATIONS, Cluster, cut
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
@@ -69,7 +70,8 @@ def order_program(program: Program) -> Ordered:
 def _materialize(literal: Any, program: Program) -> Value:
     value = Value(compat.ShapedArray(literal.aval.shape, literal.aval.dtype))
     array = np.asarray(literal.val, dtype=value.aval.dtype)
-    operation = Operation.of_function(f"literal[{array.dtype},{array!r}]", lambda: array, None)
+    parts = identity.array_key(array)
+    operation = Operation.of_function("literal", lambda: array, None, parts)
     program.equations.append(Equation(operation, (), (value,)))
     return value
 
@@ -130,10 +132,10 @@ class _Builder:
             for v in cluster.outputs:
                 self.writer[v] = i
         parts = {self._identity(v): v for c in clusters for v in c.inputs}
-        for identity, v in parts.items():
+        for same, v in parts.items():
             if (span := v.argument) is not None:
                 stop = span.offset + v.num_bytes()
-                read = (identity, span.offset, stop, self.last_reader[identity])
+                read = (same, span.offset, stop, self.last_reader[same])
                 self.argument_reads.setdefault(span.index, []).append(read)
 
     @staticmethod

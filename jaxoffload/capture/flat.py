@@ -11,9 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from jaxoffload import _jax_compat as compat
+from jaxoffload import identity
 from jaxoffload.graphs.taskgraph import Span
 
 
@@ -65,11 +64,12 @@ class Operation:
         self._key = None
 
     @classmethod
-    def of_function(cls, name: str, function: Any, eqn: Any) -> "Operation":
-        """An operation that calls `function(*operands) -> array`; `name` must tell it apart."""
+    def of_function(cls, name: str, function: Any, eqn: Any, *parts: Any) -> "Operation":
+        """An operation that calls `function(*operands) -> array`; name and parts, which are
+        hashable, must tell it apart."""
         self = cls.__new__(cls)
         self.eqn, self._function, self.params = eqn, function, {}
-        self.name, self._key = name, (name,)
+        self.name, self._key = name, identity.intern("function", name, parts)
         return self
 
     @property
@@ -81,8 +81,7 @@ class Operation:
     def key(self) -> Any:
         """Hashable; equal for operations that compute the same thing."""
         if self._key is None:
-            items = tuple((k, _param_key(v)) for k, v in sorted(self.params.items()))
-            self._key = (self.name, items)
+            self._key = identity.operation_key(self.eqn, self.params)
         return self._key
 
     def apply(self, operands: Sequence[Any]) -> list[Any]:
@@ -90,43 +89,6 @@ class Operation:
         if self._function is not None:
             return [self._function(*operands)]
         return compat.evaluate(self.eqn, operands, self.params)
-
-
-def _param_key(value: Any) -> Any:
-    if isinstance(value, compat.ClosedJaxpr):
-        return ("jaxpr", str(value.jaxpr), tuple(_param_key(c) for c in value.consts))
-    if isinstance(value, compat.Jaxpr):
-        return ("jaxpr", str(value))
-    if isinstance(value, np.ndarray) or hasattr(value, "__array__"):
-        array = np.asarray(value)
-        return ("array", array.shape, array.dtype.str, array.tobytes())
-    if isinstance(value, tuple | list):
-        return tuple(_param_key(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((k, _param_key(v)) for k, v in sorted(value.items()))
-    if callable(value) and not isinstance(value, type):
-        # Two functions are the same only if they are one object; the reference keeps the id valid.
-        return ("function", _ById(value))
-    try:
-        hash(value)
-    except TypeError:
-        return ("object", _ById(value))
-    return (type(value).__name__, value)
-
-
-class _ById:
-    """Compares by identity and keeps its object alive, so that an id is never used twice."""
-
-    __slots__ = ("thing",)
-
-    def __init__(self, thing: Any):
-        self.thing = thing
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and other.thing is self.thing
-
-    def __hash__(self) -> int:
-        return id(self.thing)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jaxoffload import identity
 from jaxoffload.capture.cluster import Cluster
 from jaxoffload.capture.flat import Equation, Operation, Value, is_literal
 
@@ -36,7 +37,7 @@ class Kernel:
       output_avals: JAX's abstract value of each output.
       overwrites: pairs (input position, output position); the outputs that overwrite come first,
         in the order of the inputs that they overwrite.
-      key: hashable; equal keys mean equal functions.
+      key: interned; equal keys mean equal functions.
     """
 
     inputs: tuple[Any, ...]
@@ -44,7 +45,7 @@ class Kernel:
     outputs: tuple[int, ...]
     output_avals: tuple[Any, ...]
     overwrites: tuple[tuple[int, int], ...]
-    key: Any
+    key: identity.Key
 
     def apply(self, operands: Sequence[Any]) -> list[Any]:
         """Evaluates the kernel on arrays or tracers."""
@@ -71,27 +72,17 @@ def kernel_of(
         for v in equation.outputs:
             slot[v] = len(slot)
         steps.append(Step(equation.operation, operands, len(equation.outputs)))
-        parts.append((equation.operation.key, tuple(_literal_key(x) for x in operands)))
+        reads = tuple(x if type(x) is int else identity.literal_key(x) for x in operands)
+        parts.append((equation.operation.key, reads))
     inputs = tuple(v.aval for v in cluster.inputs)
     chosen = tuple(slot[v] for v in outputs)
-    key = (tuple(str(a) for a in inputs), tuple(parts), chosen, overwrites)
+    key = identity.intern(tuple(map(identity.aval_key, inputs)), tuple(parts), chosen, overwrites)
     avals = tuple(v.aval for v in outputs)
     return Kernel(inputs, tuple(steps), chosen, avals, overwrites, key)
 
 
 def _reference(operand: Any, slot: dict[Value, int]) -> Any:
     return operand if is_literal(operand) else slot[operand]
-
-
-def _literal_key(operand: Any) -> Any:
-    if type(operand) is int:
-        return operand
-    return (
-        "literal",
-        str(operand.aval),
-        getattr(operand.aval, "weak_type", False),
-        repr(operand.val),
-    )
 
 
 def main_source(equations: Sequence[Equation], seconds: Sequence[float]) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from jaxoffload import identity
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
 from jaxoffload.capture.tile import Tiling, tilings, wide
@@ -428,8 +429,7 @@ class _Loop:
         for equation, tiling in self.members:
             pairs = zip(equation.inputs, tiling.inputs, strict=True)
             reads = tuple(
-                ("literal", str(x.aval), repr(x.val)) if is_literal(x) else number[x, d]
-                for x, d in pairs
+                identity.literal_key(x) if is_literal(x) else number[x, d] for x, d in pairs
             )
             for v, d in zip(equation.outputs, tiling.outputs, strict=True):
                 number[v, d] = len(number)
@@ -439,7 +439,7 @@ class _Loop:
         place = {v: i for i, v in enumerate(self.values)}
         inputs = tuple((place[v], d) for v, d in self.inputs)
         outputs = tuple((number[v, d], d) for v, d, _, _ in self.outputs)
-        return ("tiled", self.count, inputs, tuple(steps), outputs)
+        return identity.intern("tiled", self.count, inputs, tuple(steps), outputs)
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
         """Loops over the tiles, results in buffers that are written tile by tile."""

@@ -1,18 +1,28 @@
-"""Executables, one for each distinct kernel, kept for the life of the process.
+"""Executables, one for each distinct kernel, kept for as long as somebody needs them.
 
 Two plans of one function, or two functions with a layer in common, share what they can: kernels
-are told apart by their StableHLO. Compilation runs in threads without the GIL.
+are told apart by their keys, then by their StableHLO. Executables live with the plans that have
+them; of those that no plan has any more, the last few stay, for a function that is made anew in
+each turn of a loop. Compilation runs in threads without the GIL.
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from jaxoffload import _jax_compat as compat
+from jaxoffload import identity
 from jaxoffload.capture.kernel import Kernel
+
+KEPT = 256
+"""Executables that stay although no plan has them: some ten plans' worth. Each takes about eight of
+the 65,530 memory mappings that Linux allows a process by default."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,7 +31,7 @@ class CompileReport:
 
     Attributes:
       kernels: distinct kernels of the plan.
-      compiled: those that no earlier plan had compiled.
+      compiled: those that were not there.
       seconds: lowering and compiling, wall time.
     """
 
@@ -31,7 +41,7 @@ class CompileReport:
 
 
 class ExecutableCache:
-    """Executables of one client. Thread-safe.
+    """Executables of one client. Thread-safe; nothing is lowered or compiled under a lock.
 
     Args:
       compiler: has `lower(kernel)` and `compile(code)` (compilers.py).
@@ -40,35 +50,53 @@ class ExecutableCache:
     def __init__(self, compiler: Any):
         self._compiler = compiler
         self._lock = threading.Lock()
-        self._by_kernel: dict[Any, Any] = {}
-        self._by_code: dict[bytes, Any] = {}
+        self._by_kernel: weakref.WeakValueDictionary[identity.Key, Any]
+        self._by_code: weakref.WeakValueDictionary[bytes, Any]
+        self._recent: collections.OrderedDict[int, Any]
+        self.clear()
 
     def clear(self) -> None:
         """Forgets every executable; those that plans hold live on."""
         with self._lock:
-            self._by_kernel.clear()
-            self._by_code.clear()
+            self._by_kernel = weakref.WeakValueDictionary()
+            self._by_code = weakref.WeakValueDictionary()
+            self._recent = collections.OrderedDict()
 
     def executables(self, kernels: Sequence[Kernel]) -> tuple[list[Any], CompileReport]:
         """One executable for each kernel, compiled where none is known.
+
+        Two threads that need one at once may both compile it; the first to end gives it to both.
 
         Raises:
           RuntimeError: XLA refuses a kernel; its message says why.
         """
         start = time.perf_counter()
+        settings = compat.trace_context()
+        keys = [identity.intern(kernel.key, settings) for kernel in kernels]
         with self._lock:
-            missing = [k for k in kernels if k.key not in self._by_kernel]
-            fresh: dict[bytes, Any] = {}
-            digests = {}
-            for kernel in missing:
-                digests[kernel.key], code = self._compiler.lower(kernel)
-                if digests[kernel.key] not in self._by_code:
-                    fresh[digests[kernel.key]] = code
-            if fresh:
-                with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-                    built = pool.map(self._compiler.compile, fresh.values())
-                    self._by_code.update(zip(fresh, built, strict=True))
+            found = {key: self._by_kernel.get(key) for key in keys}
+        digests: dict[identity.Key, bytes] = {}
+        codes: dict[bytes, Any] = {}
+        for key, kernel in zip(keys, kernels, strict=True):
+            if found[key] is None and key not in digests:
+                digests[key], code = self._compiler.lower(kernel)
+                codes.setdefault(digests[key], code)
+        with self._lock:
+            made = {digest: self._by_code.get(digest) for digest in codes}
+        missing = [digest for digest, executable in made.items() if executable is None]
+        if missing:
+            with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+                built = pool.map(self._compiler.compile, [codes[digest] for digest in missing])
+                made.update(zip(missing, built, strict=True))
+        with self._lock:
+            for digest, executable in made.items():
+                made[digest] = self._by_code.setdefault(digest, executable)
             for key, digest in digests.items():
-                self._by_kernel[key] = self._by_code[digest]
-            found = [self._by_kernel[k.key] for k in kernels]
-        return found, CompileReport(len(kernels), len(fresh), time.perf_counter() - start)
+                found[key] = self._by_kernel.setdefault(key, made[digest])
+            for executable in found.values():
+                self._recent[id(executable)] = executable
+                self._recent.move_to_end(id(executable))
+            while len(self._recent) > KEPT:
+                self._recent.popitem(last=False)
+        report = CompileReport(len(kernels), len(missing), time.perf_counter() - start)
+        return [found[key] for key in keys], report

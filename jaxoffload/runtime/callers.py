@@ -5,6 +5,7 @@ that nobody else sees. On a GPU arrays of JAX are device memory; what is below t
 its vertices by way of the arena.
 """
 
+import collections
 import dataclasses
 import sys
 import weakref
@@ -28,7 +29,7 @@ class Handover:
     """One run's arguments and results.
 
     Attributes:
-      arguments, places: what the runtime takes for each: an address, or a handle of bytes on disk.
+      arguments, places: what the runtime takes for each: what holds the bytes, or an address.
       made: what `results` needs to know, by result.
       held: what must live until the run has ended.
     """
@@ -40,8 +41,15 @@ class Handover:
 
 
 def place_below(array: TierArray) -> Any:
-    """What the runtime takes for an array below the device."""
-    return array.source if isinstance(array, DiskArray) else array.buffer.address  # pyrefly: ignore[missing-attribute]
+    """What the runtime takes for an array below the device: what holds its bytes.
+
+    Raises:
+      RuntimeError: it has been deleted.
+    """
+    held = array.source if isinstance(array, DiskArray) else array.buffer  # pyrefly: ignore[missing-attribute]
+    if held is None:
+        array.check_alive()
+    return held
 
 
 def byte_count(shape: Any) -> int:
@@ -78,8 +86,7 @@ class HostMemory:
             if j not in below
         }
         places = [
-            place_below(below[j]) if j in below else buffers[j].address
-            for j in range(len(plan.out_shapes))
+            place_below(below[j]) if j in below else buffers[j] for j in range(len(plan.out_shapes))
         ]
         return Handover(arguments, places, buffers, held)
 
@@ -107,6 +114,7 @@ class HostMemory:
           must be held during the run: other buffers, and arrays to delete after it.
         """
         partner = dict(plan.taskgraph.donated)
+        times = collections.Counter(arguments)
         reused: dict[int, Any] = {}
         held: list[Any] = []
         ours: dict[int, Any] = {}
@@ -115,7 +123,7 @@ class HostMemory:
             if not given or not isinstance(operand, jax.Array):
                 continue
             buffer = self._ours.get(arguments[i])
-            if buffer is None or arguments.count(arguments[i]) > 1:
+            if buffer is None or times[arguments[i]] > 1:
                 held.append(operand)
                 continue
             operand.delete()
@@ -124,14 +132,28 @@ class HostMemory:
         if ours:
             compat.collect_released_buffers()
         for i in list(ours):
-            buffer = ours.pop(i)
-            # Two references are this function's own: the variable and getrefcount's argument. One
-            # more is a view that somebody still reads, and the memory must be left alone.
-            if i in partner and sys.getrefcount(buffer) == 2:
+            buffer = ours[i]
+            del ours[i]
+            # One more reference is a view that somebody still reads: its memory is left alone.
+            if i in partner and _references([buffer]) == _ALONE:
                 reused[partner[i]] = buffer
             else:
                 held.append(buffer)
         return reused, held
+
+
+def _references(cell: list[Any]) -> int:
+    return sys.getrefcount(cell[0])
+
+
+def _count_alone() -> int:
+    buffer = object()
+    return _references([buffer])
+
+
+_ALONE = _count_alone()
+"""What `_references` says of an object that a variable and the list have, and nobody else. It is
+measured, for versions of Python differ in what they count on the way."""
 
 
 def _host_place(array: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -103,7 +103,8 @@ def make_run(plan: "Plan", report: Any) -> Run:
         where = f" in {vertex}" if vertex else ""
         raise RunError(
             f"offload({plan.name}): the run stopped{where}: {report.error_message}. Its memory has "
-            "been released; the next call starts afresh.",
+            "been released; the next call starts afresh. Donated arrays in host memory or on disk "
+            "that it had not begun to overwrite can be passed again.",
             vertex,
             report.error_message,
         )
@@ -130,7 +131,8 @@ def run_plan(
 
     Args:
       operands: arrays of the planned shapes, dtypes and tiers.
-      donated: which operands may be overwritten; they are deleted.
+      donated: which operands may be overwritten; they are deleted. Where the run fails or is
+        interrupted, those below the device live on unless a vertex had begun to overwrite them.
 
     Returns:
       The flat results, those that are paired with an array below the device in its tier, and the
@@ -143,28 +145,45 @@ def run_plan(
     below = _results_below(plan, operands, options, donated)
     memory = plan.backend.memory
     handover = memory.hand_over(plan, operands, donated, below)
-    for operand, given in zip(operands, donated, strict=False):
-        if given and isinstance(operand, TierArray):
-            operand.delete()
     launch = options.launch
-    report = plan.native.run(
-        handover.arguments,
-        handover.places,
-        policy=launch.code,
-        seed=launch.seed,
-        max_delay_us=round(launch.max_delay_seconds * 1e6),
-        check=options.check,
-    )
+    touched: set[int] = set()
+    try:
+        report = plan.native.run(
+            handover.arguments,
+            handover.places,
+            policy=launch.code,
+            seed=launch.seed,
+            max_delay_us=round(launch.max_delay_seconds * 1e6),
+            check=options.check,
+            ended=lambda report: touched.update(report.touched_results),
+        )
+        run = make_run(plan, report)
+    except BaseException:
+        _delete_overwritten(plan, operands, donated, touched)
+        raise
     for operand, given in zip(operands, donated, strict=False):
-        if given and isinstance(operand, jax.Array) and not operand.is_deleted():
+        if given and isinstance(operand, TierArray | jax.Array) and not operand.is_deleted():
             operand.delete()
-    run = make_run(plan, report)
     outs = memory.results(plan, handover)
     for j, array in below.items():
         if j in outs:  # everything fitted, so it was computed on the device
             array.write(np.asarray(outs[j]))
         outs[j] = array
     return [outs[j] for j in range(len(plan.out_shapes))], run
+
+
+def _delete_overwritten(
+    plan: "Plan", operands: Sequence[Any], donated: Sequence[bool], touched: Set[int]
+) -> None:
+    """After a run that failed: deletes the donated arrays below the device whose bytes are no more
+    what they were.
+
+    Args:
+      touched: results that the run had begun to write.
+    """
+    for i, j in plan.taskgraph.donated:
+        if j in touched and i < len(donated) and donated[i] and isinstance(operands[i], TierArray):
+            operands[i].delete()
 
 
 def _results_below(

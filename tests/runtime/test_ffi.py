@@ -1,31 +1,28 @@
 """A plan as a custom call of an outer XLA program."""
 
 import concurrent.futures
-import functools
-import itertools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxoffload import _native
+from jaxoffload import _native, primitive
 from tests.runtime.plan_builder import ARGUMENT, DEVICE, OFFLOAD, RELOAD, RESULT, PlanBuilder
 
 SHAPE = (64, 64)
 SIZE = 64 * 64 * 4
 LENGTH = 8
 
-_keys = itertools.count()
-
 
 def layer(x):
     return (jnp.sin(x) @ x * 0.5,)
 
 
-@functools.cache
 def registered():
-    jax.ffi.register_ffi_target("jaxoffload_run", _native.ffi_handlers()["cpu"], platform="cpu")
+    primitive.register_target("cpu")
 
 
 def build(donate=False):
@@ -55,10 +52,8 @@ def call(key, x, aliases=None, **options):
 @pytest.fixture
 def key():
     registered()
-    name = f"plan {next(_keys)}"
-    _native.register_plan(name, build())
-    yield name
-    _native.unregister_plan(name)
+    registration = _native.PlanRegistration(build())
+    yield registration.key
 
 
 def program(key, **options):
@@ -117,27 +112,41 @@ def test_two_plans_in_one_program_and_direct_runs_beside_it(key):
         np.testing.assert_array_equal(step(x), twice + double)
 
 
-def test_the_program_survives_its_plans_owner():
+def test_a_program_holds_its_plan_and_a_plan_ends_with_its_last_program():
     registered()
-    plan = build()
-    _native.register_plan("lonely", plan)
-    step, (x,) = program("lonely"), inputs(1)
+    before = _native.num_registered_plans()
+    registration = _native.PlanRegistration(plan := build())
+    alive = weakref.ref(plan)
+    key = registration.key
+    step, (x,) = program(key), inputs(1)
     want = np.asarray(step(x))
-    del plan
+    del plan, registration
+    assert _native.num_registered_plans() == before
     np.testing.assert_array_equal(step(x), want)
     outs = [step(x) for _ in range(4)]
-    _native.unregister_plan("lonely")  # the runs in flight keep it
+    step.clear_cache()
+    del step
+    gc.collect()
+    for out in outs:  # the runs in flight keep it
+        np.testing.assert_array_equal(out, want)
     del outs
-    with pytest.raises(jax.errors.JaxRuntimeError, match="no plan has the key lonely"):
-        step(x).block_until_ready()
+    assert alive() is None
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"no plan has the key {key}"):
+        program(key)(x)
+
+
+def test_registrations_have_keys_of_their_own():
+    plan = build()
+    keys = {_native.PlanRegistration(plan).key for _ in range(10)}
+    assert len(keys) == 10
 
 
 def test_a_donated_argument_is_written_in_place():
     registered()
     plan = build(donate=True)
-    _native.register_plan("donated", plan)
-    step = jax.jit(lambda x: call("donated", x, aliases={0: 0}), donate_argnums=0)
-    plain = jax.jit(lambda x: call("donated", x * 1, aliases={0: 0}))
+    key = (registration := _native.PlanRegistration(plan)).key
+    step = jax.jit(lambda x: call(key, x, aliases={0: 0}), donate_argnums=0)
+    plain = jax.jit(lambda x: call(key, x * 1, aliases={0: 0}))
     (x,) = inputs(1)
     want = np.asarray(plain(x))
     kept = jnp.array(x)
@@ -145,7 +154,7 @@ def test_a_donated_argument_is_written_in_place():
     assert x.is_deleted()
     assert plan.last_report().realigned_bytes == 0
     np.testing.assert_array_equal(plain(kept), want)  # XLA copies what is still needed
-    _native.unregister_plan("donated")
+    del registration
 
 
 def test_wrong_shapes_are_refused_in_words(key):
@@ -157,9 +166,8 @@ def test_the_last_report_of_calls_is_kept():
     registered()
     plan = build()
     assert plan.last_report() is None
-    _native.register_plan("reported", plan)
-    program("reported", check=1)(inputs(1)[0]).block_until_ready()
+    registration = _native.PlanRegistration(plan)
+    program(registration.key, check=1)(inputs(1)[0]).block_until_ready()
     report = plan.last_report()
     assert report.error_message == "" and report.bytes_reloaded == SIZE
     assert report.peak_device_bytes == report.peak_live_bytes == 2 * SIZE
-    _native.unregister_plan("reported")
