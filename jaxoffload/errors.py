@@ -1,5 +1,8 @@
 """Exceptions. Each docstring says what happened and what to do."""
 
+import sys
+import warnings
+
 
 class OffloadError(Exception):
     """Base class of everything that jaxoffload raises on its own account."""
@@ -73,3 +76,12 @@ class VerificationError(OffloadError, ArithmeticError):
 
 class OffloadWarning(UserWarning):
     """An offload that was asked for has no effect, or not the effect that was meant."""
+
+
+def warn(message: str) -> None:
+    """An `OffloadWarning` at the user's line: that of the first caller outside the package."""
+    package, level = __name__.partition(".")[0] + ".", 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, OffloadWarning, stacklevel=level + 1)

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.trace import trace
-from jaxoffload.errors import OffloadWarning
+from jaxoffload.errors import warn
 from jaxoffload.identity import Key
 from jaxoffload.once import Once
 from jaxoffload.options import Options, format_bytes, make_options
@@ -118,12 +117,10 @@ class _Program:
 
     def _say_if_idle(self, plan: Plan) -> None:
         if plan.resident and plan.budget is not None and self._asked:
-            warnings.warn(
+            warn(
                 f"offload({self._name}) has no effect: everything fits. It needs "
                 f"{format_bytes(plan.peak_device_bytes)} and device_memory is "
-                f"{format_bytes(plan.budget)}, so nothing is moved.",
-                OffloadWarning,
-                stacklevel=6,
+                f"{format_bytes(plan.budget)}, so nothing is moved."
             )
 
 

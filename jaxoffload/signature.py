@@ -225,8 +225,8 @@ class ArgumentSpec:
             if isinstance(leaf, jax.Array) and compat.is_deleted(leaf):
                 raise RuntimeError(
                     f"offload({self.name}): {self._path_text(path, positions)} is an array of "
-                    f"shape {leaf.shape} that was donated or deleted. Pass the result that took its "
-                    "place."
+                    f"shape {leaf.shape} that was donated or deleted. Pass the result that took "
+                    "its place."
                 )
             shape, dtype = compat.physical(leaf)
             if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -243,7 +243,7 @@ class ArgumentSpec:
         if isinstance(leaf, np.ma.MaskedArray):
             raise ValueError(
                 f"offload({self.name}): {self._path_text(path, positions)} is a masked array, "
-                "whose mask would be lost. Pass its filled() values, or data and mask as two arrays."
+                "whose mask would be lost. Pass its filled() values, or data and mask apart."
             )
         if dtype.hasobject:
             raise TypeError(

@@ -80,6 +80,12 @@ class HostMemory:
         """
         arguments = [_host_place(x) for x in (*operands, *plan.constants)]
         reused, held = self._take_donated(plan, operands, arguments, donated)
+        # Views, so that memory stays although somebody deletes an array while the run reads it.
+        held += [
+            np.asarray(x)
+            for i, x in enumerate(operands)
+            if isinstance(x, jax.Array) and not (i < len(donated) and donated[i])
+        ]
         buffers = {
             j: reused.get(j) or _native.HostBuffer(max(1, byte_count(shape)))
             for j, shape in enumerate(plan.out_shapes)
