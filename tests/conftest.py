@@ -25,9 +25,7 @@ def pytest_addoption(parser):
         action="store_true",
         help="tests/foreign: all of JAX's cases for its primitives (half an hour), not a tenth",
     )
-    group.addoption(
-        "--harness-seed", type=int, default=0, help="tests/foreign: draws another tenth"
-    )
+    group.addoption("--foreign-seed", type=int, default=0, help="tests/foreign: draws other cases")
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from tests.foreign import judge
 # Their elements share bytes. (XLA compiles float6_e2m3fn and float6_e3m2fn for no CPU.)
 REFUSED = ["int2", "int4", "uint2", "uint4", "float4_e2m1fn"]
 OFFLOADED = """
-    bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64
-    complex128 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2
-    float8_e5m2fnuz float8_e8m0fnu
+    bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64
+    complex64 complex128 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz
+    float8_e5m2 float8_e5m2fnuz float8_e8m0fnu
 """.split()
 
 

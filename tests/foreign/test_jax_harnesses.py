@@ -1,6 +1,6 @@
 """JAX's own cases for its primitives, some 5,600 that ship with it: offloaded, each equals jit.
 
-A tenth is drawn from every primitive's cases, the same in every run; `--harness-seed=N` draws
+A tenth is drawn from every primitive's cases, the same in every run; `--foreign-seed=N` draws
 another, `--all-harnesses` takes all. Each case runs without a limit, at the least budget of single
 operations and of the planner's own choice, and inside `jax.jit`, and is judged by `judge.py`.
 """
@@ -43,7 +43,7 @@ def harnesses():
 @pytest.fixture(scope="module")
 def chosen(harnesses, pytestconfig):
     """The cases of this run."""
-    seed, groups = pytestconfig.getoption("--harness-seed"), collections.defaultdict(list)
+    seed, groups = pytestconfig.getoption("--foreign-seed"), collections.defaultdict(list)
     if pytestconfig.getoption("--all-harnesses"):
         return harnesses
     for harness in harnesses:
@@ -138,6 +138,6 @@ def test_case_equals_jit(part, chosen, pytestconfig):
             if not reason_not_to_run(harness):
                 for text in complaints(harness.dyn_fun, arguments(harness)):
                     found.append(f"{harness.fullname}: {text}")
-    assert not found, f"--harness-seed={pytestconfig.getoption('--harness-seed')}\n" + "\n".join(
+    assert not found, f"--foreign-seed={pytestconfig.getoption('--foreign-seed')}\n" + "\n".join(
         found
     )
