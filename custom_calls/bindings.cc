@@ -29,6 +29,7 @@
 #include "ffi.h"
 #include "pjrt/client.h"
 #include "pjrt/plan.h"
+#include "plan/order_check.h"
 #include "plan/place_intervals.h"
 #include "tiers/disk_store.h"
 #include "tiers/host_block.h"
@@ -81,6 +82,20 @@ template <typename T>
 nb::object View(nb::handle owner, const std::vector<T>& values) {
   return nb::cast(
       nb::ndarray<nb::numpy, const T, nb::ndim<1>>(values.data(), {values.size()}, owner));
+}
+
+// An array that owns its values.
+template <typename T>
+nb::object Owned(std::vector<T> values) {
+  auto* const kept = new std::vector<T>(std::move(values));
+  const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return View(owner, *kept);
+}
+
+template <typename T, typename... Others>
+void RequireEqualSizes(const char* what, const Array<T>& first, const Array<Others>&... others) {
+  if (((others.size() == first.size()) && ...)) return;
+  throw std::invalid_argument(std::string(what) + ": the arrays differ in length");
 }
 
 // Memory of the host tier with an address that numpy can look at.
@@ -492,6 +507,36 @@ void BindHostBuffer(nb::module_& m) {
         return PlaceIntervals(lower, upper, size, capacity, max_steps);
       },
       "lower"_a, "upper"_a, "size"_a, "capacity"_a, "max_steps"_a);
+  m.def(
+      "next_writers",
+      [](const Array<int64_t>& memory, const Array<int64_t>& start, const Array<int64_t>& end,
+         const Array<int64_t>& time) {
+        RequireEqualSizes("next_writers", memory, start, end, time);
+        const WrittenRanges ranges{memory.data(), start.data(), end.data(), time.data(),
+                                   static_cast<int64_t>(memory.size())};
+        std::vector<int64_t> pairs;
+        {
+          const WithoutGil without_gil;
+          pairs = NextWriters(ranges);
+        }
+        return Owned(std::move(pairs));
+      },
+      "memory"_a, "start"_a, "end"_a, "time"_a);
+  m.def(
+      "reaches",
+      [](int64_t num_vertices, const Array<int64_t>& tail, const Array<int64_t>& head,
+         const Array<int64_t>& from, const Array<int64_t>& to) {
+        RequireEqualSizes("reaches: edges", tail, head);
+        RequireEqualSizes("reaches: pairs", from, to);
+        std::vector<uint8_t> found;
+        {
+          const WithoutGil without_gil;
+          found = Reaches(num_vertices, tail.data(), head.data(), static_cast<int64_t>(tail.size()),
+                          from.data(), to.data(), static_cast<int64_t>(from.size()));
+        }
+        return Owned(std::move(found));
+      },
+      "num_vertices"_a, "tail"_a, "head"_a, "start"_a, "end"_a);
   m.def("host_release", [] { HostBlock::Global().ReleaseFree(); }, nb::call_guard<WithoutGil>());
   m.def(
       "host_set_cap", [](int64_t bytes) { HostBlock::Global().SetCap(bytes); }, "nbytes"_a,

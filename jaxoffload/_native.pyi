@@ -357,6 +357,26 @@ def place_intervals(
       max_steps: buffers that are placed at most, all tries together: about three million a second.
     """
 
+def next_writers(
+    memory: np.ndarray, start: np.ndarray, end: np.ndarray, time: np.ndarray
+) -> np.ndarray:
+    """Pairs (old, new), flattened: at some address new is the next to be written after old.
+
+    Args: int64 arrays, one entry for each range of addresses [start, end) of a memory.
+      time: when it is written; negative: it is there from the start.
+    """
+
+def reaches(
+    num_vertices: int, tail: np.ndarray, head: np.ndarray, start: np.ndarray, end: np.ndarray
+) -> np.ndarray:
+    """For each pair (start, end) whether a path of one edge or more leads there, uint8.
+
+    Args: int64 arrays. Edges point from smaller to larger numbers.
+
+    Raises:
+      ValueError: one does not, or names no vertex.
+    """
+
 def host_release() -> None:
     """Gives the free pages of the host tier back to the system."""
 

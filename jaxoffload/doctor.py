@@ -89,6 +89,9 @@ def diagnose() -> Iterator[str]:
     yield f"XLA FFI {major}.{minor}; JAX runs on {jax.default_backend()}"
     for report in backends():
         yield str(report)
+    for backend in _backends.known():
+        rates = backend.machine.name
+        yield f"{backend.name}: plans assume the rates of {rates}, until runs are measured"
     stats = _native.host_stats()
     if stats["num_pin_failures"]:
         yield (

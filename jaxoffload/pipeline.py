@@ -28,7 +28,7 @@ from jaxoffload.cuts import FINEST, SAME, WHOLE, Cut, Ranking
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
-from jaxoffload.graphs.verify import verify
+from jaxoffload.graphs.verify import VerifyError, verify
 from jaxoffload.options import Options, format_bytes
 from jaxoffload.plan.build import QUICK_VARIANTS, VARIANTS, build_memgraph
 from jaxoffload.plan.hardware import Machine
@@ -226,6 +226,22 @@ class Plan:
         """
         verify(self.memgraph)
 
+    def proven(self) -> "Plan":
+        """This plan: what may be run has been verified, whoever made it.
+
+        Raises:
+          VerifyError: the planner is at fault.
+        """
+        try:
+            self.verify()
+        except VerifyError as error:
+            raise VerifyError(
+                error.violations,
+                f"offload({self.name}): the plan is not safe, and nothing was run. This is a fault "
+                "in jaxoffload, not in the function: please report it with these lines",
+            ) from None
+        return self
+
     @property
     def native(self) -> Any:
         """The plan loaded into the C++ runtime (loaded when first asked for)."""
@@ -251,7 +267,7 @@ class Plan:
         return Plan(
             self._request, self.budget, captured, memgraph, self._executables, self.compile_report,
             self.resident, self.constants, self._planner, priority,
-        )  # fmt: skip
+        ).proven()  # fmt: skip
 
     def build(self, graph: TaskGraph, **options: Any) -> MemGraph:
         """A MemGraph for this plan's budget, of its TaskGraph with other costs."""
@@ -343,7 +359,9 @@ class Planner:
         for ordered in self._in_other_orders(cut) if is_small else ():
             gain = 1.0 if ordered is cut else _GAIN
             for variant in variants:
-                memgraph = self.build(ordered[0].taskgraph, budget, draft=True, **variant)
+                memgraph = self._draft(ordered[0].taskgraph, budget, variant)
+                if memgraph is None:
+                    continue
                 run = simulate(memgraph, machine=self.machine)
                 if run.seconds < gain * least:
                     best, rule, least = ordered, variant, run.seconds
@@ -432,6 +450,8 @@ class Planner:
                 if expected is None:
                     return compiled
                 drafts = list(self._drafts(compiled[0].taskgraph, budget))
+                if not drafts:
+                    continue
                 took = min(simulate(draft, machine=self.machine).seconds for draft in drafts)
                 if took < least:
                     best, least, workspace = compiled, took, int(drafts[0].headroom.max())
@@ -446,7 +466,17 @@ class Planner:
     def _drafts(self, graph: TaskGraph, budget: int) -> Iterator[MemGraph]:
         """MemGraphs by several of the planner's rules, to compare cuts by."""
         variants = VARIANTS if len(graph.vertices) <= _ALL_VARIANTS else QUICK_VARIANTS
-        return (self.build(graph, budget, draft=True, **variant) for variant in variants)
+        drafts = (self._draft(graph, budget, variant) for variant in variants)
+        return (draft for draft in drafts if draft is not None)
+
+    def _draft(self, graph: TaskGraph, budget: int, variant: dict[str, Any]) -> MemGraph | None:
+        """A MemGraph to compare by; None where it does not do with the host memory there is."""
+        try:
+            return self.build(graph, budget, draft=True, **variant)
+        except PlanError as error:
+            if error.min_device_memory is not None:
+                raise
+            return None
 
     def _ranking(self, budget: int) -> Ranking:
         return Ranking(
@@ -532,7 +562,7 @@ class Planner:
         plan = Plan(
             self._request, budget, captured, graph, executables, report, resident,
             self.constants, self,
-        )  # fmt: skip
+        ).proven()  # fmt: skip
         logger.info("%r, %s", plan, report)
         return plan
 

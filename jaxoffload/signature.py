@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +16,23 @@ from jaxoffload.capture.trace import key_impl
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.runtime.arrays import TierArray
 
-_OPTIMIZER_NAMES = ("opt", "mu", "nu", "moment", "adam", "trace", "count", "ema")
+_OPTIMIZER_WORDS = frozenset(
+    {
+        "opt",
+        "optim",
+        "optimizer",
+        "adam",
+        "adamw",
+        "mu",
+        "nu",
+        "moment",
+        "moments",
+        "momentum",
+        "ema",
+    }
+)
+_OPTIMIZER_NAMES = frozenset({"count", "trace"})
+"""As Optax calls parts of its states; parts of other names say nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -275,8 +292,9 @@ def _as_set(value: Any, kind: type, option: str, function: str, what: str) -> se
 
 def _kind(path: Any, aval: Any, text: str) -> TensorKind:
     """What an argument is to the user, guessed from its path: reports only."""
-    lowered = text.lower()
-    if any(part in lowered for part in _OPTIMIZER_NAMES):
+    names = re.findall(r"\w+", text.lower())
+    words = {word for name in names for word in name.split("_")}
+    if words & _OPTIMIZER_WORDS or not _OPTIMIZER_NAMES.isdisjoint(names):
         return TensorKind.OPTIMIZER
     if np.issubdtype(aval[1], np.integer) or len(path) == 2:
         return TensorKind.BATCH

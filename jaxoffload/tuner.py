@@ -1,10 +1,12 @@
 """`policy="auto"`: plans made again from what runs measured, and kept if they are faster."""
 
+import contextlib
 import dataclasses
 import logging
 
 import numpy as np
 
+from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import MemGraph
 from jaxoffload.options import Options
 from jaxoffload.pipeline import Plan
@@ -96,7 +98,9 @@ class Tuner:
         best: tuple[float, MemGraph, np.ndarray] | None = None
         graphs = [now]
         if len(measured.vertices) * len(VARIANTS) <= _MAX_VERTICES:
-            graphs += [plan.build(measured, **variant) for variant in VARIANTS]
+            for variant in VARIANTS:
+                with contextlib.suppress(PlanError):  # not every rule does with the host memory
+                    graphs.append(plan.build(measured, **variant))
         for graph in graphs:
             priority = best_priority(graph, machine=machine)
             took = simulate(graph, machine=machine, priority=priority).seconds

@@ -1,10 +1,14 @@
-"""Strictness for every test: no silent rank promotion, no stray warning, two devices.
+"""Strictness for every test: no silent rank promotion, no stray warning, two devices, and every run
+of an offloaded function under the live range checker.
 
-Optax itself needs dtype promotion.
+Optax itself needs dtype promotion. Tests of what only plain runs do (the tuner measures no others)
+are marked `plain_runs`; so are those of programs that are run in a process of their own.
 """
 
+import dataclasses
 import os
 import signal
+import sys
 
 # A shell starts what runs in its background with Ctrl-C ignored; tests of it need it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -15,7 +19,31 @@ os.environ["XLA_FLAGS"] = (
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+import jaxoffload  # noqa: E402
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The module: in the package its name is the function's.
+_offload = sys.modules[f"{jaxoffload.__name__}.offload"]
+_make_options = _offload.make_options
+_is_watched = True
+
+
+def _watched_options(*args, **kwargs):
+    options = _make_options(*args, **kwargs)
+    return dataclasses.replace(options, check=options.check or _is_watched)
+
+
+_offload.make_options = _watched_options
+
+
+@pytest.fixture(autouse=True)
+def watched_runs(request):
+    """Functions that a test offloads are watched in every run, unless it is marked."""
+    global _is_watched
+    _is_watched = request.node.get_closest_marker("plain_runs") is None
+    yield
+    _is_watched = True
 
 
 def pytest_addoption(parser):

@@ -7,6 +7,8 @@ import pytest
 from benchmarks import run
 from benchmarks.gpu import run as gpu_run
 
+pytestmark = pytest.mark.plain_runs  # what is measured is what users get
+
 
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
 @pytest.mark.parametrize("name", run.NAMES)

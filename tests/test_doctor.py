@@ -11,6 +11,7 @@ import jaxoffload as jo
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native, doctor
 from jaxoffload.compile.compilers import JaxCompiler
+from jaxoffload.plan import hardware
 from jaxoffload.runtime import backends
 from tests.cuda import fake
 from tests.helpers import capture
@@ -91,3 +92,28 @@ def test_doctor_prints_a_report_and_knows_no_other_word():
 def test_ranges_that_could_not_be_pinned_are_told(monkeypatch):
     monkeypatch.setattr(_native, "host_stats", lambda: {"num_pin_failures": 3})
     assert any("3 ranges could not be pinned" in line for line in doctor.diagnose())
+
+
+@pytest.mark.parametrize(
+    "kind, flops, name",
+    [
+        ("NVIDIA H200", 989e12, "NVIDIA H200"),
+        ("NVIDIA A100-SXM4-80GB", 312e12, "NVIDIA A100-SXM4-80GB"),
+        ("NVIDIA GeForce RTX 4090", 165e12, "NVIDIA GeForce RTX 4090"),
+        ("NVIDIA GH200 480GB", 312e12, "NVIDIA GH200 480GB (not known: the rates of an A100)"),
+    ],
+)
+def test_a_gpu_that_is_not_known_is_said_to_be_so(kind, flops, name):
+    """One device, with the memory that it tells."""
+    machine = hardware.gpu(kind, 7 << 30)
+    assert (machine.name, machine.flops_per_second) == (name, flops)
+    assert (machine.num_devices, machine.device_bytes) == (1, 7 << 30)
+    assert hardware.gpu(kind).device_bytes > 7 << 30
+
+
+def test_doctor_says_what_plans_assume():
+    backends.cpu()
+    assert any(
+        f"cpu: plans assume the rates of {backends.cpu().machine.name}" in line
+        for line in doctor.diagnose()
+    )

@@ -44,7 +44,10 @@ def test_imports_point_backwards(path):
         if folder in ("plan", "graphs"):
             assert parts[0] not in ("jax", "jaxlib"), f"{folder} imports {module}"
             assert parts[1:2] != ["_jax_compat"]
-            # A search that is a hundred times slower in Python, and needs nothing but numbers.
-            assert module != "jaxoffload._native" or path.name == "placement.py"
+            # Searches that are a hundred times slower in Python, and need nothing but numbers.
+            assert module != "jaxoffload._native" or path.name in (
+                "placement.py",
+                "reachability.py",
+            )
         if path.name != "_jax_compat.py":
             assert not module.startswith(("jax._src", "jaxlib.")), f"{path.name} imports {module}"

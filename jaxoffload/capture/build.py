@@ -125,7 +125,7 @@ class _Builder:
             self.results.setdefault(self._identity(value), []).extend(spans)
         self.last_reader: dict[object, int] = {}
         self.writer: dict[object, int] = {}
-        self.argument_reads: dict[int, list[tuple[object, int, int, int]]] = {}
+        self.argument_reads: dict[int, list[tuple[int, int, int]]] = {}
         for i, cluster in enumerate(clusters):
             for v in cluster.inputs:
                 self.last_reader[self._identity(v)] = i
@@ -135,7 +135,7 @@ class _Builder:
         for same, v in parts.items():
             if (span := v.argument) is not None:
                 stop = span.offset + v.num_bytes()
-                read = (same, span.offset, stop, self.last_reader[same])
+                read = (span.offset, stop, self.last_reader[same])
                 self.argument_reads.setdefault(span.index, []).append(read)
 
     @staticmethod
@@ -237,7 +237,7 @@ class _Builder:
                     continue
                 stop = offset + value.num_bytes()
                 made = self.writer[value]
-                ok &= not any(a < stop and offset < b and i > made for _, a, b, i in mine)
+                ok &= not any(a < stop and offset < b and i > made for a, b, i in mine)
             returned = [
                 (index, value, offset)
                 for index, parts in enumerate(self.program.results)
@@ -265,9 +265,8 @@ class _Builder:
                     spans = [
                         s for s in self.results.get(out, ()) if partner.get(s.index) is not None
                     ]
-                    if not any(
-                        Span(partner[s.index], s.offset) == v.argument for s in spans
-                    ) or self._read_later_in_part(v, v.argument, i):
+                    # Nobody reads those bytes later through another tensor: see `_safe_pairs`.
+                    if not any(Span(partner[s.index], s.offset) == v.argument for s in spans):
                         continue
                 taken[v] = out
                 break
@@ -276,16 +275,6 @@ class _Builder:
         outputs = [taken[v] for v in over]
         outputs += [v for v in cluster.outputs if v not in set(outputs)]
         return outputs, tuple((position[v], k) for k, v in enumerate(over))
-
-    def _read_later_in_part(self, value: Value, span: Span, i: int) -> bool:
-        """Whether a cluster after `i` reads bytes of this argument part through another tensor."""
-        start, stop = span.offset, span.offset + value.num_bytes()
-        mine = self._identity(value)
-        return any(
-            a < stop and start < b and last > i
-            for other, a, b, last in self.argument_reads[span.index]
-            if other != mine
-        )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -23,6 +23,7 @@ Differences from the paper:
 """
 
 import contextlib
+import dataclasses
 import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -83,7 +84,8 @@ def build_memgraph(
       draft: leave edges in that follow from others: as good for simulating, and sooner there.
 
     Raises:
-      PlanError: the budget is below the smallest that can work.
+      PlanError: the budget is below the smallest that can work, or no plan was found that does with
+        the host memory; then `min_device_memory` is None.
 
     References:
       TURNIP, section 6, figures 8 and 9.
@@ -107,16 +109,29 @@ def build_memgraph(
     rules = [victims]
     if victims == "best":
         rules = list(CHOICES) if len(graph.vertices) <= _BOTH_RULES else ["cheapest"]
+    # The host tier as it is is refused for the tensor that happens to be there when it is full, and
+    # often a plan that knows no limit stays within it.
+    tiers = [host_memory, *([None] if host_memory is not None and not disk else [])]
+    plans, refusals, enough = [], [], []
     with _no_collections():
-        plans = [
-            _plan(
-                SimulatedMemory(
-                    graph, capacity, in_place_io == "always", host_memory, disk, places
-                ),
-                spare, rule, lead, draft,
-            )
-            for rule in rules
-        ]  # fmt: skip
+        for rule in rules:
+            for tier in tiers:
+                memory = SimulatedMemory(
+                    graph, capacity, in_place_io == "always", tier, disk, places
+                )
+                try:
+                    plan = _plan(memory, spare, rule, lead, draft)
+                except PlanError as error:
+                    refusals.append(error)
+                    continue
+                if host_memory is None or plan.host_bytes() <= host_memory:
+                    limit = -1 if host_memory is None else host_memory
+                    plans.append(dataclasses.replace(plan, host_capacity=limit))
+                    break
+                enough.append(plan.host_bytes())
+    if not plans:
+        remedy = f" Pass {min(enough, default=0)} or more, or disk='/path' to go on from there."
+        raise PlanError(f"{refusals[0]}{'' if disk else remedy}")
     return min(plans, key=lambda plan: sum(plan.moved_bytes(kind) for kind in COPIES))
 
 

@@ -168,3 +168,25 @@ SMALL_SERVER = Machine(
 MACHINES = {
     m.name: m for m in (P100_SERVER, A100_SERVER_40, A100_SERVER_80, RTX_4090, H200, SMALL_SERVER)
 }
+
+_GPUS = {"H200": H200, "A100": A100_SERVER_80, "4090": RTX_4090, "P100": P100_SERVER}
+"""Models of one device by a word of the name that its driver gives it."""
+
+
+def gpu(device_kind: str, device_bytes: int | None = None) -> Machine:
+    """The model of one GPU, for plans that are made on it.
+
+    One that is not known has the rates of an A100, and says so in its name: what runs measure takes
+    their place (`Profile`).
+
+    Args:
+      device_kind: its name, as the driver tells it.
+      device_bytes: its memory, if that is told; None: the model's.
+    """
+    words = device_kind.replace("-", " ").split()
+    model = next((m for word, m in _GPUS.items() if word in words), None)
+    name = device_kind if model else f"{device_kind} (not known: the rates of an A100)"
+    model = model or A100_SERVER_80
+    return dataclasses.replace(
+        model, name=name, num_devices=1, device_bytes=device_bytes or model.device_bytes
+    )

@@ -1,5 +1,9 @@
 """What a TaskGraph needs at least, and what it needs to keep everything on the device."""
 
+import dataclasses
+
+import numpy as np
+
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
 from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
 
@@ -87,12 +91,57 @@ def min_budgets(graph: TaskGraph) -> list[tuple[int, int]]:
     ]
 
 
-def resident_peak(graph: TaskGraph) -> int:
-    """Device bytes that the serial order needs when nothing is ever moved.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lives:
+    """When each tensor is on its device if nothing is ever moved, in the serial order.
 
-    Arguments and results are there all the way; a result that takes a donated argument's memory
-    counts once. Of several devices, the most that one needs.
+    Attributes:
+      first, last: the vertices from which and up to which it is there, int64[tensors]; it is never
+        there of its own where last < first.
+      bytes: that it takes there, int64[tensors]: its place, once for each array of the caller's.
+      is_callers: whether it is in the caller's arrays, and so there all the way, bool[tensors].
     """
+
+    first: np.ndarray
+    last: np.ndarray
+    bytes: np.ndarray
+    is_callers: np.ndarray
+
+    def live(self, graph: TaskGraph) -> np.ndarray:
+        """Bytes of each device while each vertex runs, int64[devices, vertices]."""
+        change = np.zeros((num_devices(graph), len(graph.vertices) + 1), dtype=np.int64)
+        device = np.array([t.device for t in graph.tensors], dtype=np.int64)
+        np.add.at(change, (device, self.first), self.bytes)
+        np.add.at(change, (device, self.last + 1), -self.bytes)
+        return np.cumsum(change, axis=1)[:, :-1]
+
+
+def lives(graph: TaskGraph) -> Lives:
+    """Arguments and results are there all the way; a result that takes a donated argument's memory
+    takes none of its own, nor does an output over an operand before that vertex is done."""
+    count, tensors = len(graph.vertices), graph.tensors
+    paired = {result for _, result in graph.donated}
+    first, last = np.zeros((2, len(tensors)), dtype=np.int64)
+    is_callers = np.array([t.argument is not None or bool(t.results) for t in tensors], dtype=bool)
+    copies = [
+        (t.argument is not None) + sum(s.index not in paired for s in t.results)
+        if is_callers[i]
+        else 1
+        for i, t in enumerate(tensors)
+    ]
+    for vertex_id, vertex in enumerate(graph.vertices):
+        last[list(vertex.inputs)] = vertex_id
+        over = {write for _, write in vertex.overwrites}
+        for k, tensor_id in enumerate(vertex.outputs):
+            first[tensor_id], last[tensor_id] = vertex_id + (k in over), vertex_id
+    first[is_callers], last[is_callers] = 0, count - 1
+    size = np.array([align(t.bytes) for t in tensors], dtype=np.int64)
+    return Lives(first, last, size * np.array(copies, dtype=np.int64), is_callers)
+
+
+def resident_peak(graph: TaskGraph) -> int:
+    """Device bytes that the serial order needs when nothing is ever moved, executables' scratch
+    included. Of several devices, the most that one needs."""
     fixed, peak = _fixed_and_live(graph)
     spare = headroom(graph, len(fixed))
     return max(f + p + s for f, p, s in zip(fixed, peak, spare, strict=True))
@@ -106,35 +155,8 @@ def intermediates_peak(graph: TaskGraph) -> int:
 
 def _fixed_and_live(graph: TaskGraph) -> tuple[list[int], list[int]]:
     """Bytes of arguments and results, and the most that intermediates take, of each device."""
-    readers = graph.readers()
-    paired = {result for _, result in graph.donated}
-    devices = num_devices(graph)
-    fixed, live = [0] * devices, [0] * devices
-    peak = [0] * devices
-    dies: dict[int, list[int]] = {}
-    for tensor_id, tensor in enumerate(graph.tensors):
-        if tensor.argument is not None or tensor.results:
-            spans = [s for s in tensor.results if s.index not in paired]
-            count = len(spans) + (tensor.argument is not None)
-            fixed[tensor.device] += align(tensor.bytes) * count
-        elif readers[tensor_id]:
-            dies.setdefault(readers[tensor_id][-1], []).append(tensor_id)
-    for vertex_id, vertex in enumerate(graph.vertices):
-        over = {write for _, write in vertex.overwrites}
-        for k, tensor_id in enumerate(vertex.outputs):
-            tensor = graph.tensors[tensor_id]
-            if not tensor.results and k not in over:
-                live[tensor.device] += align(tensor.bytes)
-        peak[vertex.device] = max(peak[vertex.device], live[vertex.device])
-        overwritten = {
-            vertex.inputs[read]: vertex.outputs[write] for read, write in vertex.overwrites
-        }
-        for tensor_id in dies.get(vertex_id, ()):
-            heir = overwritten.get(tensor_id)
-            if heir is None or graph.tensors[heir].results:
-                live[graph.tensors[tensor_id].device] -= align(graph.tensors[tensor_id].bytes)
-        for tensor_id in vertex.outputs:
-            tensor = graph.tensors[tensor_id]
-            if not tensor.results and not readers[tensor_id]:
-                live[tensor.device] -= align(tensor.bytes)
-    return fixed, peak
+    found, fixed = lives(graph), [0] * num_devices(graph)
+    for tensor_id in np.flatnonzero(found.is_callers):
+        fixed[graph.tensors[tensor_id].device] += int(found.bytes[tensor_id])
+    own = dataclasses.replace(found, bytes=np.where(found.is_callers, 0, found.bytes))
+    return fixed, own.live(graph).max(axis=1, initial=0).tolist()

@@ -28,10 +28,7 @@ def critical_path(memgraph: MemGraph, seconds: np.ndarray | None = None) -> np.n
     tails, heads = memgraph.edge_tail[order].tolist(), memgraph.edge_head[order].tolist()
     after = [0.0] * len(longest)
     own = list(longest)
-    current = -1
     for tail, head in zip(tails, heads, strict=True):
-        if tail != current:
-            current = tail
         reach = own[head] + after[head]
         if reach > after[tail]:
             after[tail] = reach

@@ -234,9 +234,9 @@ class LowerTiers:
     def _refusal(self, tensor_id: int) -> PlanError:
         tensor = self.graph.tensors[tensor_id]
         source = f" at {tensor.source}" if tensor.source else ""
-        remedy = "Pass more" if self._disk else "Pass more, or disk='/path' to go on from there"
+        remedy = " Pass more." if self._disk else ""
         return PlanError(
             f"build_memgraph: host_memory={self.capacity} bytes cannot hold what the device "
             f"cannot: there is no room for {tensor.name or f'tensor {tensor_id}'} of "
-            f"{tensor.bytes} bytes{source}. {remedy}."
+            f"{tensor.bytes} bytes{source}.{remedy}"
         )

@@ -14,6 +14,7 @@ from jaxoffload.errors import PlanError
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
 from jaxoffload.options import format_bytes
 from jaxoffload.pipeline import Plan, Planner, Request
+from jaxoffload.plan.limits import headroom, lives, num_devices, resident_peak
 from jaxoffload.report.advice import advice
 
 _KIND_NAMES = {
@@ -30,7 +31,7 @@ class Usage:
     """Device bytes of a TaskGraph that keeps everything on the device, in serial order.
 
     Attributes:
-      live: bytes while each vertex runs, its workspace included, int64[vertices].
+      live: bytes while each vertex runs, workspace included, int64[vertices].
       by_kind: bytes of each kind of tensor at the peak, and "workspace".
       largest: (bytes, kind, name, source) of the largest tensors alive at the peak.
       peak_vertex: where the peak is.
@@ -45,35 +46,28 @@ class Usage:
 def usage(graph: TaskGraph, num_largest: int = 8) -> Usage:
     """Follows every tensor's life through the serial order.
 
-    Arguments and results count all the way, since the caller holds them.
+    The count is that of `limits.resident_peak`, of the device that needs most: places, not bare
+    bytes, and the largest workspace of any vertex all the way.
     """
-    count = len(graph.vertices)
-    first, last = np.zeros(len(graph.tensors), int), np.zeros(len(graph.tensors), int)
-    producer, readers = graph.producer(), graph.readers()
-    for i, tensor in enumerate(graph.tensors):
-        first[i] = 0 if tensor.argument is not None else producer[i]
-        last[i] = readers[i][-1] if readers[i] else max(producer[i], 0)
-        if tensor.argument is not None or tensor.results:
-            last[i] = count - 1
-    donated_results = {result for _, result in graph.donated}
-    size = np.array([t.bytes for t in graph.tensors], dtype=np.int64)
-    for i, tensor in enumerate(graph.tensors):
-        if any(span.index in donated_results for span in tensor.results):
-            size[i] = 0  # It takes the memory of the argument with which it is paired.
-    change = np.zeros(count + 1, dtype=np.int64)
-    np.add.at(change, first, size)
-    np.add.at(change, last + 1, -size)
-    workspace = np.array([v.workspace_bytes for v in graph.vertices], dtype=np.int64)
-    live = np.cumsum(change)[:count] + workspace
+    found, count = lives(graph), len(graph.vertices)
+    spare = np.array(headroom(graph, num_devices(graph)), dtype=np.int64)
+    everywhere = found.live(graph) + spare[:, None]
+    device = int(everywhere.max(axis=1, initial=0).argmax())
+    live = everywhere[device]
     peak = int(live.argmax()) if count else 0
-    alive = [i for i in range(len(size)) if first[i] <= peak <= last[i] and size[i]]
+    size = found.bytes.tolist()
+    alive = [
+        i
+        for i, tensor in enumerate(graph.tensors)
+        if tensor.device == device and size[i] and found.first[i] <= peak <= found.last[i]
+    ]
     by_kind = {name: 0 for name in _KIND_NAMES.values()}
     for i in alive:
-        by_kind[_KIND_NAMES[graph.tensors[i].kind]] += int(size[i])
-    by_kind["workspace"] = int(workspace[peak]) if count else 0
+        by_kind[_KIND_NAMES[graph.tensors[i].kind]] += size[i]
+    by_kind["workspace"] = int(spare[device])
     alive.sort(key=lambda i: -size[i])
     largest = [
-        (int(size[i]), _KIND_NAMES[graph.tensors[i].kind], graph.tensors[i].name, _origin(graph, i))
+        (size[i], _KIND_NAMES[graph.tensors[i].kind], graph.tensors[i].name, _origin(graph, i))
         for i in alive[:num_largest]
     ]
     return Usage(live, by_kind, largest, peak)
@@ -132,7 +126,7 @@ class Explanation:
         graph = planner.whole()
         least, least_graph, least_vertex = planner.minimum()
         found = usage(graph)
-        peak = int(found.live.max(initial=0))
+        peak = resident_peak(graph)
         vertex = least_graph.vertices[least_vertex] if least_graph.vertices else None
         budget = options.device_memory
         assert budget is None or isinstance(budget, int)

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from jaxoffload.graphs.memgraph import Kind
-from jaxoffload.runtime.run import LANES, Run
+from jaxoffload.runtime.run import DEVICE_LANES, LANES, Run
 
 
 def perfetto_json(run: Run) -> str:
@@ -24,7 +24,7 @@ def perfetto_json(run: Run) -> str:
             "name": "thread_name",
             "pid": 0,
             "tid": lane,
-            "args": {"name": f"device {lane // len(LANES)}: {LANES[lane % len(LANES)]}"},
+            "args": {"name": _lane_name(lane, len(graph.capacity))},
         }
         for lane in sorted({int(lane) for lane in run.lane})
     ]
@@ -52,3 +52,11 @@ def perfetto_json(run: Run) -> str:
                 events.append({"ph": "s", "ts": begin, "tid": int(run.lane[writer]), **flow})
                 events.append({"ph": "f", "bp": "e", "ts": float(start), "tid": row["tid"], **flow})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
+
+
+def _lane_name(lane: int, num_devices: int) -> str:
+    """Each device has its lanes; those of the disk come after the last device's."""
+    device, number = divmod(lane, DEVICE_LANES)
+    if device < num_devices:
+        return f"device {device}: {LANES[number]}"
+    return LANES[lane - DEVICE_LANES * (num_devices - 1)]

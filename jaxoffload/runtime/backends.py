@@ -13,7 +13,7 @@ from jaxoffload.compile.cache import ExecutableCache
 from jaxoffload.compile.compilers import JaxCompiler, PluginCompiler
 from jaxoffload.compile.options import compile_options
 from jaxoffload.errors import BackendError
-from jaxoffload.plan.hardware import A100_SERVER_80, H200, SMALL_SERVER, Machine
+from jaxoffload.plan.hardware import SMALL_SERVER, Machine, gpu
 from jaxoffload.runtime.callers import DeviceMemory, HostMemory
 
 
@@ -110,7 +110,8 @@ class CudaBackend(Backend):
             raise BackendError(f"jaxoffload on CUDA: {error}") from error
         self.executables = ExecutableCache(JaxCompiler(self.client, self.device))
         self.memory = DeviceMemory(self.device)
-        self.machine = H200 if "H200" in self.device.device_kind else A100_SERVER_80
+        limit = (self.device.memory_stats() or {}).get("bytes_limit")
+        self.machine = gpu(self.device.device_kind, limit)
 
     def free_memory(self) -> int:
         """Bytes that XLA's own pool can still give."""
@@ -190,8 +191,3 @@ def known() -> list[Backend]:
     """Those that have been made."""
     with _made.lock:
         return list(_made.known.values())
-
-
-def version_text() -> str:
-    """What runs the vertices, for reports."""
-    return current().version_text()

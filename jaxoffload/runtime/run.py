@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from jaxoffload.pipeline import Plan
 
 LANES = ("compute", "host to device", "device to host", "disk to host", "host to disk")
+DEVICE_LANES = 3
+"""The first of them are each device's own; the disk's are the process's."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -173,3 +173,22 @@ def test_never_and_always():
     assert plans["always"].bytes_offloaded < plans["never"].bytes_offloaded
     with pytest.raises(ValueError, match="recompute='often'"):
         jo.offload(function, recompute="often")
+
+
+def test_what_a_repeated_operation_reads_is_made_again_too_where_it_is_out_of_reach():
+    """Else it would have to wait in memory in place of what it makes."""
+
+    def function(x, weights):
+        late = jnp.exp(jnp.sin(x))  # the sine is read here, and never again
+        y = late
+        for w in weights:
+            y = jnp.tanh(y @ w)
+        return jnp.sum(y * late)
+
+    args = (normal(16, 16), [normal(16, 16) for _ in range(8)])
+    _, ordered = ordered_program(function, args)
+    size = 16 * 16 * 4
+    again = recompute(ordered, 8 * size, 1.0, cost.seconds).equations
+    assert {e.operation.name for e in again if e.again} == {"sin", "exp"}
+    near = recompute(ordered, 1000 * size, 1.0, cost.seconds).equations
+    assert not any(e.again for e in near)

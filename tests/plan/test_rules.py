@@ -13,9 +13,10 @@ from jaxoffload.graphs.memgraph import COPIES, EdgeKind, Kind, MemGraph, Space
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 from jaxoffload.graphs.verify import verify
 from jaxoffload.plan.build import build_memgraph
-from jaxoffload.plan.limits import min_budget, min_budgets, min_host_memory, resident_peak
+from jaxoffload.plan.limits import align, min_budget, min_budgets, min_host_memory, resident_peak
 from jaxoffload.plan.priority import critical_path, vertex_seconds
 from jaxoffload.plan.simulate import simulate
+from jaxoffload.report.explain import usage
 from tests.plan.strategies import taskgraphs
 
 SETTINGS = hypothesis.settings(
@@ -103,6 +104,31 @@ def test_the_resident_peak_holds_everything(graph):
     peak = max(resident_peak(graph), min_budget(graph)[0])
     memgraph = build_memgraph(graph, 4 * peak)
     assert not to_host(memgraph)
+
+
+@SETTINGS
+@hypothesis.given(graph=taskgraphs(devices=2))
+def test_what_explain_counts_is_the_resident_peak(graph):
+    """And both are what a walk through the serial order finds."""
+    found = usage(graph)
+    assert sum(found.by_kind.values()) == found.live.max() == resident_peak(graph)
+    paired, peaks = {result for _, result in graph.donated}, []
+    for device in {tensor.device for tensor in graph.tensors}:
+        size = [align(x.bytes) if x.device == device else 0 for x in graph.tensors]
+        own = {t for t, x in enumerate(graph.tensors) if not x.argument and not x.results}
+        callers = sum(
+            size[t] * (bool(x.argument) + sum(s.index not in paired for s in x.results))
+            for t, x in enumerate(graph.tensors)
+        )
+        here, most = set(), 0
+        for k, vertex in enumerate(graph.vertices):
+            over = {vertex.outputs[write] for _, write in vertex.overwrites}
+            here |= own & set(vertex.outputs) - over
+            most = max(most, sum(size[t] for t in here))
+            here = (here | (own & over)) & {t for v in graph.vertices[k + 1 :] for t in v.inputs}
+        scratch = [align(v.workspace_bytes) for v in graph.vertices if v.device == device]
+        peaks.append(callers + most + max(scratch, default=0))
+    assert max(peaks) == resident_peak(graph)
 
 
 def test_in_place_arguments_and_results_are_not_copied():

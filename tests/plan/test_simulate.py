@@ -8,10 +8,10 @@ import pytest
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 from jaxoffload.plan import hardware
-from jaxoffload.plan.analytic import Fuyou, SwapLayer, lifespan_seconds, transformer_layers
 from jaxoffload.plan.build import build_memgraph
 from jaxoffload.plan.limits import min_budget, resident_peak
 from jaxoffload.plan.simulate import POLICIES, best_priority, simulate
+from tests.plan.analytic import Fuyou, SwapLayer, lifespan_seconds, transformer_layers
 from tests.plan.strategies import random_taskgraph
 
 SLOT = 1 << 20

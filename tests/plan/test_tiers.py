@@ -1,6 +1,8 @@
 """Property: with a capped host tier, a disk, and arguments and results on it, plans are right."""
 
 import dataclasses
+import random
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -14,8 +16,9 @@ from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexK
 from jaxoffload.graphs.verify import Law, VerifyError, verify
 from jaxoffload.plan.build import build_memgraph
 from jaxoffload.plan.limits import HOST_PAGE, min_budget, min_host_memory
+from jaxoffload.plan.victims import CHOICES
 from tests.plan.execute import check
-from tests.plan.strategies import taskgraphs
+from tests.plan.strategies import random_taskgraph, taskgraphs
 
 SETTINGS = hypothesis.settings(
     max_examples=250, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
@@ -129,6 +132,43 @@ def test_too_little_host_memory_is_refused_with_what_is_needed():
     build_memgraph(graph, 4 * 5120, host_memory=8192, disk=True)
     with pytest.raises(PlanError, match=r"host_memory=16384.*a\d+.*disk='/path'"):
         build_memgraph(graph, 4 * 5120, host_memory=16384)
+
+
+def refused(*args, **options):
+    """The plan, or what would be enough host memory according to the refusal."""
+    try:
+        return build_memgraph(*args, **options), 0
+    except PlanError as error:
+        assert error.min_device_memory is None
+        return None, int(re.search(r"Pass (\d+) or more, or disk=", str(error))[1])
+
+
+def test_what_needs_no_disk_is_not_refused_without_one():
+    """Nor where a plan without a limit stays within it; and what a refusal asks for is enough."""
+    asked = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        graph = random_taskgraph(rng, 40, devices=1)
+        least, lead = min_budget(graph)[0], rng.choice((None, 1, 3))
+        choices = {"lead": lead, "victims": rng.choice(CHOICES)}
+        free = build_memgraph(graph, least, **choices)
+        host = free.host_bytes()
+        for limit in {host, host // 2, 3 * HOST_PAGE}:
+            memgraph, enough = refused(graph, least, host_memory=limit, **choices)
+            if memgraph is None:
+                assert limit < host <= enough, seed
+                again = build_memgraph(graph, least, host_memory=enough, **choices)
+                assert again.host_bytes() <= enough == again.host_capacity
+                check(graph, again, seeds=1)
+                asked += 1
+            else:
+                assert memgraph.host_bytes() <= limit == memgraph.host_capacity
+                check(graph, memgraph, seeds=1)
+            if limit >= min_host_memory(graph, disk=True)[0]:
+                with_disk = build_memgraph(graph, least, host_memory=limit, disk=True, **choices)
+                if not (with_disk.space == Space.DISK).any():
+                    assert memgraph is not None, seed
+    assert asked > 50
 
 
 @pytest.mark.parametrize("kind", [Kind.LOAD, Kind.STORE])

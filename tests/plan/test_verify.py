@@ -1,6 +1,7 @@
 """The verifier against an oracle of its own: networkx and every pair of versions, no shortcuts."""
 
 import dataclasses
+import itertools
 import random
 
 import hypothesis
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxoffload.graphs.memgraph import EdgeKind, Kind, Space
+from jaxoffload.graphs.reachability import next_writers, reaches
 from jaxoffload.graphs.verify import Law, VerifyError, verify
 from jaxoffload.plan.build import build_memgraph
 from jaxoffload.plan.limits import min_budget
@@ -216,3 +218,54 @@ def test_each_law_is_reported_by_its_name(law):
         verify(broken)
     assert law in {violation.law for violation in caught.value.violations}
     assert law.value in str(caught.value)
+
+
+@pytest.mark.parametrize("count, near", [(60, 60), (700, 30), (1500, 1500)])
+def test_paths_are_those_of_networkx(count, near):
+    """More ends than one block holds, edges and pairs near and far."""
+    source = np.random.default_rng(count)
+    head = source.integers(1, count, 3 * count)
+    tail = head - 1 - source.integers(0, np.minimum(near, head))
+    start, end = source.integers(0, count, (2, 6 * count))
+    edges = networkx.DiGraph(zip(tail.tolist(), head.tolist(), strict=True))
+    edges.add_nodes_from(range(count))
+    after = {v: networkx.descendants(edges, v) for v in edges}
+    want = [b in after[a] for a, b in zip(start.tolist(), end.tolist(), strict=True)]
+    assert 0.05 < np.mean(want) < 0.95
+    assert reaches(count, tail, head, start, end).tolist() == want
+
+
+def test_paths_want_edges_that_point_forward_between_vertices():
+    ids = [np.array([k]) for k in range(3)]
+    with pytest.raises(ValueError, match="does not point forward"):
+        reaches(3, ids[1], ids[0], ids[0], ids[1])
+    with pytest.raises(ValueError, match="none of 2 vertices"):
+        reaches(2, ids[0], ids[2], ids[0], ids[1])
+    with pytest.raises(ValueError, match="none of 2 vertices"):
+        reaches(2, ids[0], ids[1], ids[0], ids[2])
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(
+    ranges=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 12), st.integers(-1, 9)),
+        max_size=12,
+    )
+)
+def test_who_follows_whom_is_what_each_address_saw(ranges):
+    """Address by address: each has the ranges that hold it, in the order of their times."""
+    want = set()
+    for memory, address in itertools.product(range(3), range(32)):
+        here = [
+            (time, k)
+            for k, (m, start, size, time) in enumerate(ranges)
+            if m == memory and start <= address < start + size
+        ]
+        written = sorted(entry for entry in here if entry[0] >= 0)
+        want |= {(a, b) for (_, a), (_, b) in itertools.pairwise(written)}
+        if written:
+            want |= {(k, written[0][1]) for time, k in here if time < 0}
+    memory, start, size, time = np.array(ranges, dtype=np.int64).reshape(-1, 4).T
+    old, new = next_writers(memory, start, start + size, time)
+    assert len(old) == len(set(zip(old.tolist(), new.tolist(), strict=True)))
+    assert set(zip(old.tolist(), new.tolist(), strict=True)) == want

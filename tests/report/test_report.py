@@ -14,6 +14,7 @@ from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.plan.hardware import SMALL_SERVER, Link
 from jaxoffload.report.perfetto import perfetto_json
 from jaxoffload.report.place_map import place_map_svg
+from jaxoffload.runtime.run import LANES
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,22 @@ def test_trace_has_a_slice_for_every_vertex_and_the_bytes_that_moved(run):
     }
     starts = [e["id"] for e in events if e["ph"] == "s"]
     assert starts and sorted(starts) == sorted(e["id"] for e in events if e["ph"] == "f")
+
+
+def test_each_device_has_lanes_of_its_own_in_a_trace_and_the_disk_two(run):
+    """Lanes are numbered as the runtime numbers them: three a device, then the disk's."""
+    graph = run.memgraph
+    capacity = np.zeros(2, dtype=np.int64)
+    lane = np.arange(graph.num_vertices, dtype=np.int32) % 8
+    two = dataclasses.replace(
+        run, memgraph=dataclasses.replace(graph, capacity=capacity), lane=lane
+    )
+    events = json.loads(perfetto_json(two))["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == [
+        *(f"device 0: {name}" for name in LANES[:3]),
+        *(f"device 1: {name}" for name in LANES[:3]),
+        *LANES[3:],
+    ]
 
 
 def test_bytes_by_tensor_add_up(run):

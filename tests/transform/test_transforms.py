@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
+from jaxoffload.plan.limits import align
 from jaxoffload.runtime import backends
 
 X = np.linspace(0, 1, 48, dtype=np.float32).reshape(6, 8)
@@ -181,13 +182,40 @@ def test_plan_and_explain_from_shapes_alone():
 
 
 def test_explain_splits_the_peak_by_kind():
-    def train(params, opt_state, x):
-        return jax.tree.map(lambda p, m: p - m * x.sum(), params, opt_state)
+    """By whole words of an argument's path: "multihead" is no "mu"."""
 
-    tree = {"w": X}
-    text = str(jo.offload(train, device_memory=None).explain(tree, {"mu": tree["w"]} and tree, X))
+    def train(params, opt_state, x):
+        return jax.tree.map(lambda p, m, n: p - m * n.sum() * x.sum(), params, *opt_state.values())
+
+    params, place = {"multihead": X, "num_heads": X + 1, "optical": X + 2}, align(X.nbytes)
+    step = jo.offload(train, device_memory=None)
+    found = step.explain(params, {"mu": params, "nu": params}, X)
+    kinds = found.usage.by_kind
+    assert (kinds["weights"], kinds["optimizer"], kinds["batch"]) == (3 * place, 6 * place, place)
+    plan = step.plan(params, {"mu": params, "nu": params}, X)
+    assert sum(kinds.values()) == found.peak_bytes == plan.resident_peak_bytes
     for word in ("weights", "optimizer", "activations", "temporaries", "workspace"):
-        assert word in text
+        assert word in str(found)
+
+
+@pytest.mark.parametrize(
+    "names, expected",
+    [
+        (("opt_state", "w"), "optimizer"),
+        (("state", "exp_momentum"), "optimizer"),
+        (("adamw", "x"), "optimizer"),
+        (("state", "count"), "optimizer"),
+        (("token_count", "w"), "weights"),
+        (("multihead", "num"), "weights"),
+        (("schema", "trace_norm"), "weights"),
+    ],
+)
+def test_what_an_argument_is_follows_from_whole_words(names, expected):
+    tree = X
+    for name in reversed(names):
+        tree = {name: tree}
+    kinds = jo.offload(lambda t: jax.tree.map(jnp.sin, t), device_memory=None).explain(tree).usage
+    assert {kind for kind in ("weights", "optimizer") if kinds.by_kind[kind]} == {expected}
 
 
 def test_frozen_weights_are_never_written_back():

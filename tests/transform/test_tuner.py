@@ -1,4 +1,7 @@
-"""Plans made again from measured costs: the same bits, kept only if faster, saved and loaded."""
+"""Plans made again from measured costs: the same bits, kept only if faster, saved and loaded.
+
+Only plain runs are measured, so tests of that are marked.
+"""
 
 import types
 
@@ -36,6 +39,7 @@ def bits(tree):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.plain_runs
 def test_a_second_plan_gives_the_same_bits(monkeypatch):
     monkeypatch.setattr(tuner, "GAIN", -100.0)  # always worth a try
     step = offloaded()
@@ -82,6 +86,7 @@ def test_runs_that_are_watched_or_disturbed_are_not_measured():
         assert not step.profile.runs
 
 
+@pytest.mark.plain_runs
 def test_a_profile_is_saved_loaded_and_used_from_the_first_call(tmp_path, monkeypatch):
     step = offloaded()
     for _ in range(tuner.WARM_UP):
@@ -152,6 +157,7 @@ def test_a_known_profile_fixes_the_cut_and_what_is_measured_later_does_not():
     assert machine.disk_read == backends.current().machine.disk_read
 
 
+@pytest.mark.plain_runs
 def test_memory_that_the_plan_does_not_see_is_measured(monkeypatch):
     readings = iter([(100, 500), (180, 500), (180, 500), (200, 900)])
     monkeypatch.setattr(type(backends.current()), "used_memory", lambda self: next(readings))
