@@ -46,6 +46,16 @@ def watched_runs(request):
     _is_watched = True
 
 
+def pytest_addoption(parser):
+    group = parser.getgroup("jaxoffload")
+    group.addoption(
+        "--all-harnesses",
+        action="store_true",
+        help="tests/foreign: all of JAX's cases for its primitives (half an hour), not a tenth",
+    )
+    group.addoption("--foreign-seed", type=int, default=0, help="tests/foreign: draws other cases")
+
+
 @pytest.fixture
 def interpret():
     """Evaluates a captured TaskGraph with JAX, vertex by vertex: no planner, no runtime."""

@@ -15,9 +15,10 @@ _BUFFER_TYPES = {
     "bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7,
     "uint32": 8, "uint64": 9, "float16": 10, "float32": 11, "float64": 12, "bfloat16": 13,
     "complex64": 14, "complex128": 15, "float8_e5m2": 16, "float8_e4m3fn": 17,
-    "float8_e4m3b11fnuz": 18, "float8_e5m2fnuz": 19, "float8_e4m3fnuz": 20,
+    "float8_e4m3b11fnuz": 18, "float8_e5m2fnuz": 19, "float8_e4m3fnuz": 20, "float8_e4m3": 26,
+    "float8_e3m4": 27, "float8_e8m0fnu": 28,
 }  # fmt: skip
-"""PJRT_Buffer_Type of each dtype that has whole bytes."""
+"""PJRT_Buffer_Type of each dtype whose elements have bytes of their own."""
 
 _LANE_OF_KIND = np.array([0, 1, 2, 1, 0, 0, 1])
 """Lane within a device, by Kind: compute 0, towards the device 1, away from it 2. Loads and stores
@@ -44,15 +45,16 @@ def load(
       machine: for which launch priorities are chosen.
 
     Raises:
-      CaptureError: a dtype that has no whole bytes crosses a vertex boundary.
+      CaptureError: a dtype of less than a byte crosses a vertex boundary.
     """
     graph = memgraph.taskgraph
     for tensor in graph.tensors:
         if tensor.dtype not in _BUFFER_TYPES:
+            source = f" at {tensor.source}" if tensor.source else ""
             raise CaptureError(
-                f"offload: {tensor.name} at {tensor.source} has dtype {tensor.dtype}, which has no "
-                "whole bytes in memory. Convert it before it leaves the operation, or keep it out "
-                "of the offloaded function."
+                f"offload: {tensor.name}{source} has dtype {tensor.dtype}, whose elements share "
+                "bytes in memory, and a plan moves whole ones. Convert it to int8 or bfloat16 "
+                "before it enters the offloaded function or leaves an operation."
             )
     num_vertices = memgraph.num_vertices
     order = np.argsort(memgraph.edge_tail, kind="stable")
