@@ -2,8 +2,8 @@
 
 Two phases. *Calls*: four functions (directly, inside `jax.jit`, with a host tier, with a disk below
 it) are called by turns, results checked. *Functions*: one function after another, each different
-from all before, is offloaded, called and dropped, every other one inside `jax.jit`; then the same
-with plain `jax.jit`, for comparison. Meanwhile the kernel is asked what the process holds, and the
+from all before, is offloaded, called and dropped, every other one inside `jax.jit`; then fewer of
+them with plain `jax.jit`, for comparison. Meanwhile the kernel is asked what the process holds, and the
 runtime what it holds. What is reported is the growth a call, or a function, between the means of
 the first and of the last third of the samples: what is only filled once, such as a cache, does not
 count, what never ends does.
@@ -137,8 +137,10 @@ def _soak(step: Callable[[int], None], count: int, folder: str) -> list[dict[str
     return samples
 
 
-def phases(folder: str, num_calls: int, num_functions: int) -> dict[str, list[dict[str, int]]]:
-    """Samples of each phase."""
+def phases(
+    folder: str, num_calls: int, num_functions: int, num_jitted: int
+) -> dict[str, tuple[int, list[dict[str, int]]]]:
+    """Steps and samples of each phase."""
     calls = callers(folder)
     x = jnp.ones((_SIDE, _SIDE), jnp.float32)
 
@@ -156,21 +158,20 @@ def phases(folder: str, num_calls: int, num_functions: int) -> dict[str, list[di
         call(warm)
         offload(-1 - warm)
     return {
-        "calls": _soak(call, num_calls, folder),
-        "functions": _soak(offload, num_functions, folder),
-        "functions of jit": _soak(plain, num_functions, folder),
+        "calls": (num_calls, _soak(call, num_calls, folder)),
+        "functions": (num_functions, _soak(offload, num_functions, folder)),
+        "functions of jit": (num_jitted, _soak(plain, num_jitted, folder)),
     }
 
 
 def run(small: bool = False, out: str | None = None) -> list[dict[str, Any]]:
     """Measures and prints."""
     print(machine())
-    counts = {"calls": 90, "functions": 15} if small else {"calls": 100_000, "functions": 3_000}
+    counts = (90, 15, 15) if small else (100_000, 3_000, 300)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        found = phases(os.path.realpath(folder), counts["calls"], counts["functions"])
-    for phase, samples in found.items():
-        steps = counts[phase.split()[0]]
+        found = phases(os.path.realpath(folder), *counts)
+    for phase, (steps, samples) in found.items():
         grown = growth(samples, steps)
         rows.append(
             {"phase": phase, "steps": steps, "growth": grown, "first": samples[0],
