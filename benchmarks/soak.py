@@ -3,10 +3,10 @@
 Two phases. *Calls*: four functions (directly, inside `jax.jit`, with a host tier, with a disk below
 it) are called by turns, results checked. *Functions*: one function after another, each different
 from all before, is offloaded, called and dropped, every other one inside `jax.jit`; then fewer of
-them with plain `jax.jit`, for comparison. Meanwhile the kernel is asked what the process holds, and the
-runtime what it holds. What is reported is the growth a call, or a function, between the means of
-the first and of the last third of the samples: what is only filled once, such as a cache, does not
-count, what never ends does.
+them with plain `jax.jit`, for comparison. Meanwhile the kernel is asked what the process holds, and
+the runtime what it holds. What is reported is the growth a call, or a function, between the means
+of the first and of the last third of the samples: what is only filled once, such as a cache, does
+not count, what never ends does.
 """
 
 import gc
