@@ -3,7 +3,7 @@
 import argparse
 import importlib
 
-NAMES = ("ratios", "split", "overhead", "planner", "disk", "simulated", "throttled")
+NAMES = ("ratios", "split", "overhead", "planner", "disk", "simulated", "throttled", "soak")
 
 
 def main(argv: list[str] | None = None) -> None:

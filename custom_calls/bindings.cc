@@ -87,9 +87,11 @@ nb::object View(nb::handle owner, const std::vector<T>& values) {
 // An array that owns its values.
 template <typename T>
 nb::object Owned(std::vector<T> values) {
-  auto* const kept = new std::vector<T>(std::move(values));
-  const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return View(owner, *kept);
+  auto kept = std::make_unique<std::vector<T>>(std::move(values));
+  const nb::capsule owner(kept.get(), [](void* p) noexcept {
+    std::unique_ptr<std::vector<T>>(static_cast<std::vector<T>*>(p));
+  });
+  return View(owner, *kept.release());
 }
 
 template <typename T, typename... Others>

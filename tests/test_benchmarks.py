@@ -11,11 +11,36 @@ pytestmark = pytest.mark.plain_runs  # what is measured is what users get
 
 
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
-@pytest.mark.parametrize("name", run.NAMES)
+@pytest.mark.parametrize("name", [name for name in run.NAMES if name != "soak"])
 def test_benchmark_runs(name, tmp_path, capsys):
     run.main([name, "--small", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
     assert rows and capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory):
+    """Growth a step in each phase of a short soak."""
+    folder = tmp_path_factory.mktemp("soak")
+    run.main(["soak", "--small", "--out", str(folder)])
+    rows = json.loads((folder / "soak.json").read_text())["rows"]
+    assert rows[0]["first"]["arena_bytes"] > 0 and rows[0]["first"]["disk_bytes"] > 0
+    return {row["phase"]: row["growth"] for row in rows}
+
+
+_COUNTED = ("threads", "descriptors", "arena_bytes", "host_bytes", "disk_bytes")
+
+
+def test_nothing_grows_with_calls(grown):
+    for name in (*_COUNTED, "maps", "plans"):
+        assert grown["calls"][name] <= 0, name
+
+
+def test_what_a_function_takes_ends_with_it(grown):
+    for name in _COUNTED:
+        assert grown["functions"][name] <= 0, name
+    assert grown["functions"]["plans"] <= 0
+    assert grown["functions"]["maps"] < 1 + grown["functions of jit"]["maps"]
 
 
 def test_the_gpu_picture_is_drawn_section_by_section(tmp_path):

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from jaxoffload.graphs.memgraph import Kind
-from jaxoffload.runtime.run import DEVICE_LANES, LANES, Run
+from jaxoffload.runtime.run import Run
 
 
 def perfetto_json(run: Run) -> str:
@@ -24,9 +24,10 @@ def perfetto_json(run: Run) -> str:
             "name": "thread_name",
             "pid": 0,
             "tid": lane,
-            "args": {"name": _lane_name(lane, len(graph.capacity))},
+            "args": {"name": name if device is None else f"device {device}: {name}"},
         }
-        for lane in sorted({int(lane) for lane in run.lane})
+        for lane, (device, name) in run.lanes.items()
+        if (run.lane == lane).any()
     ]
     for vertex in range(graph.num_vertices):
         start, end = run.start_seconds[vertex] * 1e6, run.end_seconds[vertex] * 1e6
@@ -52,11 +53,3 @@ def perfetto_json(run: Run) -> str:
                 events.append({"ph": "s", "ts": begin, "tid": int(run.lane[writer]), **flow})
                 events.append({"ph": "f", "bp": "e", "ts": float(start), "tid": row["tid"], **flow})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
-
-
-def _lane_name(lane: int, num_devices: int) -> str:
-    """Each device has its lanes; those of the disk come after the last device's."""
-    device, number = divmod(lane, DEVICE_LANES)
-    if device < num_devices:
-        return f"device {device}: {LANES[number]}"
-    return LANES[lane - DEVICE_LANES * (num_devices - 1)]

@@ -34,7 +34,7 @@ _WIDTH, _LEFT, _TOP, _MAP, _LANE = 900, 96, 40, 320, 22
 
 
 def place_map_svg(run: Run, title: str = "") -> str:
-    """The place map of one run as SVG.
+    """The place map of one run as SVG, of its first device.
 
     Args:
       run: from `Offloaded.last_run`.
@@ -75,8 +75,9 @@ def place_map_svg(run: Run, title: str = "") -> str:
         f'<text x="{_LEFT - 6}" y="{_TOP + _MAP}" text-anchor="end">0</text>'
         f'<text x="{_LEFT - 6}" y="{_TOP + _MAP / 2}" text-anchor="end">address</text>'
     )
-    for lane, name in enumerate(LANES):
-        top = _TOP + _MAP + 16 + lane * (_LANE + 6)
+    shown = {lane: name for lane, (device, name) in run.lanes.items() if device in (0, None)}
+    for row, (lane, name) in enumerate(shown.items()):
+        top = _TOP + _MAP + 16 + row * (_LANE + 6)
         parts.append(f'<text x="{_LEFT - 6}" y="{top + 15}" text-anchor="end">{name}</text>')
         for vertex_id in np.flatnonzero(run.lane == lane):
             start, end = run.start_seconds[vertex_id], run.end_seconds[vertex_id]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LANES = ("compute", "host to device", "device to host", "disk to host", "host to disk")
 DEVICE_LANES = 3
-"""The first of them are each device's own; the disk's are the process's."""
+"""Of these every device has its own; the disk's come after those of the last device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,7 @@ class Run:
     Attributes:
       memgraph: what was run.
       start_seconds, end_seconds: of each vertex, since the run's start.
-      lane: of each vertex: 3 * device + {0 compute, 1 to the device, 2 away from it}; the last two
-        are loads from disk and stores to it.
+      lane: number of the lane of each vertex; `lanes` says which that is.
       seconds: wall time of the run.
       peak_device_bytes: the most device memory in use at once, executables' workspace included.
       bytes_offloaded, bytes_reloaded: copied away from the device, and to it.
@@ -52,11 +51,22 @@ class Run:
     realigned_bytes: int
 
     @functools.cached_property
+    def lanes(self) -> dict[int, tuple[int | None, str]]:
+        """(device, name) of each lane by its number; the disk's lanes belong to no device."""
+        count = len(self.memgraph.capacity)
+        names = [(d, name) for d in range(count) for name in LANES[:DEVICE_LANES]]
+        return dict(enumerate([*names, *((None, name) for name in LANES[DEVICE_LANES:])]))
+
+    @functools.cached_property
     def lane_busy_seconds(self) -> dict[str, float]:
         """Seconds in which each lane of the first device, and each disk lane, ran a vertex."""
         spent = self.end_seconds - self.start_seconds
-        used = 5 if np.isin(self.memgraph.kind, (Kind.LOAD, Kind.STORE)).any() else 3
-        return {name: float(spent[self.lane == i].sum()) for i, name in enumerate(LANES[:used])}
+        uses_disk = np.isin(self.memgraph.kind, (Kind.LOAD, Kind.STORE)).any()
+        return {
+            name: float(spent[self.lane == number].sum())
+            for number, (device, name) in self.lanes.items()
+            if device == 0 or (device is None and uses_disk)
+        }
 
     def drive_lifetime_seconds(self, endurance_bytes: float) -> float:
         """How long a drive lasts if runs like this one follow one another without a pause.

@@ -146,7 +146,7 @@ def refused(*args, **options):
 def test_what_needs_no_disk_is_not_refused_without_one():
     """Nor where a plan without a limit stays within it; and what a refusal asks for is enough."""
     asked = 0
-    for seed in range(150):
+    for seed in range(50):
         rng = random.Random(seed)
         graph = random_taskgraph(rng, 40, devices=1)
         least, lead = min_budget(graph)[0], rng.choice((None, 1, 3))
@@ -168,7 +168,7 @@ def test_what_needs_no_disk_is_not_refused_without_one():
                 with_disk = build_memgraph(graph, least, host_memory=limit, disk=True, **choices)
                 if not (with_disk.space == Space.DISK).any():
                     assert memgraph is not None, seed
-    assert asked > 50
+    assert asked > 15
 
 
 @pytest.mark.parametrize("kind", [Kind.LOAD, Kind.STORE])

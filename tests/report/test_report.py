@@ -59,6 +59,13 @@ def test_trace_has_a_slice_for_every_vertex_and_the_bytes_that_moved(run):
     assert starts and sorted(starts) == sorted(e["id"] for e in events if e["ph"] == "f")
 
 
+def copying(graph):
+    """The same with a vertex that stores to disk."""
+    kind = graph.kind.copy()
+    kind[0] = Kind.STORE
+    return dataclasses.replace(graph, kind=kind)
+
+
 def test_each_device_has_lanes_of_its_own_in_a_trace_and_the_disk_two(run):
     """Lanes are numbered as the runtime numbers them: three a device, then the disk's."""
     graph = run.memgraph
@@ -73,6 +80,10 @@ def test_each_device_has_lanes_of_its_own_in_a_trace_and_the_disk_two(run):
         *(f"device 1: {name}" for name in LANES[:3]),
         *LANES[3:],
     ]
+    spent = two.end_seconds - two.start_seconds
+    for number, name in ((2, LANES[2]), (6, LANES[3])):
+        busy = dataclasses.replace(two, memgraph=copying(two.memgraph)).lane_busy_seconds[name]
+        assert busy == pytest.approx(spent[lane == number].sum())
 
 
 def test_bytes_by_tensor_add_up(run):
