@@ -18,8 +18,12 @@ void* operator new(size_t bytes) {
   if (found == nullptr) throw std::bad_alloc();
   return found;
 }
+void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+  return jaxoffload::testing::no_memory ? nullptr : std::malloc(bytes);
+}
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, const std::nothrow_t&) noexcept { std::free(memory); }
 
 int main(int argc, char** argv) {
   using jaxoffload::testing::Registry;

@@ -1,5 +1,7 @@
 """Plans on the fake GPU, one vertex at a time: order, faults, and what is left behind."""
 
+import threading
+
 import jax
 import numpy as np
 import pytest
@@ -162,3 +164,19 @@ def test_a_client_of_devices_that_are_not_there_is_refused():
         _native.Client.adopt(path, pointer, [], path)
     with pytest.raises(RuntimeError, match="no NVIDIA driver.*Install it"):
         _native.Client.adopt(path, pointer, [0], "/no/such/libcuda.so")
+
+
+def test_memory_is_unpinned_on_threads_that_have_not_used_the_gpu():
+    from jaxoffload import _native
+
+    fake.client()  # from here on the host tier is pinned
+    buffer = _native.HostBuffer(200 << 20)
+    assert _native.host_is_pinned(buffer.address, 200 << 20)
+    before, failures = fake.count("pinned_bytes"), _native.host_stats()["num_unpin_failures"]
+    kept = [buffer]
+    del buffer
+    thread = threading.Thread(target=lambda: (kept.clear(), _native.host_release()))
+    thread.start()
+    thread.join()
+    assert fake.count("pinned_bytes") <= before - (128 << 20)
+    assert _native.host_stats()["num_unpin_failures"] == failures

@@ -47,6 +47,7 @@ def passes(script, folder):
         [sys.executable, "-c", text, str(folder)], capture_output=True, text=True, timeout=250
     )
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr[-3000:]
+    assert "Exception ignored" not in done.stderr
 
 
 DISK = {
