@@ -121,6 +121,16 @@ class HostBuffer {
   std::shared_ptr<char> data_;
 };
 
+// For classes that a function makes (nb::new_): object.__new__ would make one with nothing in it,
+// on which nanobind ends the process. It alone asks the type for memory.
+PyObject* RefuseToAllocate(PyTypeObject* type, Py_ssize_t) {
+  PyErr_Format(PyExc_TypeError, "object.__new__(%s) is not safe, call %s()", type->tp_name,
+               type->tp_name);
+  return nullptr;
+}
+
+PyType_Slot only_made[] = {{Py_tp_alloc, reinterpret_cast<void*>(&RefuseToAllocate)}, {0, nullptr}};
+
 // Clients that exist, for the end of the interpreter.
 struct Clients {
   Mutex mutex;
@@ -156,6 +166,7 @@ std::shared_ptr<Client> AdoptClient(const std::string& plugin_path, uintptr_t cl
 // no thread may be about to ask for the GIL when the interpreter goes away.
 void ShutdownClients() {
   const WithoutGil without_gil;
+  DiskStore::KeepBytes();
   exit_state.thread = std::this_thread::get_id();
   exit_state.exiting = true;
   std::vector<std::shared_ptr<Client>> alive;
@@ -177,6 +188,11 @@ RunOptions MakeOptions(int32_t policy, uint64_t seed, int64_t max_delay_us, bool
   if (policy < 0 || policy > 2) {
     throw std::invalid_argument("run: policy=" + std::to_string(policy) +
                                 " is unknown. Use 0 (work conserving), 1 (fixed) or 2 (random).");
+  }
+  constexpr int64_t kHour = int64_t{3600} * 1000000;
+  if (max_delay_us < 0 || max_delay_us > kHour) {
+    throw std::invalid_argument("run: max_delay_us=" + std::to_string(max_delay_us) +
+                                " is not between 0 and an hour.");
   }
   RunOptions options;
   options.policy = static_cast<Policy>(policy);
@@ -251,7 +267,7 @@ std::shared_ptr<const RunReport> RunAndWait(Plan& plan, const std::vector<nb::ob
 }
 
 void BindClient(nb::module_& m) {
-  nb::class_<Client>(m, "Client", nb::is_weak_referenceable())
+  nb::class_<Client>(m, "Client", nb::is_weak_referenceable(), nb::type_slots(only_made))
       .def(nb::new_(&NewClient), "plugin_path"_a, "num_devices"_a = 1, nb::call_guard<WithoutGil>())
       .def_static("adopt", &AdoptClient, "plugin_path"_a, "client"_a, "ordinals"_a,
                   "driver_path"_a = "", nb::call_guard<WithoutGil>())
@@ -420,7 +436,7 @@ std::shared_ptr<Plan> NewPlan(
 }
 
 void BindPlan(nb::module_& m) {
-  nb::class_<Plan>(m, "Plan", nb::is_weak_referenceable())
+  nb::class_<Plan>(m, "Plan", nb::is_weak_referenceable(), nb::type_slots(only_made))
       .def(nb::new_(&NewPlan), nb::kw_only(), "client"_a, "executables"_a, "kind"_a, "lane"_a,
            "priority"_a, "executable"_a, "succ_offsets"_a, "succ"_a, "space"_a, "index"_a,
            "offset"_a, "bytes"_a, "dtype"_a, "dims_offsets"_a, "dims"_a, "input_offsets"_a,
@@ -490,6 +506,7 @@ void BindHostBuffer(nb::module_& m) {
     found["num_freed"] = stats.num_freed;
     found["pinned_bytes"] = stats.pinned_bytes;
     found["num_pin_failures"] = stats.num_pin_failures;
+    found["num_unpin_failures"] = stats.num_unpin_failures;
     found["num_fixed_requests"] = FixedMemory::num_requests();
     return found;
   });
@@ -589,16 +606,28 @@ void BindDisk(nb::module_& m) {
       .def("read_into", &ReadInto, "buffer"_a, "offset"_a = 0);
   nb::class_<DiskExtent, DiskSource>(m, "DiskExtent")
       .def("write", &WriteFrom, "buffer"_a, "offset"_a = 0);
-  nb::class_<FileRange, DiskSource>(m, "FileRange")
-      .def(nb::new_([](const std::string& path, int64_t offset, int64_t bytes) {
+  nb::class_<FileRange, DiskSource>(m, "FileRange");
+  nb::class_<DiskFile>(m, "DiskFile", nb::is_weak_referenceable(), nb::type_slots(only_made))
+      .def(nb::new_([](const std::string& path) {
              try {
-               return FileRange::Open(path, offset, bytes);
+               return DiskFile::Open(path);
              } catch (const DiskError& e) {
                ThrowOsError(e.code(), e.what());
              }
            }),
-           "path"_a, "offset"_a, "bytes"_a);
-  nb::class_<DiskStore>(m, "DiskStore", nb::is_weak_referenceable())
+           "path"_a)
+      .def_prop_ro("bytes", &DiskFile::bytes)
+      .def(
+          "range",
+          [](DiskFile& file, int64_t offset, int64_t bytes) {
+            try {
+              return file.Range(offset, bytes);
+            } catch (const DiskError& e) {
+              ThrowOsError(e.code(), e.what());
+            }
+          },
+          "offset"_a, "bytes"_a);
+  nb::class_<DiskStore>(m, "DiskStore", nb::is_weak_referenceable(), nb::type_slots(only_made))
       .def(nb::new_([](const std::vector<std::string>& paths, const std::string& engine,
                        int queue_depth, int64_t request_bytes) {
              DiskOptions options;

@@ -5,9 +5,10 @@ function whose name says what we need; nothing else in the package imports `jax.
 """
 
 import contextlib
+import functools
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lax import lax as _lax
 from jax._src.lib import _jax
@@ -37,6 +39,11 @@ def hide_frames_of(file: str) -> None:
     """Keeps frames of `file` out of the source lines and tracebacks that users see."""
     _source_info_util.register_exclusion(file)
     _traceback_util.register_exclusion(file)
+
+
+def clients() -> list[Any]:
+    """The clients that JAX has made so far."""
+    return list(getattr(_xla_bridge, "_backends", {}).values())
 
 
 def source_line(source_info: Any) -> str:
@@ -106,6 +113,37 @@ class LoweringSettings:
     def restored(self) -> contextlib.AbstractContextManager[Any]:
         """Within it they are as they were."""
         return jax.enable_x64(self._x64)
+
+
+Rules = Mapping[Any, tuple[Callable[..., Any], Callable[..., bool]]]
+"""For each primitive a function of its operands and params that is lowered in its place, and
+whether that holds for (*abstract values of the operands, params)."""
+
+
+def lower(traced: Any, platform: str, rules: Rules) -> Any:
+    """Lowers a traced function for a platform, some primitives by other rules.
+
+    They hold in every body of a loop or a branch; what a rule itself calls is lowered by JAX.
+    """
+    overrides: Any = tuple((p, _rule(p, *rules[p])) for p in rules)
+    parameters = _mlir.LoweringParameters(override_lowering_rules=overrides)
+    return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
+
+
+@functools.cache  # JAX keeps what it lowered by the rules' identity.
+def _rule(primitive: Any, function: Callable[..., Any], holds: Callable[..., bool]) -> Any:
+    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+        chosen = function if holds(*ctx.avals_in, params) else primitive.bind
+        module = ctx.module_context.replace(
+            lowering_parameters=_mlir.LoweringParameters(),
+            lowering_cache={},
+            cached_primitive_lowerings={},
+        )
+        several = primitive.multiple_results
+        lowered = _mlir.lower_fun(lambda *xs: chosen(*xs, **params), multiple_results=several)
+        return lowered(ctx.replace(module_context=module), *operands)
+
+    return rule
 
 
 def portable_stablehlo(lowered: Any, version: str) -> bytes:

@@ -29,7 +29,8 @@ class Client:
           driver_path: for tests; the system's driver if empty.
 
         Raises:
-          RuntimeError: the driver or the plugin does not fit. ValueError: no such device.
+          RuntimeError: the driver or the plugin does not fit. ValueError: no such device, or no
+          client.
         """
     @property
     def platform_name(self) -> str: ...
@@ -44,7 +45,7 @@ class Client:
         """Compiles StableHLO with a serialized CompileOptionsProto; the GIL is released.
 
         Raises:
-          RuntimeError: with XLA's message.
+          RuntimeError: with XLA's message; in a forked child.
         """
     def adopt_executable(self, executable: int, owner: Any) -> Executable:
         """A PJRT_LoadedExecutable that JAX has compiled, and that lives as long as `owner`."""
@@ -121,7 +122,7 @@ class RunReport:
     def cancelled(self) -> bool: ...
     @property
     def touched_results(self) -> list[int]:
-        """Results that some vertex had begun to write."""
+        """By result, 1 if some vertex had begun to write it."""
     @property
     def error_vertex(self) -> int:
         """The first vertex that failed; -1 if none did."""
@@ -220,8 +221,8 @@ class Plan:
             called where the run never began.
 
         Raises:
-          ValueError: arrays or options are wrong. KeyboardInterrupt: the run was cancelled, and
-          has ended.
+          ValueError: arrays or options are wrong. RuntimeError: this is a forked child, or the
+          system gives no threads. KeyboardInterrupt: the run was cancelled, and has ended.
         """
     def last_report(self) -> RunReport | None:
         """Of the latest run that ended, from Python or from a custom call."""
@@ -261,17 +262,28 @@ class DiskExtent(DiskSource):
         """Writes a uint8 array from a byte offset on, without the GIL.
 
         Raises:
-          OSError: the disk failed.
+          OSError: the disk failed, or this is a forked child, to which the bytes do not belong.
         """
 
 class FileRange(DiskSource):
-    """A range of an existing file, read only and without checksums.
+    """A range of an existing file, read only and without checksums. Made by `DiskFile.range`."""
+
+class DiskFile:
+    """A regular file that is open for reading: one descriptor, however many ranges of it are made.
 
     Raises:
-      OSError: the file cannot be opened, or is shorter.
+      OSError: the file cannot be opened, or is a pipe, a folder, a device.
     """
 
-    def __init__(self, path: str, offset: int, bytes: int) -> None: ...
+    def __init__(self, path: str) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+    def range(self, offset: int, bytes: int) -> FileRange:
+        """Some of its bytes; reading them fails once the file has changed.
+
+        Raises:
+          OSError: the file is shorter. ValueError: a number is negative.
+        """
 
 class DiskStore:
     """Files without names in one folder or several, over which bytes are striped. Thread-safe.
@@ -307,7 +319,7 @@ class DiskStore:
         """Takes space now.
 
         Raises:
-          OSError: the disk is full.
+          OSError: the disk is full, or this is a forked child, to which the store does not belong.
         """
 
 class PlanRegistration:
@@ -342,7 +354,7 @@ def host_stats() -> dict[str, int]:
     """Of the host tier: in_use_bytes, peak_bytes, kept_bytes (free, probably in memory),
     hole_bytes (free below the highest place in use), largest_hole_bytes, num_allocated, num_freed;
     num_fixed_requests: of io_uring, to and from its places, by way of registered buffers;
-    pinned_bytes, num_pin_failures: for copies by a GPU.
+    pinned_bytes, num_pin_failures, num_unpin_failures: for copies by a GPU.
     """
 
 def host_is_pinned(address: int, nbytes: int) -> bool:
@@ -351,10 +363,13 @@ def host_is_pinned(address: int, nbytes: int) -> bool:
 def place_intervals(
     lower: Sequence[int], upper: Sequence[int], size: Sequence[int], capacity: int, max_steps: int
 ) -> list[int]:
-    """Offsets of buffers, or an empty list; see plan/placement.py, which checks the arguments.
+    """Offsets of buffers, or an empty list; see plan/placement.py.
 
     Args:
       max_steps: buffers that are placed at most, all tries together: about three million a second.
+
+    Raises:
+      ValueError: lists of several lengths, an empty interval or buffer, or sums beyond 64 bits.
     """
 
 def next_writers(

@@ -1,12 +1,14 @@
 """What a caller may ask of `offload`, checked once, frozen and hashable."""
 
 import dataclasses
+import errno
 import math
 import os
 import re
 from collections.abc import Sequence
 
 from jaxoffload import policies
+from jaxoffload.errors import DiskError
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -100,20 +102,62 @@ def parse_disk(value: object, name: str) -> Disk:
       name: the option's name, for errors.
 
     Raises:
-      TypeError, ValueError: with the value and the remedy.
+      TypeError, ValueError: with the value and the remedy. DiskError: a folder is missing, or
+      cannot be written to.
     """
     several = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     folders = []
     for item in value if several else (value,):
-        if not isinstance(item, str | os.PathLike):
+        if not isinstance(item, str | bytes | os.PathLike):
             raise TypeError(
                 f"offload: {name}={value!r} holds a {type(item).__name__}. Pass a folder, or "
                 "several in a list."
             )
-        folders.append(os.path.abspath(str(item)))
+        folder = os.path.abspath(parse_path(item, f"offload: {name}"))
+        _check_folder(folder, name)
+        folders.append(folder)
     if not folders:
         raise ValueError(f"offload: {name}={value!r} names no folder. Pass one or more.")
     return tuple(folders)
+
+
+def parse_path(value: object, name: str) -> str:
+    """A path that the system can look up: text, not empty, without what no name may have.
+
+    Args:
+      name: what is being done and with what, for errors: "offload: disk".
+
+    Raises:
+      TypeError, ValueError: with the value and the remedy.
+    """
+    if not isinstance(value, str | bytes | os.PathLike):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Pass a path.")
+    try:
+        path = os.fsdecode(value)
+        path.encode()
+    except UnicodeError as error:
+        raise ValueError(f"{name}={value!r} is not UTF-8: {error}. Rename it.") from error
+    if not path or "\0" in path:
+        raise ValueError(
+            f"{name}={value!r} {'holds a NUL' if path else 'is empty'}. Pass a path ('.' is the "
+            "current folder)."
+        )
+    return path
+
+
+def _check_folder(folder: str, name: str) -> None:
+    """Now, for a run may need it hours later."""
+    code = errno.ENOENT
+    if os.path.exists(folder):
+        code = errno.EACCES if os.path.isdir(folder) else errno.ENOTDIR
+        effective = os.access in os.supports_effective_ids
+        if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK, effective_ids=effective):
+            return
+    raise DiskError(
+        code,
+        f"offload: {name}={folder!r}: {os.strerror(code)}. Make it, or name another folder, one "
+        "that can be written to.",
+    )
 
 
 def parse_bytes(value: object, name: str, others: str = "") -> int:

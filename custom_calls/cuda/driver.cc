@@ -55,6 +55,7 @@ std::shared_ptr<CudaDriver> CudaDriver::Load(const std::string& given) {
   Find(library, path, "cuDeviceGet", d.device_get_);
   Find(library, path, "cuDeviceGetName", d.device_name_);
   Find(library, path, "cuDevicePrimaryCtxRetain", d.context_retain_);
+  Find(library, path, "cuCtxGetCurrent", d.context_get_);
   Find(library, path, "cuCtxSetCurrent", d.context_set_);
   Find(library, path, "cuCtxSynchronize", d.context_synchronize_);
   Find(library, path, "cuStreamCreate", d.stream_create_);
@@ -121,12 +122,11 @@ CuContext CudaDriver::Context(int device) {
 }
 
 void CudaDriver::Use(int device) {
-  thread_local const CudaDriver* last_driver = nullptr;
-  thread_local int last_device = -1;
-  if (last_driver == this && last_device == device) return;
-  Check(context_set_(Context(device)), "making the GPU's context current");
-  last_driver = this;
-  last_device = device;
+  CuContext const wanted = Context(device);
+  // Asked for each time: others on this thread, XLA for one, make theirs current too.
+  CuContext current = nullptr;
+  if (context_get_(&current) == 0 && current == wanted) return;
+  Check(context_set_(wanted), "making the GPU's context current");
 }
 
 CuStream CudaDriver::NewStream(int device) {

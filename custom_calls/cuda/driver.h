@@ -39,7 +39,7 @@ class CudaDriver {
   std::string device_name(int device) const;
 
   // Makes a device's primary context, which XLA uses too, current on the calling thread. Cheap when
-  // it is.
+  // it is. Throws CudaError.
   void Use(int device);
 
   CuStream NewStream(int device);
@@ -63,9 +63,10 @@ class CudaDriver {
   // What a code means, and what to do about it.
   std::string Describe(int code, const std::string& doing) const;
 
-  // Pins pages of the process for copies that do not stop in the driver. 0, or the driver's code.
+  // Pins pages of the process for copies that do not stop in the driver, and ends that, with a
+  // context current. 0, or the driver's code.
   int Pin(void* address, size_t bytes) const;
-  void Unpin(void* address) const { host_unregister_(address); }
+  int Unpin(void* address) const { return host_unregister_(address); }
 
   // Bytes of a device that nobody has taken, and of all.
   void MemoryInfo(int device, size_t* free, size_t* total);
@@ -85,6 +86,7 @@ class CudaDriver {
   int (*device_get_)(int*, int) = nullptr;
   int (*device_name_)(char*, int, int) = nullptr;
   int (*context_retain_)(CuContext*, int) = nullptr;
+  int (*context_get_)(CuContext*) = nullptr;
   int (*context_set_)(CuContext) = nullptr;
   int (*context_synchronize_)() = nullptr;
   int (*stream_create_)(CuStream*, unsigned) = nullptr;

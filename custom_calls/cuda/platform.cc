@@ -36,15 +36,26 @@ CudaPlatform::CudaPlatform(const PJRT_Api* api, PJRT_Client* client,
     // One more than may be under way: the awaiter may still be at the oldest.
     for (int i = 0; i <= kWindow; ++i) lanes_[lane].events.push_back(driver_->NewEvent());
   }
+  // On whatever thread takes or gives back memory, which need not have used the GPU before.
+  const auto using_gpu = [driver = driver_, ordinal = ordinals_[0]](auto call) {
+    try {
+      driver->Use(ordinal);
+    } catch (const CudaError&) {
+      return false;
+    }
+    return call(*driver) == 0;
+  };
   HostBlock::Global().PinWith(
-      [driver = driver_, ordinal = ordinals_[0]](char* place, int64_t bytes) {
-        driver->Use(ordinal);
-        return driver->Pin(place, bytes) == 0;
+      [using_gpu](char* place, int64_t bytes) {
+        return using_gpu([=](const CudaDriver& driver) { return driver.Pin(place, bytes); });
       },
-      [driver = driver_](char* place) { driver->Unpin(place); });
+      [using_gpu](char* place) {
+        return using_gpu([=](const CudaDriver& driver) { return driver.Unpin(place); });
+      });
 }
 
 CudaPlatform::~CudaPlatform() {
+  if (home_.IsForked()) return;  // neither XLA nor the driver can be called there
   {
     const MutexLock lock(mutex_);
     for (DeviceArena& arena : arenas_) Deallocate(arena);

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "base/process.h"
 #include "cuda/driver.h"
 #include "pjrt/platform.h"
 
@@ -76,6 +77,7 @@ class CudaPlatform : public Platform {
   void Deallocate(DeviceArena& arena) REQUIRES(mutex_);
   int Enqueue(const CopySpec& copy, CuStream stream, const std::atomic<bool>& abort);
 
+  const HomeProcess home_;
   const PJRT_Api* const api_;
   PJRT_Client* const client_;
   const std::vector<PJRT_Device*> devices_;

@@ -230,6 +230,10 @@ int cuDevicePrimaryCtxRetain(void** context, int device) {
   *context = &contexts[device];
   return 0;
 }
+int cuCtxGetCurrent(void** context) {
+  *context = current;
+  return 0;
+}
 int cuCtxSetCurrent(void* context) {
   current = context;
   return 0;
@@ -300,6 +304,7 @@ int cuMemcpyPeerAsync(void* to, void* to_context, const void* from, void* from_c
   return cuMemcpyAsync(to, from, bytes, stream);
 }
 int cuMemHostRegister_v2(void* address, size_t bytes, unsigned) {
+  if (current == nullptr) return kInvalidContext;
   if (Setting("FAKE_CUDA_FAIL_PIN", 0) != 0) return 2;
   const std::lock_guard<std::mutex> lock(pinned_mutex);
   if (!pinned.emplace(address, bytes).second) return 712;
@@ -307,6 +312,7 @@ int cuMemHostRegister_v2(void* address, size_t bytes, unsigned) {
   return 0;
 }
 int cuMemHostUnregister(void* address) {
+  if (current == nullptr) return kInvalidContext;
   const std::lock_guard<std::mutex> lock(pinned_mutex);
   const auto found = pinned.find(address);
   if (found == pinned.end()) return 713;

@@ -1,32 +1,52 @@
 #include "launcher/callback_threads.h"
 
-#include <thread>
-#include <utility>
+#include <exception>
+
+#include "base/thread.h"
 
 namespace jaxoffload {
 
-void CallbackThreads::Post(std::function<void()> task) {
+std::unique_ptr<CallbackThreads::Task> CallbackThreads::Prepare(std::function<void()> body) {
+  std::unique_ptr<Task> task(new Task(std::move(body)));
   MutexLock lock(mutex_);
-  tasks_.push_back(std::move(task));
-  if (tasks_.size() > num_idle_) {
-    std::thread([this] { Main(); }).detach();
-  } else {
+  if (num_threads_ == 0) Start();
+  return task;
+}
+
+void CallbackThreads::Post(std::unique_ptr<Task> task) {
+  MutexLock lock(mutex_);
+  Task* const added = task.get();
+  (first_ == nullptr ? first_ : last_->next_) = std::move(task);
+  last_ = added;
+  if (++num_posted_ <= num_idle_) {
     posted_.NotifyOne();
+    return;
   }
+  try {
+    Start();
+  } catch (const std::exception&) {
+    // One of the others will come to it.
+  }
+}
+
+void CallbackThreads::Start() {
+  StartThread([this] { Main(); }).detach();
+  ++num_threads_;
 }
 
 void CallbackThreads::Main() {
   for (;;) {
-    std::function<void()> task;
+    std::unique_ptr<Task> task;
     {
       MutexLock lock(mutex_);
       ++num_idle_;
-      while (tasks_.empty()) posted_.Wait(mutex_);
+      while (first_ == nullptr) posted_.Wait(mutex_);
       --num_idle_;
-      task = std::move(tasks_.front());
-      tasks_.pop_front();
+      --num_posted_;
+      task = std::move(first_);
+      first_ = std::move(task->next_);
     }
-    task();
+    task->body_();
   }
 }
 

@@ -47,6 +47,9 @@ class Inbox {
   // Makes the consumer return kStop for ever. Nothing may be pushed afterwards.
   void Stop();
 
+  // As new, once the consumer has gone.
+  void Restart() { top_.store(kEmpty, std::memory_order_relaxed); }
+
  private:
   static constexpr int32_t kAsleep = -2;
 

@@ -1,16 +1,16 @@
 #include "launcher/launcher.h"
 
 #include <pthread.h>
-#include <unistd.h>
 
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "base/thread.h"
+
 namespace jaxoffload {
 
-Launcher::Launcher(int32_t num_lanes, int32_t window)
-    : pid_(getpid()), window_(window), lanes_(num_lanes) {
+Launcher::Launcher(int32_t num_lanes, int32_t window) : window_(window), lanes_(num_lanes) {
   for (Lane& lane : lanes_) {
     if (window_ > 0) lane.has_room = sem_init(&lane.room, 0, static_cast<unsigned>(window_)) == 0;
   }
@@ -24,29 +24,46 @@ Launcher::~Launcher() { Shutdown(); }
 
 void Launcher::StartLanes() {
   if (started_) return;
-  started_ = true;
   static const char* const kNames[kLanesPerDevice] = {"compute", "to-dev", "from-dev"};
-  for (int32_t lane = 0; lane < static_cast<int32_t>(lanes_.size()); ++lane) {
-    lanes_[lane].thread = std::thread([this, lane] { LaneMain(lane); });
-    const int32_t disk_lane = lane - (static_cast<int32_t>(lanes_.size()) - kDiskLanes);
-    std::string name = "jo-";
-    if (disk_lane >= 0) {
-      name += disk_lane == 0 ? "disk-load" : "disk-store";
-    } else {
-      name += kNames[lane % kLanesPerDevice];
-      name += "-" + std::to_string(lane / kLanesPerDevice);
+  try {
+    for (int32_t lane = 0; lane < static_cast<int32_t>(lanes_.size()); ++lane) {
+      lanes_[lane].thread = StartThread([this, lane] { LaneMain(lane); });
+      const int32_t disk_lane = lane - (static_cast<int32_t>(lanes_.size()) - kDiskLanes);
+      std::string name = "jo-";
+      if (disk_lane >= 0) {
+        name += disk_lane == 0 ? "disk-load" : "disk-store";
+      } else {
+        name += kNames[lane % kLanesPerDevice];
+        name += "-" + std::to_string(lane / kLanesPerDevice);
+      }
+      pthread_setname_np(lanes_[lane].thread.native_handle(), name.substr(0, 15).c_str());
+      if (window_ > 0) lanes_[lane].awaiter = StartThread([this, lane] { AwaiterMain(lane); });
     }
-    pthread_setname_np(lanes_[lane].thread.native_handle(), name.substr(0, 15).c_str());
-    if (window_ > 0) lanes_[lane].awaiter = std::thread([this, lane] { AwaiterMain(lane); });
+  } catch (...) {
+    JoinLanes();
+    for (Lane& lane : lanes_) {
+      lane.inbox.Restart();
+      lane.issued.Restart();
+    }
+    throw;
+  }
+  started_ = true;
+}
+
+void Launcher::JoinLanes() {
+  for (Lane& lane : lanes_) lane.inbox.Stop();
+  for (Lane& lane : lanes_) {
+    if (lane.thread.joinable()) lane.thread.join();
+  }
+  for (Lane& lane : lanes_) lane.issued.Stop();
+  for (Lane& lane : lanes_) {
+    if (lane.awaiter.joinable()) lane.awaiter.join();
   }
 }
 
 void Launcher::Submit(std::shared_ptr<Run> run) {
-  if (getpid() != pid_) {
-    throw std::runtime_error(
-        "jaxoffload was used before this process was forked, and its threads do not survive a "
-        "fork. Start processes with multiprocessing's 'spawn' or 'forkserver' method.");
-  }
+  home_.CheckNotForked();
+  run->PrepareCallback();
   {
     MutexLock lock(mutex_);
     if (stopped_) throw std::runtime_error("the launcher has been shut down");
@@ -61,32 +78,32 @@ void Launcher::Submit(std::shared_ptr<Run> run) {
 }
 
 void Launcher::Shutdown() {
+  if (home_.IsForked()) {
+    // The threads are not there, and their handles fit for nothing, not even to be let go of. (Nor
+    // is the mutex, which one of them may have held.)
+    for (Lane& lane : lanes_) {
+      for (std::thread* const handle : {&lane.thread, &lane.awaiter}) {
+        if (handle->joinable()) new std::thread(std::move(*handle));
+      }
+    }
+    return;
+  }
   {
     MutexLock lock(mutex_);
-    if (getpid() != pid_) {
-      // A forked child: the threads are not there. Let go of their handles.
-      for (Lane& lane : lanes_) {
-        if (lane.thread.joinable()) lane.thread.detach();
-        if (lane.awaiter.joinable()) lane.awaiter.detach();
-      }
-      return;
-    }
     stopped_ = true;
     while (active_) idle_.Wait(mutex_);
     if (!started_) return;
     started_ = false;
   }
-  for (Lane& lane : lanes_) lane.inbox.Stop();
-  for (Lane& lane : lanes_) lane.thread.join();
-  if (window_ == 0) return;
-  for (Lane& lane : lanes_) lane.issued.Stop();
-  for (Lane& lane : lanes_) lane.awaiter.join();
+  JoinLanes();
 }
 
 // Runs that end without a vertex (empty or failed in Begin) end here, in a loop and not by
 // recursion. `done` is told only when the next run is on its way.
 void Launcher::Start(std::shared_ptr<Run> run) {
-  std::vector<std::shared_ptr<Run>> ended;
+  // A list through the runs themselves, for this may be a lane, where no allocation may fail.
+  std::shared_ptr<Run> ended;
+  Run* last = nullptr;
   while (run) {
     run->is_windowed_ = window_ > 0;
     if (run->Begin()) {
@@ -97,10 +114,16 @@ void Launcher::Start(std::shared_ptr<Run> run) {
       }
       break;
     }
-    ended.push_back(run);
-    run = EndActiveAndPop(run);
+    std::shared_ptr<Run> next = EndActiveAndPop(run);
+    Run* const this_one = run.get();
+    (last == nullptr ? ended : last->next_ended_) = std::move(run);
+    last = this_one;
+    run = std::move(next);
   }
-  for (const std::shared_ptr<Run>& each : ended) each->NotifyDone();
+  while (ended) {
+    ended->NotifyDone();
+    ended = std::move(ended->next_ended_);
+  }
 }
 
 std::shared_ptr<Run> Launcher::EndActiveAndPop(const std::shared_ptr<Run>& ended) {
@@ -189,18 +212,24 @@ void Launcher::Issue(int32_t lane_id, Run& run, int32_t taken) {
 
 void Launcher::AwaiterMain(int32_t lane_id) {
   Lane& lane = lanes_[lane_id];
-  std::vector<int32_t> issued;
   for (;;) {
     int32_t taken = lane.issued.Take();
     if (taken == Inbox::kStop) return;
     Run& run = *active_run_.load(std::memory_order_relaxed);
-    issued.clear();
-    for (; taken != Inbox::kEmpty; taken = run.next_issued_[taken]) issued.push_back(taken);
     // The inbox is a stack: the last is the one that was issued first.
-    for (auto vertex = issued.rbegin(); vertex != issued.rend(); ++vertex) {
-      run.Await(*vertex);
+    int32_t issued = Inbox::kEmpty;
+    while (taken != Inbox::kEmpty) {
+      const int32_t next = run.next_issued_[taken];
+      run.next_issued_[taken] = issued;
+      issued = taken;
+      taken = next;
+    }
+    while (issued != Inbox::kEmpty) {
+      const int32_t vertex_id = issued;
+      issued = run.next_issued_[vertex_id];  // before the end, after which the run may be gone
+      run.Await(vertex_id);
       sem_post(&lane.room);
-      Release(lane_id, run, *vertex, !run.ReleasesAtIssue(lane_id), true);
+      Release(lane_id, run, vertex_id, !run.ReleasesAtIssue(lane_id), true);
       if (run.pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) Finish();
     }
   }

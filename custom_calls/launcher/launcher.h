@@ -19,7 +19,6 @@
 #define JAXOFFLOAD_LAUNCHER_LAUNCHER_H_
 
 #include <semaphore.h>
-#include <sys/types.h>
 
 #include <atomic>
 #include <cstdint>
@@ -29,6 +28,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "base/process.h"
 #include "launcher/inbox.h"
 #include "launcher/run.h"
 
@@ -42,7 +42,8 @@ class Launcher {
   ~Launcher();
 
   // Queues a run; it starts at once when nothing else is running. Throws std::runtime_error after
-  // Shutdown, and in a forked child, which has no lanes.
+  // Shutdown, in a forked child, which has no lanes, and where the system gives no thread for one;
+  // the next call tries again.
   void Submit(std::shared_ptr<Run> run) EXCLUDES(mutex_);
 
   // Waits for the queued runs to end and joins the lanes. Idempotent.
@@ -65,6 +66,9 @@ class Launcher {
   };
 
   void StartLanes() REQUIRES(mutex_);
+  // Ends the lanes' threads, those of them that there are. Not under the mutex unless they have
+  // nothing to do.
+  void JoinLanes();
   void LaneMain(int32_t lane);
   // Runs what is ready on a lane until nothing is. `taken` is a list out of the inbox.
   void Work(int32_t lane, Run& run, int32_t taken);
@@ -80,7 +84,7 @@ class Launcher {
   void Finish();
   std::shared_ptr<Run> EndActiveAndPop(const std::shared_ptr<Run>& ended);
 
-  const pid_t pid_;
+  const HomeProcess home_;
   const int32_t window_;
   std::vector<Lane> lanes_;
   // The run whose vertices are in the inboxes. Relaxed: a lane reads it only after it has taken a

@@ -6,8 +6,6 @@
 #include <thread>
 #include <utility>
 
-#include "launcher/callback_threads.h"
-
 namespace jaxoffload {
 
 void CopyBytes(char* to, const char* from, int64_t bytes, const std::atomic<bool>& abort) {
@@ -19,13 +17,18 @@ void CopyBytes(char* to, const char* from, int64_t bytes, const std::atomic<bool
   }
 }
 
+namespace {
+
+constexpr char kCancelled[] = "the run was cancelled";
+
+}  // namespace
+
 Run::Run(std::shared_ptr<const LoadedPlan> plan, std::shared_ptr<Backend> backend,
          std::vector<char*> arguments, std::vector<char*> results, const RunOptions& options,
          std::function<void(const std::shared_ptr<const RunReport>&)> done)
     : plan_(std::move(plan)),
       backend_(std::move(backend)),
       options_(options),
-      done_callback_(std::move(done)),
       unmet_(new std::atomic<int32_t>[plan_->num_vertices()]),
       next_(plan_->num_vertices()),
       next_issued_(plan_->num_vertices()),
@@ -33,7 +36,9 @@ Run::Run(std::shared_ptr<const LoadedPlan> plan, std::shared_ptr<Backend> backen
       start_ns_(plan_->num_vertices(), -1),
       end_ns_(plan_->num_vertices(), -1),
       begun_(plan_->num_vertices(), 0),
-      lane_end_ns_(plan_->num_lanes(), -1) {
+      lane_end_ns_(plan_->num_lanes(), -1),
+      draft_(std::make_shared<RunReport>()) {
+  if (done) callback_ = std::make_shared<Callback>(Callback{std::move(done), nullptr});
   context_.arguments = std::move(arguments);
   context_.results = std::move(results);
   context_.address.resize(plan_->num_versions());
@@ -44,6 +49,16 @@ Run::Run(std::shared_ptr<const LoadedPlan> plan, std::shared_ptr<Backend> backen
   for (int32_t lane = 0; lane < plan_->num_lanes(); ++lane) {
     ready_.emplace_back(*plan_, lane, options_);
   }
+  draft_->lane_busy_ns.assign(plan_->num_lanes(), 0);
+  draft_->lane.resize(plan_->num_vertices());
+  draft_->touched_results.assign(plan_->result_bytes().size(), 0);
+  draft_->error_message.reserve(sizeof(kCancelled));
+}
+
+void Run::PrepareCallback() {
+  if (callback_ == nullptr) return;
+  callback_task_ = CallbackThreads::Global().Prepare(
+      [callback = callback_] { callback->function(callback->report); });
 }
 
 bool Run::WaitFor(std::chrono::milliseconds limit) {
@@ -69,7 +84,7 @@ bool Run::Begin() {
     Bind();
     if (options_.check) live_ranges_ = std::make_unique<LiveRanges>(*plan_, context_.address);
   } catch (const std::exception& e) {
-    Fail(-1, e.what());
+    FailWith(-1, e);
     return false;
   }
   return plan_->num_vertices() > 0;
@@ -104,24 +119,22 @@ void Run::Execute(int32_t vertex_id) {
   if (context_.abort.load(std::memory_order_relaxed)) return;
   if (options_.max_delay_us > 0) Delay(vertex_id, 0);
   std::string error;
-  if (live_ranges_ && !live_ranges_->Start(vertex_id, &error)) {
-    Fail(vertex_id, std::move(error));
-    return;
-  }
-  start_ns_[vertex_id] = Now();
-  begun_[vertex_id] = 1;
-  bool ok = false;
   try {
-    ok = backend_->Execute(vertex_id, context_, &error);
-  } catch (const std::exception& e) {  // no memory, for the most part
-    error = e.what();
-  }
-  if (!ok) {
-    start_ns_[vertex_id] = -1;
+    if (live_ranges_ && !live_ranges_->Start(vertex_id, &error)) {
+      Fail(vertex_id, std::move(error));
+      return;
+    }
+    start_ns_[vertex_id] = Now();
+    begun_[vertex_id] = 1;
+    if (backend_->Execute(vertex_id, context_, &error)) {
+      if (!is_windowed_) End(vertex_id);
+      return;
+    }
     Fail(vertex_id, std::move(error));
-    return;
+  } catch (const std::exception& e) {  // no memory, for the most part
+    FailWith(vertex_id, e);
   }
-  if (!is_windowed_) End(vertex_id);
+  start_ns_[vertex_id] = end_ns_[vertex_id] = -1;
 }
 
 void Run::Await(int32_t vertex_id) {
@@ -153,6 +166,15 @@ void Run::Fail(int32_t vertex_id, std::string message) {
   context_.abort.store(true, std::memory_order_relaxed);
 }
 
+void Run::FailWith(int32_t vertex_id, const std::exception& cause) {
+  std::string message = "out of memory";  // short enough to need none
+  try {
+    message = cause.what();
+  } catch (const std::exception&) {
+  }
+  Fail(vertex_id, std::move(message));
+}
+
 void Run::Delay(int32_t vertex_id, uint64_t salt) const {
   const uint64_t hash = Mix(Mix(options_.seed, vertex_id), salt);
   if (hash % 2 == 0) return;  // half of them do not sleep, so that some overtake others
@@ -160,15 +182,11 @@ void Run::Delay(int32_t vertex_id, uint64_t salt) const {
   std::this_thread::sleep_for(std::chrono::microseconds(sleep_us));
 }
 
-void Run::AddTouchedResults(int32_t vertex_id, std::vector<int32_t>* touched) const {
+void Run::NoteTouchedResults(int32_t vertex_id, RunReport* report) const {
   const Range outputs = plan_->outputs(vertex_id);
   for (int64_t o = outputs.begin; o < outputs.end; ++o) {
     const int32_t version = plan_->output(o);
-    if (plan_->space(version) != Space::kResult) continue;
-    const auto where = std::lower_bound(touched->begin(), touched->end(), plan_->index(version));
-    if (where == touched->end() || *where != plan_->index(version)) {
-      touched->insert(where, plan_->index(version));
-    }
+    if (plan_->space(version) == Space::kResult) report->touched_results[plan_->index(version)] = 1;
   }
 }
 
@@ -178,13 +196,11 @@ void Run::End() {
   context_.argument_sources.clear();
   context_.result_extents.clear();
   owners_.clear();
-  auto report = std::make_shared<RunReport>();
+  RunReport* const report = draft_.get();
   report->wall_ns = Now();
-  report->lane_busy_ns.assign(plan_->num_lanes(), 0);
-  report->lane.resize(plan_->num_vertices());
   for (int32_t v = 0; v < plan_->num_vertices(); ++v) {
     report->lane[v] = plan_->lane(v);
-    if (begun_[v]) AddTouchedResults(v, &report->touched_results);
+    if (begun_[v]) NoteTouchedResults(v, report);
     if (end_ns_[v] < 0) {
       start_ns_[v] = -1;
       continue;
@@ -212,12 +228,13 @@ void Run::End() {
   report->realigned_bytes = context_.realigned_bytes.load(std::memory_order_relaxed);
   report->cancelled = cancelled_.load(std::memory_order_relaxed);
   report->error_vertex = error_vertex_;
-  report->error_message = error_message_;
-  if (report->cancelled && report->error_message.empty()) {
-    report->error_message = "the run was cancelled";
+  if (!error_message_.empty()) {
+    report->error_message = std::move(error_message_);
+  } else if (report->cancelled) {
+    report->error_message = kCancelled;  // there is room for it
   }
   MutexLock lock(mutex_);
-  report_ = std::move(report);
+  report_ = std::move(draft_);
 }
 
 void Run::NotifyDone() {
@@ -229,10 +246,10 @@ void Run::NotifyDone() {
     report = report_;
     ended_.NotifyAll();
   }
-  if (!done_callback_) return;
-  // Moved, so that whatever the callback owns ends on that thread and never on a lane.
-  CallbackThreads::Global().Post(
-      [callback = std::move(done_callback_), report] { callback(report); });
+  if (callback_ == nullptr) return;
+  callback_->report = std::move(report);
+  callback_.reset();
+  CallbackThreads::Global().Post(std::move(callback_task_));
 }
 
 }  // namespace jaxoffload

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -14,6 +15,7 @@
 
 #include "base/mutex.h"
 #include "launcher/backend.h"
+#include "launcher/callback_threads.h"
 #include "launcher/live_ranges.h"
 #include "launcher/ready_queue.h"
 #include "launcher/run_options.h"
@@ -41,9 +43,9 @@ struct RunReport {
   int64_t copied_outputs = 0;
   int64_t realigned_bytes = 0;
   bool cancelled = false;
-  // Results that some vertex had begun to write: of a run that failed these are neither what they
-  // were nor what they should be. In order.
-  std::vector<int32_t> touched_results;
+  // By result, whether some vertex had begun to write it: of a run that failed it is then neither
+  // what it was nor what it should be.
+  std::vector<uint8_t> touched_results;
   // The first vertex that failed, -1 if none did (or the failure came before the first vertex).
   int32_t error_vertex = -1;
   // Empty when the run succeeded.
@@ -90,6 +92,8 @@ class Run {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start_).count();
   }
 
+  // What the end needs if there is a callback; throws as CallbackThreads::Prepare.
+  void PrepareCallback();
   // Before the first vertex. False if the run ends here: it has failed, or has no vertices.
   bool Begin();
   // Resolves the address of every version.
@@ -103,18 +107,28 @@ class Run {
   bool ReleasesAtIssue(int32_t lane) const { return !options_.check && backend_->IsInOrder(lane); }
   void End(int32_t vertex_id);
   void Fail(int32_t vertex_id, std::string message);
+  // With an exception's message. Does not throw, even without memory for that.
+  void FailWith(int32_t vertex_id, const std::exception& cause);
   void Delay(int32_t vertex_id, uint64_t salt) const;
-  // After the last vertex: gives the backend back and writes the report.
+  // After the last vertex: gives the backend back and writes the report. Neither this nor
+  // NotifyDone allocates: they are called on a lane, where nobody could be told of a failure.
   void End();
   void NotifyDone() EXCLUDES(mutex_);
-  void AddTouchedResults(int32_t vertex_id, std::vector<int32_t>* touched) const;
+  void NoteTouchedResults(int32_t vertex_id, RunReport* report) const;
 
   const std::shared_ptr<const LoadedPlan> plan_;
   // Let go before the end is made known, so that the last owner of a backend (and of the client and
   // launcher behind it) is never a lane, which could not join itself.
   std::shared_ptr<Backend> backend_;
   const RunOptions options_;
-  std::function<void(const std::shared_ptr<const RunReport>&)> done_callback_;
+  // The caller's, and the report for it. What it owns ends on its own thread and never on a lane,
+  // so this is let go of before the task is posted.
+  struct Callback {
+    std::function<void(const std::shared_ptr<const RunReport>&)> function;
+    std::shared_ptr<const RunReport> report;
+  };
+  std::shared_ptr<Callback> callback_;  // null if there is none
+  std::unique_ptr<CallbackThreads::Task> callback_task_;
   RunContext context_;
   std::vector<std::shared_ptr<void>> owners_;
   Clock::time_point start_;
@@ -144,10 +158,14 @@ class Run {
   int32_t error_vertex_ = -1;
   std::string error_message_;
 
+  std::shared_ptr<Run> next_ended_;  // the launcher's: runs that ended without a vertex
+
   mutable Mutex mutex_;
   CondVar ended_;
   bool done_ GUARDED_BY(mutex_) = false;
-  std::shared_ptr<RunReport> report_ GUARDED_BY(mutex_);
+  // Null until the end, when it becomes what `draft_` was.
+  std::shared_ptr<const RunReport> report_ GUARDED_BY(mutex_);
+  std::shared_ptr<RunReport> draft_;
 };
 
 }  // namespace jaxoffload

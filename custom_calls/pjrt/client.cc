@@ -72,6 +72,7 @@ std::shared_ptr<Client> Client::Create(const std::string& plugin_path, int32_t n
 std::shared_ptr<Client> Client::Adopt(const std::string& plugin_path, PJRT_Client* client,
                                       std::vector<int32_t> ordinals,
                                       const std::string& driver_path) {
+  if (client == nullptr) throw std::invalid_argument("Client: client=0 is no address of a client");
   const PJRT_Api* const api = FindPlugin(plugin_path);
   JO_PJRT_ARGS(PJRT_Client_AddressableDevices, devices);
   devices.client = client;
@@ -107,7 +108,7 @@ Client::Client(const PJRT_Api* api, PJRT_Client* client, bool is_ours,
 
 Client::~Client() {
   launcher_.Shutdown();
-  if (!is_ours_) return;
+  if (!is_ours_ || IsForked()) return;
   JO_PJRT_ARGS(PJRT_Client_Destroy, args);
   args.client = client_;
   PJRT_Error* const error = api_->PJRT_Client_Destroy(&args);
@@ -143,6 +144,7 @@ std::vector<std::pair<std::string, Client::Attribute>> Client::attributes() cons
 }
 
 std::shared_ptr<Executable> Client::Compile(const std::string& code, const std::string& options) {
+  home_.CheckNotForked();
   static const char kFormat[] = "mlir";
   PJRT_Program program;
   std::memset(&program, 0, sizeof(program));
@@ -161,6 +163,9 @@ std::shared_ptr<Executable> Client::Compile(const std::string& code, const std::
 }
 
 std::shared_ptr<Executable> Client::AdoptExecutable(PJRT_LoadedExecutable* loaded) {
+  if (loaded == nullptr) {
+    throw std::invalid_argument("Client: executable=0 is no address of an executable");
+  }
   return std::make_shared<Executable>(shared_from_this(), loaded, false);
 }
 
@@ -187,6 +192,7 @@ class TrimBackend : public Backend {
 }  // namespace
 
 void Client::Trim() {
+  if (IsForked()) return;  // no run has used anything here, nor will
   PlanArrays empty;
   empty.succ_offsets = empty.input_offsets = empty.output_offsets = empty.dims_offsets = {0};
   auto plan = std::make_shared<LoadedPlan>(LoadedPlan::Load(std::move(empty), num_devices(), 0));
@@ -202,7 +208,7 @@ Executable::Executable(std::shared_ptr<Client> client, PJRT_LoadedExecutable* lo
 }
 
 Executable::~Executable() {
-  if (!is_ours_) return;
+  if (!is_ours_ || client_->IsForked()) return;
   JO_PJRT_ARGS(PJRT_LoadedExecutable_Destroy, args);
   args.executable = loaded_;
   PJRT_Error* const error = client_->api()->PJRT_LoadedExecutable_Destroy(&args);

@@ -11,6 +11,7 @@
 #include <variant>
 #include <vector>
 
+#include "base/process.h"
 #include "launcher/launcher.h"
 #include "pjrt/api.h"
 #include "pjrt/platform.h"
@@ -45,7 +46,7 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // Compiles StableHLO (text, bytecode, or a portable artifact) with a serialized
   // CompileOptionsProto. Any thread; compilations go on side by side. Throws std::runtime_error
-  // with XLA's message.
+  // with XLA's message, and in a forked child, where XLA would wait for threads that are not there.
   std::shared_ptr<Executable> Compile(const std::string& code, const std::string& options);
 
   // One that somebody else has compiled on this client, and keeps alive.
@@ -61,6 +62,10 @@ class Client : public std::enable_shared_from_this<Client> {
   // Ends the launcher; later runs are refused. For the end of the process.
   void Shutdown() { launcher_.Shutdown(); }
 
+  // Whether this is a forked child, where nothing of XLA's may be used, or destroyed: that would
+  // wait for threads that are not there.
+  bool IsForked() const { return home_.IsForked(); }
+
   const PJRT_Api* api() const { return api_; }
   PJRT_Client* get() const { return client_; }
   int32_t num_devices() const { return static_cast<int32_t>(devices_.size()); }
@@ -74,6 +79,7 @@ class Client : public std::enable_shared_from_this<Client> {
   Client(const PJRT_Api* api, PJRT_Client* client, bool is_ours, std::vector<PJRT_Device*> devices,
          std::unique_ptr<Platform> platform, std::shared_ptr<CudaDriver> driver);
 
+  const HomeProcess home_;
   const PJRT_Api* const api_;
   PJRT_Client* const client_;
   const bool is_ours_;

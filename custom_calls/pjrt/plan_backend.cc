@@ -109,6 +109,7 @@ PlanBackend::PlanBackend(std::shared_ptr<Client> client, std::shared_ptr<const L
 
 PlanBackend::~PlanBackend() {
   HostBlock::Global().Forget(plan_->host_bytes());
+  if (client_->IsForked()) return;
   for (Slot& slot : slots_) Drop(slot);
   const std::vector<int64_t>& arena_bytes = plan_->arena_bytes();
   for (size_t device = 0; device < arena_bytes.size(); ++device) {
@@ -201,7 +202,13 @@ void PlanBackend::CheckPlace(int32_t version_id, int32_t device) const {
   };
   int64_t bytes = ItemBytes(plan_->dtype(version_id));
   if (bytes == 0) Refuse(entry("dtype", plan_->dtype(version_id)) + " has no whole bytes");
-  for (int64_t d = 0; d < plan_->num_dims(version_id); ++d) bytes *= plan_->dims(version_id)[d];
+  bool fits = true;
+  for (int64_t d = 0; d < plan_->num_dims(version_id); ++d) {
+    fits = fits && !__builtin_mul_overflow(bytes, plan_->dims(version_id)[d], &bytes);
+  }
+  if (!fits) {
+    Refuse(entry("bytes", plan_->bytes(version_id)) + ", but its shape has 2^63 or more");
+  }
   if (bytes != plan_->bytes(version_id)) {
     Refuse(entry("bytes", plan_->bytes(version_id)) + ", but its shape has " +
            std::to_string(bytes));

@@ -8,6 +8,10 @@
 namespace jaxoffload {
 namespace {
 
+// Of any range: more than any memory has, and so little that such numbers can be rounded up and
+// added.
+constexpr int64_t kMostBytes = int64_t{1} << 60;
+
 [[noreturn]] void Refuse(const std::string& what) { throw std::invalid_argument("Plan: " + what); }
 
 std::string Entry(const char* name, int64_t position, int64_t value) {
@@ -84,12 +88,16 @@ void CheckVersions(const PlanArrays& a) {
   CheckLength("dtype", a.dtype, num_versions);
   CheckOffsets("dims_offsets", a.dims_offsets, num_versions, a.dims.size());
   CheckBounds("space", a.space, 0, 5);
-  CheckBounds("argument_bytes", a.argument_bytes, 0, INT64_MAX);
-  CheckBounds("result_bytes", a.result_bytes, 0, INT64_MAX);
-  CheckBounds("arena_bytes", a.arena_bytes, 0, INT64_MAX);
+  CheckBounds("argument_bytes", a.argument_bytes, 0, kMostBytes);
+  CheckBounds("result_bytes", a.result_bytes, 0, kMostBytes);
+  CheckBounds("arena_bytes", a.arena_bytes, 0, kMostBytes);
   CheckBounds("dims", a.dims, 0, INT64_MAX);
-  if (a.host_bytes < 0) Refuse("host_bytes is negative");
-  if (a.disk_bytes < 0) Refuse("disk_bytes is negative");
+  for (const auto& [name, bytes] : {std::pair<const char*, int64_t>{"host_bytes", a.host_bytes},
+                                    std::pair<const char*, int64_t>{"disk_bytes", a.disk_bytes}}) {
+    if (bytes >= 0 && bytes < kMostBytes) continue;
+    Refuse(std::string(name) + "=" + std::to_string(bytes) + " is outside [0, " +
+           std::to_string(kMostBytes) + ")");
+  }
   if (!a.argument_on_disk.empty()) {
     CheckLength("argument_on_disk", a.argument_on_disk, a.argument_bytes.size());
   }

@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <limits>
 #include <numeric>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace jaxoffload {
@@ -53,7 +56,9 @@ class Placer {
       int64_t crowd = 0;
       for (int s = first_[i]; s < last_[i]; ++s) crowd = std::max(crowd, waiting_bytes_[s]);
       const int64_t width = upper[i] - lower[i];
-      features_.push_back({width, width * size_[i], crowd, size_[i], upper[i]});
+      int64_t area;  // orders only, so the largest may be all alike
+      if (__builtin_mul_overflow(width, size_[i], &area)) area = INT64_MAX;
+      features_.push_back({width, area, crowd, size_[i], upper[i]});
     }
     floor_.assign(num_sections_, 0);
     least_.assign(count_, 0);
@@ -240,13 +245,40 @@ class Placer {
   std::vector<int64_t> found_;
 };
 
+// Returns all bytes together.
+int64_t Check(const std::vector<int64_t>& lower, const std::vector<int64_t>& upper,
+              const std::vector<int64_t>& size) {
+  const auto refuse = [](const std::string& what) {
+    throw std::invalid_argument("place_intervals: " + what);
+  };
+  if (lower.size() != size.size() || upper.size() != size.size()) {
+    refuse("lower, upper and size have " + std::to_string(lower.size()) + ", " +
+           std::to_string(upper.size()) + " and " + std::to_string(size.size()) + " entries");
+  }
+  int64_t total = 0;
+  for (size_t i = 0; i < size.size(); ++i) {
+    int64_t width;
+    if (lower[i] >= upper[i] || size[i] <= 0 ||
+        __builtin_sub_overflow(upper[i], lower[i], &width)) {
+      refuse("buffer " + std::to_string(i) + " lives in [" + std::to_string(lower[i]) + ", " +
+             std::to_string(upper[i]) + ") and has " + std::to_string(size[i]) + " bytes");
+    }
+    if (__builtin_add_overflow(total, size[i], &total) || total > INT64_MAX / kCapacities) {
+      refuse("all buffers together have more bytes than can be added up");
+    }
+  }
+  return total;
+}
+
 }  // namespace
 
 std::vector<int64_t> PlaceIntervals(const std::vector<int64_t>& lower,
                                     const std::vector<int64_t>& upper,
                                     const std::vector<int64_t>& size, int64_t capacity,
                                     int64_t max_steps) {
-  return Placer(lower, upper, size, capacity).Run(max_steps);
+  const int64_t total = Check(lower, upper, size);
+  if (size.empty()) return {};
+  return Placer(lower, upper, size, std::min(capacity, total)).Run(max_steps);
 }
 
 }  // namespace jaxoffload

@@ -20,7 +20,8 @@ namespace jaxoffload {
 
 // Buffer i lives in [lower[i], upper[i]) and takes size[i] > 0 bytes; lower[i] < upper[i].
 // `max_steps` buffers are placed at most, all tries together. Empty if nothing was found; something
-// may exist. Deterministic.
+// may exist. Deterministic. Throws std::invalid_argument: lists of several lengths, an empty
+// interval or buffer, or numbers whose sums have no room in 64 bits.
 std::vector<int64_t> PlaceIntervals(const std::vector<int64_t>& lower,
                                     const std::vector<int64_t>& upper,
                                     const std::vector<int64_t>& size, int64_t capacity,

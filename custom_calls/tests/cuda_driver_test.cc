@@ -1,5 +1,7 @@
 // The driver behind its table, on the fake one; and the host tier pinned for it.
 
+#include <dlfcn.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -75,10 +77,11 @@ TEST(RangesInUseArePinnedAndGoWhole) {
         for (size_t i = 0; i < pinned.size(); ++i) {
           if (pinned[i] == place) {
             pinned.erase(pinned.begin() + i);
-            return;
+            return true;
           }
         }
         CHECK(false);
+        return false;
       });
   CHECK(pinned.size() == 1);
   CHECK(block.IsPinned(early, 5000));
@@ -103,6 +106,42 @@ TEST(RangesInUseArePinnedAndGoWhole) {
   block.Free(early);
   block.ReleaseFree();
   CHECK(block.stats().pinned_bytes <= kPin);
+}
+
+// The device goes on using the pages that it knows, so nobody else may get their addresses' others.
+TEST(PagesThatStayPinnedAreNotGivenBack) {
+  constexpr int64_t kPin = HostBlock::kPinBytes;
+  HostBlock block(4 * kPin, 64 * kPin);
+  bool allowed = false;
+  block.PinWith([](char*, int64_t) { return true; }, [&](char*) { return allowed; });
+  char* const place = block.Allocate(2 * kPin);
+  std::memset(place, 7, 2 * kPin);
+  block.Free(place);
+  block.ReleaseFree();
+  CHECK(block.stats().num_unpin_failures == 2);
+  CHECK(block.stats().pinned_bytes == 2 * kPin);
+  CHECK(block.stats().kept_bytes == 2 * kPin);
+  CHECK(block.Allocate(2 * kPin) == place);
+  CHECK(place[0] == 7 && place[2 * kPin - 1] == 7);  // the same pages, still pinned
+  CHECK(block.IsPinned(place, 2 * kPin));
+  block.Free(place);
+  allowed = true;
+  block.ReleaseFree();
+  CHECK(block.stats().pinned_bytes == 0);
+  CHECK(block.stats().kept_bytes == 0);
+}
+
+TEST(AContextThatOthersMadeCurrentIsReplaced) {
+  setenv("FAKE_CUDA_DEVICES", "2", 1);
+  const std::shared_ptr<CudaDriver> driver = CudaDriver::Load(FAKE_CUDA);
+  driver->Use(0);
+  void* const library = dlopen(FAKE_CUDA, RTLD_NOW | RTLD_NOLOAD);
+  const auto set_current = reinterpret_cast<int (*)(void*)>(dlsym(library, "cuCtxSetCurrent"));
+  CHECK(set_current(nullptr) == 0);
+  size_t free = 0;
+  size_t total = 0;
+  driver->MemoryInfo(0, &free, &total);  // throws without a context
+  CHECK(total > 0);
 }
 
 }  // namespace

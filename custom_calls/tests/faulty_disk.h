@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <thread>
 
 #include "tiers/disk_engine.h"
@@ -27,16 +28,26 @@ class FaultyDisk : public DiskCalls {
   std::atomic<bool> flip_next_read{false};
   // Every call waits so long.
   std::atomic<int> delay_us{0};
+  // Called before each call, if set before the first.
+  std::function<void()> before_call;
+  // What was seen: calls, those that O_DIRECT forbids on some drives, and the end of what was
+  // written.
+  std::atomic<int> num_calls{0};
+  std::atomic<int> num_misaligned{0};
+  std::atomic<int64_t> written_end{0};
 
   ssize_t Read(int fd, char* address, int64_t bytes, int64_t offset) override {
-    if (!Works()) return -1;
+    if (!Works(address, bytes, offset)) return -1;
     const ssize_t answer = DiskCalls::Read(fd, address, Most(bytes), offset);
     if (answer > 0 && flip_next_read.exchange(false)) address[answer / 2] ^= 4;
     return answer;
   }
 
   ssize_t Write(int fd, const char* address, int64_t bytes, int64_t offset) override {
-    if (!Works()) return -1;
+    if (!Works(address, bytes, offset)) return -1;
+    int64_t end = written_end;
+    while (end < offset + bytes && !written_end.compare_exchange_weak(end, offset + bytes)) {
+    }
     return DiskCalls::Write(fd, address, Most(bytes), offset);
   }
 
@@ -45,7 +56,12 @@ class FaultyDisk : public DiskCalls {
     return most_bytes > 0 ? std::min<int64_t>(bytes, most_bytes) : bytes;
   }
 
-  bool Works() {
+  bool Works(const char* address, int64_t bytes, int64_t offset) {
+    ++num_calls;
+    const auto bits = reinterpret_cast<uintptr_t>(address) | static_cast<uintptr_t>(bytes) |
+                      static_cast<uintptr_t>(offset);
+    if (bits % 4096 != 0) ++num_misaligned;
+    if (before_call) before_call();
     if (delay_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
     if (interruptions > 0 && interruptions.fetch_sub(1) > 0) {
       errno = EINTR;

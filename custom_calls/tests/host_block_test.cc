@@ -135,7 +135,8 @@ TEST(HostBlockTellsOfHoles) {
 
 TEST(HostBlockRefusesWhatDoesNotFit) {
   HostBlock block(kMiB, 64 * kMiB);
-  for (const int64_t bytes : {128 * kMiB, int64_t{-1}}) {
+  for (const int64_t bytes :
+       {128 * kMiB, int64_t{-1}, int64_t{1} << 62, INT64_MAX - 4096, INT64_MAX, INT64_MIN}) {
     bool refused = false;
     try {
       block.Allocate(bytes);
@@ -144,7 +145,16 @@ TEST(HostBlockRefusesWhatDoesNotFit) {
     }
     CHECK(refused);
   }
-  block.Free(block.Allocate(0));
+  char* const place = block.Allocate(0);
+  for (const int64_t bytes : {INT64_MAX, INT64_MAX - 4096, int64_t{-1}}) {
+    CHECK(!block.IsPinned(place, bytes));
+  }
+  block.Free(place);
+  block.Expect(INT64_MAX);
+  block.Free(block.Allocate(8 * kMiB));
+  CHECK_EQ(block.stats().kept_bytes, 8 * kMiB);
+  block.Forget(INT64_MAX);
+  CHECK(block.stats().kept_bytes <= kMiB);
 }
 
 TEST(HostBlockEndsTheProcessWhenMisused) {

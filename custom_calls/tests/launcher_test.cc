@@ -9,9 +9,12 @@
 #include <thread>
 #include <vector>
 
+#include "base/thread.h"
 #include "launcher/callback_threads.h"
 #include "tests/check.h"
 #include "tests/fake_backend.h"
+#include "tests/fork.h"
+#include "tests/no_memory.h"
 #include "tests/plan_maker.h"
 
 namespace jaxoffload::testing {
@@ -309,16 +312,198 @@ TEST(LauncherCallbacksMayWaitForOtherRuns) {
   CHECK(first.right() && second.right());
 }
 
+void Post(CallbackThreads& threads, std::function<void()> body) {
+  threads.Post(threads.Prepare(std::move(body)));
+}
+
 TEST(CallbackThreadsRunTasksThatWaitForEachOther) {
   // The tasks' own, for they look at it when the test may have ended.
   const auto left = std::make_shared<std::atomic<int>>(8);
   for (int i = 0; i < 8; ++i) {
-    CallbackThreads::Global().Post([left] {
+    Post(CallbackThreads::Global(), [left] {
       --*left;
       while (*left > 0) std::this_thread::yield();
     });
   }
   while (*left > 0) std::this_thread::yield();
+}
+
+TEST(CallbackThreadsMakeDoWithThoseThatThereAre) {
+  auto* const threads = new CallbackThreads;  // theirs for good
+  threads_left = 0;
+  CHECK_THROWS(threads->Prepare([] {}), "ulimit -u");
+  threads_left = 1;
+  const auto order = std::make_shared<std::vector<int>>();
+  const auto left = std::make_shared<std::atomic<int>>(5);
+  for (int i = 0; i < 5; ++i) {
+    Post(*threads, [=] {
+      order->push_back(i);  // by one thread
+      --*left;
+    });
+  }
+  while (*left > 0) std::this_thread::yield();
+  CHECK_EQ(Text(*order), "0 1 2 3 4 ");
+  threads_left = -1;
+}
+
+TEST(LauncherSaysWhenThereAreNoThreadsAndTriesAgain) {
+  for (const int32_t window : {0, 4}) {
+    const int32_t needed = window > 0 ? 2 * kNumLanes : kNumLanes;
+    const auto plan = RandomPlan(1, 60).Load();
+    const auto backend = std::make_shared<FakeBackend>(plan, std::make_shared<FakeMemory>());
+    Launcher launcher(kNumLanes, window);
+    for (const int32_t there_are : {0, 1, needed - 1, needed}) {
+      Arrays arrays(*plan, there_are);
+      const auto run = std::make_shared<Run>(plan, backend, arrays.arguments(), arrays.results(),
+                                             Options(Policy::kWorkConserving));
+      threads_left = there_are;
+      if (there_are < needed) {
+        CHECK_THROWS(launcher.Submit(run), "no thread can be started");
+        CHECK_EQ(backend->num_begun.load(), 0);
+        continue;
+      }
+      launcher.Submit(run);
+      run->Wait();
+      CHECK_EQ(run->report()->error_message, "");
+      CHECK(arrays.right());
+    }
+    threads_left = -1;
+  }
+}
+
+// On a lane nobody could be told: from Backend::End on, nothing is allocated.
+TEST(LauncherEndsRunsWithoutMemory) {
+  struct Backend : FakeBackend {
+    using FakeBackend::FakeBackend;
+    void End(RunContext& context) override {
+      FakeBackend::End(context);
+      no_memory = true;
+    }
+    void Begin(RunContext& context) override {
+      FakeBackend::Begin(context);
+      no_memory = false;
+    }
+  };
+  const auto plan = RandomPlan(2, 40).Load();
+  const auto backend = std::make_shared<Backend>(plan, std::make_shared<FakeMemory>());
+  Launcher launcher(kNumLanes);
+  for (const char* how : {"right", "fails", "cancelled", "fails in Begin"}) {
+    const bool fails = std::string(how) == "fails";
+    const bool is_cancelled = std::string(how) == "cancelled";
+    Arrays arrays(*plan, 1);
+    std::atomic<bool> done{false};
+    std::string error;
+    auto run = std::make_shared<Run>(plan, backend, arrays.arguments(), arrays.results(),
+                                     Options(Policy::kWorkConserving),
+                                     [&](const std::shared_ptr<const RunReport>& report) {
+                                       error = report->error_message;
+                                       done = true;
+                                     });
+    backend->failing = fails ? 5 : std::string(how) == "fails in Begin" ? -2 : -1;
+    if (is_cancelled) run->Cancel();
+    launcher.Submit(run);
+    no_memory = false;  // where the run ended on this thread
+    while (!done) std::this_thread::yield();
+    CHECK_EQ(error, fails                    ? "vertex fails"
+                    : is_cancelled           ? "the run was cancelled"
+                    : backend->failing == -2 ? "begin fails"
+                                             : "");
+  }
+}
+
+TEST(LauncherRunsWhatIsQueuedInTheOrderOfSubmission) {
+  struct Backend : FakeBackend {
+    using FakeBackend::FakeBackend;
+    std::function<void()> on_begin;
+    void Begin(RunContext& context) override {
+      FakeBackend::Begin(context);
+      on_begin();
+    }
+  };
+  Fixture f(GateAndMany({0}).Load());
+  std::atomic<bool> release{false};
+  f.backend->on_execute = [&](int32_t) {
+    while (!release) std::this_thread::yield();
+  };
+  Arrays arrays(*f.plan, 0);
+  const auto first = f.Submit(arrays, Options(Policy::kFixed));
+  std::vector<int> order;  // one run begins at a time
+  std::vector<std::shared_ptr<Run>> runs;
+  for (int i = 0; i < 5; ++i) {
+    const auto backend = std::make_shared<Backend>(f.plan, f.memory);
+    backend->on_begin = [&order, i] { order.push_back(i); };
+    runs.push_back(std::make_shared<Run>(f.plan, backend, arrays.arguments(), arrays.results(),
+                                         Options(Policy::kFixed)));
+    f.launcher.Submit(runs.back());
+  }
+  release = true;
+  for (const auto& run : runs) run->Wait();
+  CHECK_EQ(Text(order), "0 1 2 3 4 ");
+}
+
+TEST(LauncherRefusesAForkedChild) {
+  auto f = std::make_unique<Fixture>(RandomPlan(4, 40).Load());
+  Arrays arrays(*f->plan, 0);
+  CHECK_EQ(f->RunAndWait(arrays, Options(Policy::kFixed))->error_message, "");
+  MustPassInChild([&] {
+    CHECK_THROWS(f->Submit(arrays, Options(Policy::kFixed)), "'spawn' or 'forkserver'");
+    f->launcher.Shutdown();
+    f.reset();
+  });
+  CHECK_EQ(f->RunAndWait(arrays, Options(Policy::kFixed))->error_message, "");
+  CHECK(arrays.right());
+}
+
+TEST(LauncherResolvesEveryTiersAddress) {
+  struct Backend : FakeBackend {
+    using FakeBackend::FakeBackend;
+    char* DiskBase() override { return reinterpret_cast<char*>(uintptr_t{1} << 63); }
+    bool Execute(int32_t, RunContext& context, std::string*) override {
+      address = context.address;
+      return true;
+    }
+    std::vector<char*> address;
+  };
+  PlanMaker maker;
+  const int32_t argument = maker.Version(Space::kArgument, 0, 0, 64);
+  const int32_t up = maker.Version(Space::kDevice, 1, 128, 64);
+  maker.Copy(Kind::kReload, argument, up, 1);
+  maker.Copy(Kind::kOffload, up, maker.Version(Space::kHost, 0, 192, 64), 1);
+  maker.Copy(Kind::kOffload, up, maker.Version(Space::kResult, 0, 0, 64), 1);
+  PlanArrays arrays = maker.Arrays();
+  // A version on disk that no vertex touches.
+  arrays.space.push_back(static_cast<uint8_t>(Space::kDisk));
+  arrays.index.push_back(0);
+  arrays.offset.push_back(320);
+  arrays.bytes.push_back(64);
+  arrays.dtype.push_back(6);
+  arrays.dims.push_back(64);
+  arrays.dims_offsets.push_back(static_cast<int64_t>(arrays.dims.size()));
+  arrays.disk_bytes = 384;
+  const auto plan = std::make_shared<LoadedPlan>(LoadedPlan::Load(arrays, PlanMaker::kDevices, 1));
+  const auto memory = std::make_shared<FakeMemory>();
+  const auto backend = std::make_shared<Backend>(plan, memory);
+  Launcher launcher(kNumLanes);
+  Arrays given(*plan, 0);
+  const auto run = std::make_shared<Run>(plan, backend, given.arguments(), given.results(),
+                                         Options(Policy::kFixed));
+  launcher.Submit(run);
+  run->Wait();
+  const std::vector<char*> wanted = {given.arguments()[0], memory->device[1].data() + 128,
+                                     memory->host.data() + 192, given.results()[0],
+                                     backend->DiskBase() + 320};
+  CHECK(backend->address == wanted);
+}
+
+TEST(CopiesStopWhenTheRunStops) {
+  std::atomic<bool> abort{true};
+  const std::vector<char> from(100, 'x');
+  std::vector<char> to(100, 'o');
+  CopyBytes(to.data(), from.data(), 100, abort);
+  CHECK(to == std::vector<char>(100, 'o'));
+  abort = false;
+  CopyBytes(to.data(), from.data(), 100, abort);
+  CHECK(to == from);
 }
 
 TEST(LauncherReportsBytesThatMoved) {

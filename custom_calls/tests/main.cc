@@ -1,8 +1,25 @@
 // Runs the tests of this folder: see check.h.
 
+#include <cstdlib>
 #include <cstring>
+#include <new>
 
 #include "tests/check.h"
+#include "tests/no_memory.h"
+
+namespace jaxoffload::testing {
+
+thread_local bool no_memory = false;
+
+}  // namespace jaxoffload::testing
+
+void* operator new(size_t bytes) {
+  void* const found = jaxoffload::testing::no_memory ? nullptr : std::malloc(bytes);
+  if (found == nullptr) throw std::bad_alloc();
+  return found;
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 int main(int argc, char** argv) {
   using jaxoffload::testing::Registry;

@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <set>
@@ -11,6 +12,7 @@
 #include "launcher/inbox.h"
 #include "launcher/ready_queue.h"
 #include "plan/loaded_plan.h"
+#include "plan/place_intervals.h"
 #include "tests/check.h"
 #include "tests/plan_maker.h"
 #include "tiers/arena.h"
@@ -101,7 +103,7 @@ TEST(LoadedPlanNamesTheArrayThatIsWrong) {
       {[](PlanArrays& a) { a.argument_on_disk = {1}; }, "inputs[0]=0 is in a tier"},
       {[](PlanArrays& a) { a.result_on_disk = {1}; }, "outputs[2]=3 is in a tier"},
       {[](PlanArrays& a) { a.result_on_disk = {1, 1}; }, "result_on_disk has 2 entries"},
-      {[](PlanArrays& a) { a.disk_bytes = -1; }, "disk_bytes is negative"},
+      {[](PlanArrays& a) { a.disk_bytes = -1; }, "disk_bytes=-1 is outside [0, "},
       {[](PlanArrays& a) { a.lane[2] = 8; }, "lane[2]=8 is outside [0, 8)"},
       {[](PlanArrays& a) { a.lane[1] = 1; }, "lane[1]=1 is not a compute lane"},
       {[](PlanArrays& a) { a.lane.pop_back(); }, "lane has 2 entries, expected 3"},
@@ -135,7 +137,15 @@ TEST(LoadedPlanNamesTheArrayThatIsWrong) {
       {[](PlanArrays& a) { a.arena_bytes = {128, 0, 0}; }, "the client has 2 devices"},
       {[](PlanArrays& a) { a.donated = {0}; }, "donated is not a list of pairs"},
       {[](PlanArrays& a) { a.donated = {0, 1}; }, "donated names argument 0 and result 1"},
-      {[](PlanArrays& a) { a.host_bytes = -1; }, "host_bytes is negative"},
+      {[](PlanArrays& a) { a.host_bytes = -1; }, "host_bytes=-1 is outside [0, "},
+      {[](PlanArrays& a) { a.host_bytes = INT64_MAX; },
+       "host_bytes=9223372036854775807 is outside"},
+      {[](PlanArrays& a) { a.disk_bytes = INT64_MAX; },
+       "disk_bytes=9223372036854775807 is outside"},
+      {[](PlanArrays& a) { a.arena_bytes[0] = INT64_MAX; },
+       "arena_bytes[0]=9223372036854775807 is"},
+      {[](PlanArrays& a) { a.argument_bytes[0] = INT64_MAX; }, "argument_bytes[0]=92233720368547"},
+      {[](PlanArrays& a) { a.result_bytes[0] = INT64_MAX; }, "result_bytes[0]=9223372036854775807"},
   };
   for (const auto& each : kCases) {
     PlanArrays arrays = SmallPlan().Arrays();
@@ -157,6 +167,62 @@ TEST(LoadedPlanRefusesReadingWhatIsNeverWritten) {
   arrays.outputs[0] = 2;
   arrays.overwritten[1] = -1;
   CHECK_THROWS(LoadedPlan::Load(arrays, PlanMaker::kDevices, 1), "Plan: ");
+}
+
+// The bytes that are needed at once, and so the least capacity that can do.
+int64_t MostAtOnce(const std::vector<int64_t>& lower, const std::vector<int64_t>& upper,
+                   const std::vector<int64_t>& size) {
+  int64_t most = 0;
+  for (const int64_t time : lower) {
+    int64_t now = 0;
+    for (size_t i = 0; i < size.size(); ++i) {
+      if (lower[i] <= time && time < upper[i]) now += size[i];
+    }
+    most = std::max(most, now);
+  }
+  return most;
+}
+
+TEST(PlacementKeepsWithinTheCapacity) {
+  int num_found = 0;
+  for (uint64_t seed = 0; seed < 300; ++seed) {
+    Random random(seed);
+    std::vector<int64_t> lower, upper, size;
+    for (int i = 0; i < 16; ++i) {
+      lower.push_back(random.Below(10));
+      upper.push_back(lower.back() + 1 + random.Below(6));
+      size.push_back(1 + random.Below(20));
+    }
+    // Where nothing can be spared, one byte too many is soon taken.
+    const int64_t capacity = MostAtOnce(lower, upper, size);
+    CHECK(PlaceIntervals(lower, upper, size, capacity - 1, 10000).empty());
+    const std::vector<int64_t> found = PlaceIntervals(lower, upper, size, capacity, 10000);
+    if (found.empty()) continue;
+    ++num_found;
+    for (size_t i = 0; i < size.size(); ++i) {
+      CHECK(found[i] >= 0 && found[i] + size[i] <= capacity);
+      for (size_t j = 0; j < i; ++j) {
+        CHECK(upper[i] <= lower[j] || upper[j] <= lower[i] || found[i] + size[i] <= found[j] ||
+              found[j] + size[j] <= found[i]);
+      }
+    }
+  }
+  CHECK(num_found > 250);
+}
+
+TEST(PlacementRefusesWhatItCannotAddUp) {
+  CHECK_THROWS(PlaceIntervals({0, 0}, {1, 1}, {1}, 9, 9), "2, 2 and 1 entries");
+  CHECK_THROWS(PlaceIntervals({0}, {1, 1}, {1, 1}, 9, 9), "1, 2 and 2 entries");
+  CHECK_THROWS(PlaceIntervals({0, 3}, {1, 3}, {1, 1}, 9, 9), "buffer 1 lives in [3, 3)");
+  CHECK_THROWS(PlaceIntervals({0}, {1}, {0}, 9, 9), "has 0 bytes");
+  CHECK_THROWS(PlaceIntervals({0}, {1}, {-5}, 9, 9), "has -5 bytes");
+  CHECK_THROWS(PlaceIntervals({INT64_MIN}, {INT64_MAX}, {1}, 9, 9), "buffer 0 lives in");
+  CHECK_THROWS(PlaceIntervals({0, 0}, {1, 1}, {INT64_MAX, INT64_MAX}, INT64_MAX, 9), "added up");
+  CHECK(PlaceIntervals({}, {}, {}, 9, 9).empty());
+  const std::vector<int64_t> found =
+      PlaceIntervals({0, 0}, {INT64_MAX, INT64_MAX}, {8, 8}, INT64_MAX, INT64_MAX);
+  CHECK_EQ(found.size(), 2u);
+  CHECK_EQ(found[0] + found[1], 8);
 }
 
 TEST(ArenaGivesPagesBackWhenTheLargestLeaseEnds) {

@@ -2,7 +2,8 @@
 //
 // Two engines: io_uring, and a pool of threads that call pread and pwrite, for systems that refuse
 // io_uring. Both retry short transfers and interruptions, and both end only when nothing is in
-// flight any more, so that memory may be reused whatever happened.
+// flight any more, so that memory may be reused whatever happened. Both work in a forked child:
+// io_uring with rings of the child's own, the pool's threads being missing on the calling thread.
 
 #ifndef JAXOFFLOAD_TIERS_DISK_ENGINE_H_
 #define JAXOFFLOAD_TIERS_DISK_ENGINE_H_
@@ -40,8 +41,8 @@ class DiskEngine {
   virtual const char* name() const = 0;
 
   // Carries out all requests, in any order; `before` just before one is started, `after` once it is
-  // done, both while others are in flight. False, with *error set, when one fails or `abort` was
-  // set; then nothing is in flight any more. Any number of threads at once.
+  // done, both while others are in flight; neither may throw. False, with *error set, when one
+  // fails or `abort` was set; then nothing is in flight any more. Any number of threads at once.
   virtual bool Transfer(const std::vector<DiskRequest>& requests, const std::atomic<bool>& abort,
                         const Step& before, const Step& after, std::string* error) = 0;
 };
@@ -51,6 +52,9 @@ struct DiskProgress {
   int64_t done = 0;
   int tries = 0;
 };
+
+// The error of a transfer that `abort` has ended.
+inline constexpr char kStopped[] = "the run was stopped";
 
 // Takes account of a system call's answer (bytes, or -errno). True if the request is complete; else
 // *error is set on failure, and left alone when the rest is to be asked for again.
@@ -83,6 +87,7 @@ class DiskCalls {
   virtual ssize_t Write(int fd, const char* address, int64_t bytes, int64_t offset);
 };
 
+// Throws std::runtime_error where the system gives no thread.
 std::unique_ptr<DiskEngine> NewThreadEngine(int num_threads,
                                             std::shared_ptr<DiskCalls> calls = nullptr);
 

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #include "tiers/crc32c.h"
@@ -16,10 +17,14 @@
 namespace jaxoffload {
 namespace {
 
-constexpr int64_t kPage = 4096;                // what O_DIRECT asks of addresses and offsets
-constexpr int64_t kStripe = int64_t{1} << 20;  // bytes that follow one another in one folder
-constexpr int64_t kWindow = int64_t{8} << 20;  // of a transfer that goes through a buffer
+constexpr int64_t kPage = 4096;                   // what O_DIRECT asks of addresses and offsets
+constexpr int64_t kStripe = int64_t{1} << 20;     // bytes that follow one another in one folder
+constexpr int64_t kWindow = int64_t{8} << 20;     // of a transfer that goes through a buffer
+constexpr int64_t kMostBytes = int64_t{1} << 60;  // of a store: sums of two such do not overflow
 constexpr int64_t kBlock = DiskExtent::kBlock;
+
+// See KeepBytes. Relaxed: at the end of a process nobody waits for what it saves.
+std::atomic<bool> keep_bytes{false};
 
 int64_t Up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 int64_t Down(int64_t value, int64_t unit) { return value / unit * unit; }
@@ -134,87 +139,116 @@ DiskStore::~DiskStore() {
   for (const int fd : files_) close(fd);
 }
 
+int64_t DiskStore::FileEnd(size_t file, int64_t at) const {
+  const auto n = static_cast<int64_t>(files_.size());
+  const int64_t turn = kStripe * n;
+  const int64_t rest = at % turn - static_cast<int64_t>(file) * kStripe;
+  return at / turn * kStripe + std::min(std::max<int64_t>(rest, 0), kStripe);
+}
+
 template <typename F>
 void DiskStore::ForEachFile(int64_t start, int64_t bytes, F&& call) const {
-  // Stripe u is stripe u / n of file u % n, so a range of the store is one range of each file.
-  const auto n = static_cast<int64_t>(files_.size());
-  std::vector<std::pair<int64_t, int64_t>> range(files_.size(), {-1, -1});
-  const int64_t stop = start + bytes;
-  for (int64_t at = start; at < stop;) {
-    const int64_t unit = at / kStripe;
-    const int64_t end = std::min(stop, (unit + 1) * kStripe);
-    auto& [first, last] = range[unit % n];
-    const int64_t offset = unit / n * kStripe + at % kStripe;
-    if (first < 0) first = offset;
-    last = offset + (end - at);
-    // Whole turns in between add nothing but length.
-    at = end;
-  }
+  // The stripes of a contiguous range are a contiguous range of each file.
   for (size_t file = 0; file < files_.size(); ++file) {
-    if (range[file].first >= 0) {
-      call(file, range[file].first, range[file].second - range[file].first);
-    }
+    const int64_t begin = FileEnd(file, start);
+    const int64_t end = FileEnd(file, start + bytes);
+    if (begin < end) call(file, begin, end - begin);
   }
+}
+
+int64_t DiskStore::TakeRange(int64_t size, bool* is_new) {
+  MutexLock lock(mutex_);
+  auto best = free_.end();
+  for (auto it = free_.begin(); it != free_.end(); ++it) {
+    const int64_t length = it->second - it->first;
+    if (length >= size && (best == free_.end() || length < best->second - best->first)) best = it;
+  }
+  *is_new = best == free_.end();
+  int64_t start = end_;
+  if (*is_new) {
+    if (size > kMostBytes - end_) {
+      throw DiskError(ENOSPC, Join(paths_) + " has no room for " + std::to_string(size) +
+                                  " bytes. No file system has; is the shape right?");
+    }
+    end_ += size;
+  } else {
+    start = best->first;
+    const int64_t stop = best->second;
+    free_.erase(best);
+    if (start + size < stop) free_.emplace(start + size, stop);
+  }
+  reserved_ += size;
+  return start;
+}
+
+void DiskStore::TakeSpace(int64_t start, int64_t size, bool is_new) const {
+  const auto refuse = [&](size_t file, int code, int64_t length, uint64_t left) {
+    const std::string bytes = std::to_string(length) + " bytes";
+    if (code != ENOSPC && code != EDQUOT) Throw(code, paths_[file] + ": taking " + bytes);
+    Throw(code, paths_[file] + " has no room for " + bytes + " (" + std::to_string(left) +
+                    " are free). Free some, or name another folder");
+  };
+  const auto left = [&](size_t file) {
+    struct statvfs about;
+    if (fstatvfs(files_[file], &about) != 0) return std::numeric_limits<uint64_t>::max();
+    return static_cast<uint64_t>(about.f_bavail) * about.f_frsize;
+  };
+  // First of all, for a file system may fill the disk up before it says no.
+  if (is_new || !keeps_freed_space_.load(std::memory_order_relaxed)) {
+    ForEachFile(start, size, [&](size_t file, int64_t, int64_t length) {
+      const uint64_t found = left(file);
+      if (found < static_cast<uint64_t>(length)) refuse(file, ENOSPC, length, found);
+    });
+  }
+  ForEachFile(start, size, [&](size_t file, int64_t offset, int64_t length) {
+    int answer = 0;
+    do {
+      answer = fallocate(files_[file], 0, offset, length);
+    } while (answer != 0 && errno == EINTR);
+    if (answer == 0 || errno == EOPNOTSUPP) return;  // no such call there: no more can be done
+    const int code = errno;
+    refuse(file, code, length, left(file));
+  });
 }
 
 std::shared_ptr<DiskExtent> DiskStore::Reserve(int64_t bytes) {
   if (bytes < 0) {
     throw std::invalid_argument("DiskStore: " + std::to_string(bytes) + " bytes are negative.");
   }
-  const int64_t size = Up(bytes, kBlock);
-  int64_t start = 0;
-  {
-    MutexLock lock(mutex_);
-    auto best = free_.end();
-    for (auto it = free_.begin(); it != free_.end(); ++it) {
-      const int64_t length = it->second - it->first;
-      if (length >= size && (best == free_.end() || length < best->second - best->first)) best = it;
-    }
-    if (best != free_.end()) {
-      start = best->first;
-      const int64_t stop = best->second;
-      free_.erase(best);
-      if (start + size < stop) free_.emplace(start + size, stop);
-    } else {
-      start = end_;
-      end_ += size;
-    }
-    reserved_ += size;
+  if (home_.IsForked()) {
+    throw DiskError(EPERM, Join(paths_) + ": this process was forked off process " +
+                               std::to_string(home_.pid()) +
+                               ", whose file this is. Put the array on disk anew here, or start "
+                               "processes with multiprocessing's 'spawn' method");
   }
-  int code = 0;
-  std::string where;
-  ForEachFile(start, size, [&](size_t file, int64_t offset, int64_t length) {
-    if (code != 0) return;
-    int answer = 0;
-    do {
-      answer = fallocate(files_[file], 0, offset, length);
-    } while (answer != 0 && errno == EINTR);
-    if (answer == 0) return;
-    struct statvfs about;
-    const bool known = fstatvfs(files_[file], &about) == 0;
-    const auto left = known ? static_cast<int64_t>(about.f_bavail * about.f_frsize) : -1;
-    if (errno == EOPNOTSUPP && left >= length) return;  // no such call there: all that can be done
-    code = errno;
-    where = paths_[file] + " has no room for " + std::to_string(length) + " bytes (" +
-            std::to_string(left) + " are free). Free some, or name another folder";
-  });
-  if (code != 0) {
+  // The limit also keeps what is rounded up and added below from overflowing.
+  const int64_t size = Up(std::min(bytes, kMostBytes), kBlock);
+  bool is_new;
+  const int64_t start = TakeRange(size, &is_new);
+  std::unique_ptr<DiskExtent> extent;
+  try {
+    TakeSpace(start, size, is_new);
+    extent.reset(new DiskExtent(shared_from_this(), start, bytes));
+  } catch (...) {
     Free(start, size);
-    Throw(code, where);
+    throw;
   }
-  return std::shared_ptr<DiskExtent>(new DiskExtent(shared_from_this(), start, bytes));
+  return extent;
 }
 
-void DiskStore::Punch(int64_t start, int64_t bytes) const {
+void DiskStore::Punch(int64_t start, int64_t bytes) {
   ForEachFile(start, bytes, [&](size_t file, int64_t offset, int64_t length) {
     // Where the file system cannot, the space stays the store's and is reused.
-    fallocate(files_[file], FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, length);
+    if (fallocate(files_[file], FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, length) != 0) {
+      keeps_freed_space_.store(true, std::memory_order_relaxed);
+    }
   });
 }
 
 void DiskStore::Free(int64_t start, int64_t bytes) {
-  if (bytes == 0) return;
-  Punch(start, bytes);
+  // In a forked child the range is its parent's as before.
+  if (bytes == 0 || home_.IsForked()) return;
+  if (!keep_bytes.load(std::memory_order_relaxed)) Punch(start, bytes);
   MutexLock lock(mutex_);
   reserved_ -= bytes;
   int64_t stop = start + bytes;
@@ -234,6 +268,8 @@ void DiskStore::Free(int64_t start, int64_t bytes) {
     free_.emplace(start, stop);
   }
 }
+
+void DiskStore::KeepBytes() { keep_bytes.store(true, std::memory_order_relaxed); }
 
 DiskStore::Stats DiskStore::stats() const {
   Stats found;
@@ -292,7 +328,10 @@ bool DiskExtent::CheckBlocks(int64_t offset, const char* data, int64_t bytes,
     *error = "the " + std::to_string(kBlock) + " bytes at " + std::to_string(offset + at) +
              " of an extent of " + Join(store_->paths_) + " came back changed: their CRC32C is " +
              std::to_string(found) + " and was " + std::to_string(sums_[block]) +
-             ". Check that drive; nothing of it was used";
+             (store_->home_.IsForked()
+                  ? ". Process " + std::to_string(store_->home_.pid()) +
+                        ", off which this one was forked, has overwritten or deleted it since"
+                  : ". Check that drive; nothing of it was used");
     return false;
   }
   return true;
@@ -374,7 +413,10 @@ bool DiskExtent::ReadPart(int64_t offset, char* to, int64_t bytes, const std::at
                           std::string* error) const {
   const int64_t first = Down(offset, kBlock);
   const Buffer buffer(kBlock);
-  {
+  if (store_->home_.IsForked()) {
+    // Nobody writes here, and the lock may be held by a thread of the parent's.
+    if (!ReadBlocks(first, buffer.get(), kBlock, abort, error)) return false;
+  } else {
     const MutexLock lock(partial_);
     if (!ReadBlocks(first, buffer.get(), kBlock, abort, error)) return false;
   }
@@ -384,6 +426,12 @@ bool DiskExtent::ReadPart(int64_t offset, char* to, int64_t bytes, const std::at
 
 bool DiskExtent::Write(int64_t offset, const char* from, int64_t bytes,
                        const std::atomic<bool>& abort, std::string* error) {
+  if (store_->home_.IsForked()) {
+    *error = Join(store_->paths_) + ": this process was forked off process " +
+             std::to_string(store_->home_.pid()) +
+             ", whose bytes these are. Put the array on disk anew here";
+    return false;
+  }
   const auto part = [&](int64_t length) {
     if (!WritePart(offset, from, length, abort, error)) return false;
     offset += length;
@@ -433,67 +481,76 @@ bool DiskExtent::WritePart(int64_t offset, const char* from, int64_t bytes,
   return WriteBlocks(first, buffer.get(), kBlock, abort, error);
 }
 
-// Files of the user's
-// -------------------------------------------------------------------------------
+// Files of the user's ----------------------------------------------------------------------------
 
-FileRange::FileRange(std::string path, int64_t offset, int64_t bytes)
-    : DiskSource(bytes), path_(std::move(path)), offset_(offset), bytes_(bytes) {}
-
-std::shared_ptr<FileRange> FileRange::Open(const std::string& path, int64_t offset, int64_t bytes) {
-  if (offset < 0 || bytes < 0) {
-    throw std::invalid_argument("FileRange: offset=" + std::to_string(offset) +
-                                ", bytes=" + std::to_string(bytes) + " must not be negative.");
-  }
-  std::shared_ptr<FileRange> range(new FileRange(path, offset, bytes));
-  range->fd_ = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
-  if (range->fd_ < 0 && errno == EINVAL) range->fd_ = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (range->fd_ < 0) Throw(errno, "the file " + path + " cannot be opened");
+std::shared_ptr<DiskFile> DiskFile::Open(const std::string& path,
+                                         std::shared_ptr<DiskEngine> engine) {
+  std::shared_ptr<DiskFile> file(new DiskFile(path, std::move(engine)));
+  // Opening a pipe would wait for its writer.
+  constexpr int kFlags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
+  file->fd_ = open(path.c_str(), kFlags | O_DIRECT);
+  if (file->fd_ < 0 && errno == EINVAL) file->fd_ = open(path.c_str(), kFlags);
+  if (file->fd_ < 0) Throw(errno, "the file " + path + " cannot be opened");
   struct stat about;
-  if (fstat(range->fd_, &about) != 0) Throw(errno, "the file " + path + " cannot be looked at");
-  range->file_bytes_ = about.st_size;
-  range->modified_ns_ = about.st_mtim.tv_sec * int64_t{1000000000} + about.st_mtim.tv_nsec;
-  if (about.st_size < offset + bytes) {
-    throw DiskError(EINVAL, "the file " + path + " has " + std::to_string(about.st_size) +
-                                " bytes; " + std::to_string(bytes) + " at " +
-                                std::to_string(offset) + " were asked for");
+  if (fstat(file->fd_, &about) != 0) Throw(errno, "the file " + path + " cannot be looked at");
+  if (!S_ISREG(about.st_mode)) {
+    throw DiskError(S_ISDIR(about.st_mode) ? EISDIR : EINVAL,
+                    path + " is no regular file, so no part of it can be read when it is needed");
   }
-  return range;
+  // io_uring would take it for a wish not to wait for the disk.
+  fcntl(file->fd_, F_SETFL, fcntl(file->fd_, F_GETFL) & ~O_NONBLOCK);
+  file->bytes_ = about.st_size;
+  file->modified_ns_ = about.st_mtim.tv_sec * int64_t{1000000000} + about.st_mtim.tv_nsec;
+  return file;
 }
 
-FileRange::~FileRange() {
+DiskFile::~DiskFile() {
   if (fd_ >= 0) close(fd_);
 }
 
-bool FileRange::IsUnchanged(std::string* error) const {
+std::shared_ptr<FileRange> DiskFile::Range(int64_t offset, int64_t bytes) {
+  if (offset < 0 || bytes < 0) {
+    throw std::invalid_argument("DiskFile: offset=" + std::to_string(offset) +
+                                ", bytes=" + std::to_string(bytes) + " must not be negative.");
+  }
+  if (offset > bytes_ || bytes > bytes_ - offset) {
+    throw DiskError(EINVAL, "the file " + path_ + " has " + std::to_string(bytes_) + " bytes; " +
+                                std::to_string(bytes) + " at " + std::to_string(offset) +
+                                " were asked for");
+  }
+  return std::shared_ptr<FileRange>(new FileRange(shared_from_this(), offset, bytes));
+}
+
+bool DiskFile::IsUnchanged(std::string* error) const {
   struct stat about;
   if (fstat(fd_, &about) != 0) {
     *error = "the file " + path_ + " cannot be looked at: " + std::strerror(errno);
     return false;
   }
   const int64_t modified = about.st_mtim.tv_sec * int64_t{1000000000} + about.st_mtim.tv_nsec;
-  if (about.st_size == file_bytes_ && modified == modified_ns_) return true;
+  if (about.st_size == bytes_ && modified == modified_ns_) return true;
   *error = "the file " + path_ + " was changed since it was opened. Open it again";
   return false;
 }
 
-namespace {
-
-// One for all files; never destroyed, for ranges may outlive everything.
-DiskEngine& FileEngine() {
-  static DiskEngine* const engine = [] {
+DiskEngine& DiskFile::engine() const {
+  if (engine_ != nullptr) return *engine_;
+  // One for all files; never destroyed, for ranges may outlive everything.
+  static DiskEngine* const shared = [] {
     std::string reason;
     std::unique_ptr<DiskEngine> found = NewUringEngine(DiskOptions().queue_depth, &reason);
     if (found == nullptr) found = NewThreadEngine(DiskOptions().num_threads);
     return found.release();
   }();
-  return *engine;
+  return *shared;
 }
 
-}  // namespace
+FileRange::FileRange(std::shared_ptr<const DiskFile> file, int64_t offset, int64_t bytes)
+    : DiskSource(bytes), file_(std::move(file)), offset_(offset), bytes_(bytes) {}
 
 bool FileRange::Read(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
                      std::string* error) const {
-  if (!IsUnchanged(error)) return false;
+  if (!file_->IsUnchanged(error)) return false;
   if (bytes == 0) return true;
   const Buffer buffer(std::min(Up(bytes, kPage) + kPage, kWindow));
   const auto nothing = [](size_t, std::string*) { return true; };
@@ -505,7 +562,7 @@ bool FileRange::Read(int64_t offset, char* to, int64_t bytes, const std::atomic<
     std::vector<DiskRequest> requests;
     for (int64_t start = first; start < last; start += kStripe) {
       DiskRequest request;
-      request.fd = fd_;
+      request.fd = file_->fd_;
       request.offset = start;
       request.address = buffer.get() + (start - first);
       request.bytes = std::min(kStripe, last - start);
@@ -521,15 +578,15 @@ bool FileRange::Read(int64_t offset, char* to, int64_t bytes, const std::atomic<
       std::memcpy(to + (from - at), request.address + (from - request.offset), stop - from);
       return true;
     };
-    if (!FileEngine().Transfer(requests, abort, nothing, place, error)) {
-      *error = path_ + ": " + *error;
+    if (!file_->engine().Transfer(requests, abort, nothing, place, error)) {
+      *error = file_->path_ + ": " + *error;
       return false;
     }
     at += part;
     to += part;
     bytes -= part;
   }
-  return IsUnchanged(error);
+  return file_->IsUnchanged(error);
 }
 
 }  // namespace jaxoffload

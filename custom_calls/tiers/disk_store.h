@@ -4,6 +4,9 @@
 // vanishes with the process. An extent is reserved before it is used, so that a run never meets a
 // full disk. Its bytes are striped over the folders. Every block carries a CRC32C, kept in memory,
 // that is compared whenever the block is read.
+//
+// A forked child has the same files open, but what it does to a store's book-keeping its parent
+// never learns. So a child reads extents, and neither reserves, writes nor gives anything back.
 
 #ifndef JAXOFFLOAD_TIERS_DISK_STORE_H_
 #define JAXOFFLOAD_TIERS_DISK_STORE_H_
@@ -14,9 +17,11 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/mutex.h"
+#include "base/process.h"
 #include "tiers/disk_engine.h"
 
 namespace jaxoffload {
@@ -60,6 +65,7 @@ class DiskSource {
 };
 
 class DiskStore;
+class FileRange;
 
 class DiskExtent : public DiskSource {
  public:
@@ -69,7 +75,8 @@ class DiskExtent : public DiskSource {
   int64_t bytes() const override { return bytes_; }
   bool Read(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
             std::string* error) const override;
-  // Likewise. A block of which only a part is written is read and checked first.
+  // Likewise; refused in a forked child. A block of which only a part is written is read and
+  // checked first.
   bool Write(int64_t offset, const char* from, int64_t bytes, const std::atomic<bool>& abort,
              std::string* error);
 
@@ -113,7 +120,7 @@ class DiskStore : public std::enable_shared_from_this<DiskStore> {
   DiskStore(const DiskStore&) = delete;
   DiskStore& operator=(const DiskStore&) = delete;
 
-  // Takes space now. Throws DiskError: the disk is full.
+  // Takes space now. Throws DiskError: the disk is full, or this is a forked child.
   std::shared_ptr<DiskExtent> Reserve(int64_t bytes) EXCLUDES(mutex_);
 
   const char* engine() const { return engine_->name(); }
@@ -121,6 +128,10 @@ class DiskStore : public std::enable_shared_from_this<DiskStore> {
   const std::string& reason() const { return reason_; }
   bool direct() const { return direct_; }
   Stats stats() const EXCLUDES(mutex_);
+
+  // For the end of the process: from here on no store of the process erases what it is given back.
+  // Its files go anyway, unless a forked child has them open and goes on reading them.
+  static void KeepBytes();
 
  private:
   friend class DiskExtent;
@@ -130,18 +141,27 @@ class DiskStore : public std::enable_shared_from_this<DiskStore> {
   std::vector<DiskRequest> Requests(int64_t start, char* address, int64_t bytes,
                                     bool is_write) const;
   void OpenFile(const std::string& path);
+  // Reserves a range of the store's address space; false in *is_new where it had been in use.
+  int64_t TakeRange(int64_t size, bool* is_new) EXCLUDES(mutex_);
+  // Takes the space of a range from the file systems. Throws DiskError.
+  void TakeSpace(int64_t start, int64_t size, bool is_new) const;
   void Free(int64_t start, int64_t bytes) EXCLUDES(mutex_);
-  void Punch(int64_t start, int64_t bytes) const;
+  void Punch(int64_t start, int64_t bytes);
+  // Where the part of [0, at) ends that is in one of the files.
+  int64_t FileEnd(size_t file, int64_t at) const;
   // Calls with (file, offset, bytes) for each file's part of a range.
   template <typename F>
   void ForEachFile(int64_t start, int64_t bytes, F&& call) const;
 
+  const HomeProcess home_;
   std::vector<std::string> paths_;
   std::vector<int> files_;
   std::unique_ptr<DiskEngine> engine_;
   std::string reason_;
   bool direct_ = true;
   int64_t request_bytes_ = 0;
+  // Whether a file system kept the space of what was given back. Relaxed: it only saves a refusal.
+  std::atomic<bool> keeps_freed_space_{false};
   std::atomic<int64_t> bytes_read_{0};
   std::atomic<int64_t> bytes_written_{0};
 
@@ -151,26 +171,51 @@ class DiskStore : public std::enable_shared_from_this<DiskStore> {
   int64_t reserved_ GUARDED_BY(mutex_) = 0;
 };
 
-// A range of a file of the user's: read only, without checksums.
+// A regular file of the user's, open for reading: one descriptor, however many ranges of it there
+// are, and what it was when it was opened.
+class DiskFile : public std::enable_shared_from_this<DiskFile> {
+ public:
+  // Throws DiskError: it cannot be opened, or is no regular file. `engine` is for tests; null: the
+  // one that all files share.
+  static std::shared_ptr<DiskFile> Open(const std::string& path,
+                                        std::shared_ptr<DiskEngine> engine = nullptr);
+  ~DiskFile();
+  DiskFile(const DiskFile&) = delete;
+  DiskFile& operator=(const DiskFile&) = delete;
+
+  int64_t bytes() const { return bytes_; }
+  const std::string& path() const { return path_; }
+  // Throws DiskError: the file is shorter; std::invalid_argument: negative numbers.
+  std::shared_ptr<FileRange> Range(int64_t offset, int64_t bytes);
+
+ private:
+  friend class FileRange;
+  DiskFile(std::string path, std::shared_ptr<DiskEngine> engine)
+      : path_(std::move(path)), engine_(std::move(engine)) {}
+  bool IsUnchanged(std::string* error) const;
+  DiskEngine& engine() const;
+
+  const std::string path_;
+  const std::shared_ptr<DiskEngine> engine_;
+  int fd_ = -1;
+  int64_t bytes_ = 0;
+  int64_t modified_ns_ = 0;
+};
+
+// A range of such a file: read only, without checksums.
 class FileRange : public DiskSource {
  public:
-  // Throws DiskError: the file cannot be opened, or is shorter.
-  static std::shared_ptr<FileRange> Open(const std::string& path, int64_t offset, int64_t bytes);
-  ~FileRange() override;
   int64_t bytes() const override { return bytes_; }
   bool Read(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
             std::string* error) const override;
 
  private:
-  FileRange(std::string path, int64_t offset, int64_t bytes);
-  bool IsUnchanged(std::string* error) const;
+  friend class DiskFile;
+  FileRange(std::shared_ptr<const DiskFile> file, int64_t offset, int64_t bytes);
 
-  const std::string path_;
+  const std::shared_ptr<const DiskFile> file_;
   const int64_t offset_;
   const int64_t bytes_;
-  int fd_ = -1;
-  int64_t file_bytes_ = 0;
-  int64_t modified_ns_ = 0;
 };
 
 }  // namespace jaxoffload

@@ -5,15 +5,18 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "base/mutex.h"
+#include "base/process.h"
 #include "tiers/disk_engine.h"
 
 namespace jaxoffload {
@@ -184,9 +187,21 @@ class Ring {
 // outlive everything.
 class RingPool {
  public:
+  // Of this process: in a forked child another one, empty. The queues of the parent's rings are
+  // memory that both would share, so that each would take the other's completions, and the kernel
+  // would carry out requests of the one in the memory of the other.
   static RingPool& Global() {
-    static RingPool* const pool = new RingPool;
-    return *pool;
+    // Release and acquire: who finds a pool finds it whole. No lock, for a fork may come while
+    // another thread holds it.
+    static std::atomic<RingPool*> global{nullptr};
+    RingPool* found = global.load(std::memory_order_acquire);
+    while (found == nullptr || found->home_.IsForked()) {
+      auto made = std::make_unique<RingPool>();
+      if (global.compare_exchange_strong(found, made.get(), std::memory_order_acq_rel)) {
+        return *made.release();
+      }
+    }
+    return *found;
   }
 
   // Null, with *error set, if the system refuses.
@@ -220,6 +235,7 @@ class RingPool {
   }
 
  private:
+  const HomeProcess home_;
   Mutex mutex_;
   std::map<int, std::vector<std::unique_ptr<Ring>>> idle_ GUARDED_BY(mutex_);
   FixedRange range_ GUARDED_BY(mutex_);
@@ -240,6 +256,7 @@ class UringEngine : public DiskEngine {
     if (range.Has(requests.front().address)) ring->Fix(range);
     std::vector<DiskProgress> progress(requests.size());
     std::vector<size_t> completed;
+    completed.reserve(requests.size());  // no allocation may fail while something is in flight
     size_t started = 0;
     int in_flight = 0;
     bool ok = true;
@@ -247,7 +264,7 @@ class UringEngine : public DiskEngine {
     while (in_flight > 0 || !completed.empty() || (ok && started < requests.size())) {
       if (ok && abort.load(std::memory_order_relaxed)) {
         ok = false;
-        *error = "the run was stopped";
+        *error = kStopped;
       }
       while (ok && broken.empty() && started < requests.size() && in_flight < depth_) {
         ok = before(started, error);

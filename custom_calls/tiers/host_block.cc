@@ -165,10 +165,12 @@ void HostBlock::GrowTo(int64_t pages) {
 }
 
 char* HostBlock::Allocate(int64_t bytes) {
+  // Before anything is added to it.
+  if (bytes < 0 || bytes > pages_ * kPage) throw std::bad_alloc();
   const bool is_huge = bytes >= kHugePage;
   const int64_t size = std::max<int64_t>(1, RoundUp(bytes, is_huge ? kHugePage : kPage) / kPage);
   MutexLock lock(mutex_);
-  Run* run = bytes < 0 ? nullptr : FindFree(is_huge ? size + kHugePages - 1 : size);
+  Run* run = FindFree(is_huge ? size + kHugePages - 1 : size);
   if (run == nullptr) throw std::bad_alloc();
   const int64_t skip = is_huge ? RoundUp(run->start, kHugePages) - run->start : 0;
   GrowTo(run->start + skip + size);
@@ -207,17 +209,21 @@ void HostBlock::Free(char* place) {
 }
 
 void HostBlock::Discard(Run* run) {
-  int64_t start = run->start;
-  int64_t end = std::min(run->start + run->size, usable_pages_);
-  if (pin_) {
+  const int64_t start = run->start;
+  const int64_t end = std::min(run->start + run->size, usable_pages_);
+  int64_t gone = run->kept;
+  if (!pin_) {
+    if (end > start) madvise(base_ + start * kPage, (end - start) * kPage, MADV_DONTNEED);
+  } else {
     // A device still knows the pages of a pinned range, so those go only with the whole range.
-    start = RoundUp(start, kPinPages);
-    end = end / kPinPages * kPinPages;
-    for (int64_t page = start; page < end; page += kPinPages) UnpinChunk(page / kPinPages);
+    int64_t discarded = 0;
+    for (int64_t page = RoundUp(start, kPinPages); page + kPinPages <= end; page += kPinPages) {
+      if (!UnpinChunk(page / kPinPages)) continue;
+      madvise(base_ + page * kPage, kPinBytes, MADV_DONTNEED);
+      discarded += kPinPages;
+    }
+    gone = std::min(run->kept, discarded);
   }
-  if (end <= start) return;
-  madvise(base_ + start * kPage, (end - start) * kPage, MADV_DONTNEED);
-  const int64_t gone = pin_ ? std::min(run->kept, end - start) : run->kept;
   kept_pages_ -= gone;
   run->kept -= gone;
 }
@@ -239,11 +245,15 @@ void HostBlock::PinRange(int64_t start, int64_t size) {
   }
 }
 
-void HostBlock::UnpinChunk(int64_t chunk) {
-  if (chunk >= static_cast<int64_t>(pinned_.size()) || !pinned_[chunk]) return;
-  unpin_(base_ + chunk * kPinBytes);
+bool HostBlock::UnpinChunk(int64_t chunk) {
+  if (chunk >= static_cast<int64_t>(pinned_.size()) || !pinned_[chunk]) return true;
+  if (!unpin_(base_ + chunk * kPinBytes)) {
+    ++stats_.num_unpin_failures;
+    return false;
+  }
   pinned_[chunk] = false;
   stats_.pinned_bytes -= std::min(kPinPages, pages_ - chunk * kPinPages) * kPage;
+  return true;
 }
 
 void HostBlock::PinWith(Pin pin, Unpin unpin) {
@@ -258,7 +268,7 @@ void HostBlock::PinWith(Pin pin, Unpin unpin) {
 
 bool HostBlock::IsPinned(const char* place, int64_t bytes) const {
   const int64_t offset = place - base_;
-  if (offset < 0 || offset + bytes > pages_ * kPage) return false;
+  if (offset < 0 || bytes < 0 || bytes > pages_ * kPage - offset) return false;
   MutexLock lock(mutex_);
   for (int64_t chunk = offset / kPinBytes; chunk * kPinBytes < offset + bytes; ++chunk) {
     if (chunk >= static_cast<int64_t>(pinned_.size()) || !pinned_[chunk]) return false;
@@ -289,12 +299,12 @@ int64_t HostBlock::KeepPages() const {
 
 void HostBlock::Expect(int64_t bytes) {
   MutexLock lock(mutex_);
-  expected_.insert(bytes);
+  expected_.insert(std::min(bytes, pages_ * kPage));
 }
 
 void HostBlock::Forget(int64_t bytes) {
   MutexLock lock(mutex_);
-  const auto found = expected_.find(bytes);
+  const auto found = expected_.find(std::min(bytes, pages_ * kPage));
   if (found != expected_.end()) expected_.erase(found);
   ShrinkTo(KeepPages());
 }

@@ -12,7 +12,8 @@
 // lane that copies to it: nothing better is known here.
 //
 // Where a device copies from and to the tier by itself, PinWith has ranges of kPinBytes pinned as
-// soon as a place in one is taken; one is let go when its pages are given back.
+// soon as a place in one is taken; one is let go when its pages are given back. Pages of a range
+// that cannot be let go stay: the device would go on using them when others are at their addresses.
 
 #ifndef JAXOFFLOAD_TIERS_HOST_BLOCK_H_
 #define JAXOFFLOAD_TIERS_HOST_BLOCK_H_
@@ -42,12 +43,13 @@ class HostBlock {
     int64_t num_freed = 0;
     int64_t pinned_bytes = 0;
     int64_t num_pin_failures = 0;
+    int64_t num_unpin_failures = 0;
   };
 
   static constexpr int64_t kPinBytes = int64_t{64} << 20;
-  // Pins a range, false if it cannot be; and ends that.
+  // Pins a range, and ends that. False if it cannot be done. Must not throw.
   using Pin = std::function<bool(char* place, int64_t bytes)>;
-  using Unpin = std::function<void(char* place)>;
+  using Unpin = std::function<bool(char* place)>;
 
   // Reserves addresses, not memory: up to `reserve_bytes`, less where the system refuses.
   explicit HostBlock(int64_t cap_bytes, int64_t reserve_bytes = int64_t{1} << 40);
@@ -115,7 +117,8 @@ class HostBlock {
   int64_t KeepPages() const REQUIRES(mutex_);
 
   void PinRange(int64_t start, int64_t size) REQUIRES(mutex_);
-  void UnpinChunk(int64_t chunk) REQUIRES(mutex_);
+  // False if the device keeps it.
+  bool UnpinChunk(int64_t chunk) REQUIRES(mutex_);
 
   // Makes the pages up to there usable. Throws std::bad_alloc.
   void GrowTo(int64_t pages) REQUIRES(mutex_);

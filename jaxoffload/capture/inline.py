@@ -13,7 +13,7 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value
 from jaxoffload.errors import CaptureError
 
-_CALL_BODY = {
+CALL_BODY = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -67,7 +67,7 @@ def _inline(jaxpr: Any, constants: Any, operands: Any, equations: list[Equation]
         if name in _IDENTITIES and len(inputs) == 1:
             environment[eqn.outvars[0]] = inputs[0]
             continue
-        body = eqn.params.get(_CALL_BODY.get(name, ""))
+        body = eqn.params.get(CALL_BODY.get(name, ""))
         if body is not None:
             closed = isinstance(body, compat.ClosedJaxpr)
             consts = [Constant(c) for c in body.consts] if closed else []

@@ -14,7 +14,8 @@ and `cond` always do.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -239,24 +240,45 @@ class _Unroller:
             for x, sliced in zip(operands, mapped.sliced, strict=True)
         ]
         out = equation.outputs[0].aval
-        shape = out.shape if mapped.combine is not None else out.shape[1:]
-        aval = compat.ShapedArray(shape, out.dtype)
-        if mapped.operation is None:
-            rows = columns[0]
-        else:
-            rows = [
-                self.emit(mapped.operation, tuple(column[i] for column in columns), aval)
-                for i in range(length)
-            ]
         if mapped.combine is None:
-            environment[equation.outputs[0]] = Stack(list(rows))
+            aval = compat.ShapedArray(out.shape[1:], out.dtype)
+            rows = list(self._rows(mapped, columns, aval))
+            environment[equation.outputs[0]] = Stack(rows)
             return True
-        combine = slicing.combine_operation(equation.operation.name, mapped.combine, eqn)
-        total = rows[0]
-        for row in rows[1:]:
-            total = self.emit(combine, (total, row), aval)
-        environment[equation.outputs[0]] = total
+        environment[equation.outputs[0]] = self._reduce(equation, mapped, columns)
         return True
+
+    def _rows(
+        self, mapped: slicing.Mapped, columns: list[list[Operand]], aval: Any
+    ) -> Iterator[Operand]:
+        """The operation's result on each slice, emitted when it is asked for."""
+        for row in zip(*columns, strict=True):
+            yield row[0] if mapped.operation is None else self.emit(mapped.operation, row, aval)
+
+    def _reduce(
+        self, equation: Equation, mapped: slicing.Mapped, columns: list[list[Operand]]
+    ) -> Operand:
+        """A reduction over the slices of a stack, in a dtype wide enough for so many."""
+        operation, out = equation.operation, equation.outputs[0].aval
+        combine = slicing.combine_operation(operation.name, mapped.combine, operation.eqn)
+        rounds = mapped.combine in slicing.ROUNDED
+        dtype = slicing.wider(out.dtype) if rounds else out.dtype
+        aval = compat.ShapedArray(out.shape, dtype)
+        columns = [[self._converted(x, dtype, operation.eqn) for x in columns[0]]]
+        rows = self._rows(mapped, columns, aval)
+
+        def join(total: Operand, row: Operand) -> Operand:
+            return self.emit(combine, (total, row), aval)
+
+        total = slicing.add_up(rows, join) if rounds else functools.reduce(join, rows)
+        return self._converted(total, out.dtype, operation.eqn)
+
+    def _converted(self, operand: Operand, dtype: Any, eqn: Any) -> Operand:
+        """The operand in another dtype."""
+        if operand.aval.dtype == dtype:
+            return operand
+        conversion = slicing.conversion(operand.aval.dtype, dtype, eqn)
+        return self.emit(conversion, (operand,), compat.ShapedArray(operand.aval.shape, dtype))
 
     def _scan(self, equation: Equation, operands: list[Any]) -> list[Operand | Stack]:
         params, eqn = equation.operation.params, equation.operation.eqn

@@ -4,14 +4,17 @@ A stack is an array of shape (L, ...) kept as L values of shape (...). An operat
 stack when slice i of its output needs only slice i of its operands. For such an operation
 `map_over_stack` gives the operation on one slice, and says which operands are sliced.
 
-The order of a reduction over the leading axis is fixed (first slice to last), so results are the
-same in every run; they may differ from XLA's own order by the dtype's rounding.
+The order of a reduction over the leading axis is fixed, so results are the same in every run; they
+may differ from XLA's own order by the dtype's rounding. Sums and products of halves and float8 are
+kept in float32 until they are complete.
 """
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from jaxoffload.capture.flat import Equation, Operation
@@ -35,6 +38,14 @@ REDUCTIONS = {
 }
 
 
+ROUNDED = frozenset({lax.add, lax.mul})
+"""Of the functions that join parts, those that round."""
+RUN = 8
+"""Parts of a sum that are added one after another; the sums of such runs are added pairwise. That
+takes an accumulator for each doubling of the runs, in place of one, and an error that hardly grows
+with the parts, in place of one that grows as they do."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mapped:
     """How to apply an operation to a stack.
@@ -43,7 +54,7 @@ class Mapped:
       operation: the operation on one slice; None when the slice itself is the answer.
       sliced: for each operand, whether slice i of it is passed, or the whole.
       combine: joins the slices' results into one array, for a reduction over the leading axis;
-        None when the results form a stack.
+        None when the results form a stack. One that rounds takes slices in the `wider` dtype.
     """
 
     operation: Operation | None
@@ -54,6 +65,35 @@ class Mapped:
 def is_elementwise(name: str) -> bool:
     """Whether a primitive computes each output element from the operands' same element."""
     return name in _ELEMENTWISE
+
+
+def wider(dtype: Any) -> Any:
+    """The dtype in which parts of a dtype are added: float32 for what is narrower."""
+    narrow = jax.dtypes.issubdtype(dtype, np.floating) and jax.numpy.finfo(dtype).bits < 32
+    return np.dtype(np.float32) if narrow else np.dtype(dtype)
+
+
+def add_up(parts: Iterable[Any], add: Callable[[Any, Any], Any]) -> Any:
+    """The sum of parts: runs of `RUN` one after another, the runs' sums pairwise.
+
+    Args:
+      parts: at least one; the next is asked for when those before have been added.
+      add: the sum of two.
+    """
+    runs: list[tuple[Any, int]] = []  # sums that wait for one of as many parts
+    for part in parts:
+        if runs and runs[-1][1] < RUN:
+            total, count = runs.pop()
+            runs.append((add(total, part), count + 1))
+        else:
+            runs.append((part, 1))
+        while len(runs) > 1 and runs[-1][1] == runs[-2][1] >= RUN:
+            (total, count), (other, _) = runs.pop(), runs.pop()
+            runs.append((add(other, total), 2 * count))
+    total = runs.pop()[0]
+    while runs:
+        total = add(runs.pop()[0], total)
+    return total
 
 
 def map_over_stack(equation: Equation, length: int) -> Mapped | None:
@@ -117,3 +157,11 @@ def slice_operation(index: int, eqn: Any) -> Operation:
 def combine_operation(name: str, function: Any, eqn: Any) -> Operation:
     """The operation that joins two slices' reductions."""
     return Operation.of_function(f"combine[{name}]", function, eqn)
+
+
+def conversion(dtype: Any, new: Any, eqn: Any) -> Operation:
+    """The operation that converts to another dtype, on behalf of an equation."""
+    made = jax.make_jaxpr(lambda x: lax.convert_element_type(x, new))(
+        jax.ShapeDtypeStruct((), dtype)
+    )
+    return Operation(made.eqns[0].replace(source_info=eqn.source_info))

@@ -4,7 +4,8 @@ Attention over a long sequence makes an array of all pairs of positions, a loss 
 vocabulary one of all words at all positions; both are made and used up within a few operations.
 Such operations become one, which loops over tiles of a dimension that runs through all of them
 (heads, queries, sequences, positions): its operands and results are as before, and of what is in
-between it holds one tile. Sums over the cut dimension are added up tile by tile, in order.
+between it holds one tile. Sums over the cut dimension are added up tile by tile, in order, in
+float32 where they are narrower, and with compensation where the tiles are many.
 
 A group grows from the operation with the largest working set, over every large value that it meets:
 the value's producer and readers join, as long as the group stays one block of the serial order.
@@ -20,9 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxoffload import identity
+from jaxoffload.capture import slicing
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
-from jaxoffload.capture.tile import Tiling, tilings, wide
+from jaxoffload.capture.tile import Tiling, tilings
 
 MAX_TILES = 4096
 _LARGE = 0.25
@@ -183,6 +185,25 @@ class _Splitter:
 
 def _working_set(equation: Equation) -> int:
     return sum(v.num_bytes() for v in (*equation.values(), *equation.outputs))
+
+
+def _is_rounded(value: Value, tiling: Tiling) -> bool:
+    return tiling.combine in slicing.ROUNDED and jnp.issubdtype(value.aval.dtype, jnp.inexact)
+
+
+def _is_compensated(value: Value, tiling: Tiling, count: int) -> bool:
+    """Whether what is lost when parts of a sum are added is kept, and added at the end."""
+    return _is_rounded(value, tiling) and tiling.combine is lax.add and count > tiling.plain
+
+
+def _accumulator_bytes(value: Value, tiling: Tiling, count: int) -> int:
+    """Bytes that a loop keeps for an output beside the output itself."""
+    if not _is_rounded(value, tiling):
+        return 0
+    dtype = slicing.wider(value.aval.dtype)
+    one = value.num_bytes() // value.aval.dtype.itemsize * dtype.itemsize
+    beside = one if dtype != value.aval.dtype else 0
+    return beside + (one if _is_compensated(value, tiling, count) else 0)
 
 
 def _counts(size: int, wanted: float) -> list[int]:
@@ -388,7 +409,12 @@ class _Group:
             v for v in self.outputs() if not self._is_copied_later(v)
         }
         tiles = max(_working_set(m.equation) for m in self.members.values()) / self.count
-        return sum(v.num_bytes() for v in outside) + tiles
+        accumulators = sum(
+            _accumulator_bytes(v, m.tiling, self.count)
+            for m in self.members.values()
+            for v in m.equation.outputs
+        )
+        return sum(v.num_bytes() for v in outside) + tiles + accumulators
 
     def _is_copied_later(self, value: Value) -> bool:
         """Whether readers outside can make a large value again when their turn comes."""
@@ -405,11 +431,21 @@ class _Group:
             tuple((m.equation, m.tiling) for m in members),
             tuple(inputs),
             tuple(values),
-            tuple((v, self.cut[v], made_by[v].tiling.combine, made_by[v].fold) for v in outputs),
+            tuple(_Output(v, self.cut[v], made_by[v].tiling, made_by[v].fold) for v in outputs),
             self.count,
         )
         operation = TiledOperation(plan.key(), [m.equation for m in members], self.count, plan.run)
         return Equation(operation, tuple(values), tuple(outputs), self.segment)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Output:
+    """A result of a loop: its cut, the tiling of what makes it, and what it is folded into."""
+
+    value: Value
+    cut: int | None
+    tiling: Tiling
+    fold: Value | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -419,7 +455,7 @@ class _Loop:
     members: tuple[tuple[Equation, Tiling], ...]
     inputs: tuple[Key, ...]
     values: tuple[Value, ...]
-    outputs: tuple[tuple[Value, int | None, Any, Value | None], ...]
+    outputs: tuple[_Output, ...]
     count: int
 
     def key(self) -> Any:
@@ -438,7 +474,7 @@ class _Loop:
             )
         place = {v: i for i, v in enumerate(self.values)}
         inputs = tuple((place[v], d) for v, d in self.inputs)
-        outputs = tuple((number[v, d], d) for v, d, _, _ in self.outputs)
+        outputs = tuple((number[o.value, o.cut], o.cut) for o in self.outputs)
         return identity.intern("tiled", self.count, inputs, tuple(steps), outputs)
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
@@ -453,7 +489,7 @@ class _Loop:
                     size = x.shape[d] // self.count
                     x = lax.dynamic_slice_in_dim(x, number * size, size, d)
                 made[v, d] = x
-            so_far = {v: c for c, (v, *_) in zip(carried, self.outputs, strict=True)}
+            so_far = {o.value: c for c, o in zip(carried, self.outputs, strict=True)}
             for equation, tiling in self.members:
                 pairs = zip(equation.inputs, tiling.inputs, strict=True)
                 read = [x.val if is_literal(x) else made[x, d] for x, d in pairs]
@@ -464,24 +500,46 @@ class _Loop:
                 ):
                     made[v, d] = tile
             return [
-                self._put(buffer, made[v, d], number, d, combine)
-                for buffer, (v, d, combine, _) in zip(carried, self.outputs, strict=True)
+                self._put(o, buffer, made[o.value, o.cut], number)
+                for buffer, o in zip(carried, self.outputs, strict=True)
             ]
 
-        def start(v: Value, d: int | None, combine: Any, fold: Value | None) -> Any:
-            if fold is not None:
-                return whole[fold]
-            dtype = v.aval.dtype
-            if d is None and combine is lax.add:
-                dtype = wide(jnp.zeros((), dtype)).dtype
-            return jnp.zeros(v.shape, dtype)
+        found = lax.fori_loop(0, self.count, body, [self._start(o, whole) for o in self.outputs])
+        return [self._end(o, x) for x, o in zip(found, self.outputs, strict=True)]
 
-        found = lax.fori_loop(0, self.count, body, [start(*o) for o in self.outputs])
-        return [x.astype(v.aval.dtype) for x, (v, *_) in zip(found, self.outputs, strict=True)]
+    def _start(self, output: _Output, whole: dict[Value, Any]) -> Any:
+        """What a result is before the first tile."""
+        if output.fold is not None:
+            return whole[output.fold]
+        dtype = output.value.aval.dtype
+        if _is_rounded(output.value, output.tiling):
+            dtype = slicing.wider(dtype)
+        zeros = jnp.zeros(output.value.shape, dtype)
+        is_compensated = _is_compensated(output.value, output.tiling, self.count)
+        return (zeros, zeros) if is_compensated else zeros
 
-    def _put(self, buffer: Any, tile: Any, number: Any, d: int | None, combine: Any) -> Any:
-        if d is not None:
-            return lax.dynamic_update_slice_in_dim(buffer, tile, number * tile.shape[d], d)
-        if combine is lax.add:
-            tile = wide(tile)
-        return jnp.where(number == 0, tile, combine(buffer, tile))
+    def _put(self, output: _Output, buffer: Any, tile: Any, number: Any) -> Any:
+        """What a result is after one more tile."""
+        if output.cut is not None:
+            start = number * tile.shape[output.cut]
+            return lax.dynamic_update_slice_in_dim(buffer, tile, start, output.cut)
+        if isinstance(buffer, tuple):
+            total, lost = buffer
+            return _add_compensated(total, lost, tile)
+        join = output.tiling.combine
+        assert join is not None  # as the output is not cut
+        return jnp.where(number == 0, tile, join(buffer, tile))
+
+    def _end(self, output: _Output, found: Any) -> Any:
+        """A result, after the last tile."""
+        total = found[0] + found[1] if isinstance(found, tuple) else found
+        return total.astype(output.value.aval.dtype)
+
+
+def _add_compensated(total: Any, lost: Any, part: Any) -> tuple[Any, Any]:
+    """A sum with one more part, and what all its roundings have lost (Knuth's TwoSum)."""
+    after = total + part
+    of_part = after - total
+    error = (total - (after - of_part)) + (part - of_part)
+    # An infinite sum has lost nothing that could be said.
+    return after, lost + jnp.where(jnp.isfinite(error), error, 0)

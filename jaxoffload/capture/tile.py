@@ -22,6 +22,11 @@ Apply = Callable[[Sequence[Any], Any], list[Any]]
 """(tiles of the operands, number of the tile) to tiles of the outputs."""
 
 
+PRODUCTS = 32
+"""Parts of a product that are added without compensation. XLA's own products add as many blocks
+one after another, and their accumulators are often gradients of whole weights."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tiling:
     """One way to compute an equation tile by tile.
@@ -30,7 +35,10 @@ class Tiling:
       inputs: for each operand the dimension that is cut, or None.
       outputs: for each output likewise; None in a tiling that combines.
       apply: computes one tile.
-      combine: joins the parts of the outputs of two tiles; None where outputs are cut.
+      combine: joins the parts of the outputs of two tiles; None where outputs are cut. Parts that
+        are rounded when they are joined are in the `wider` dtype.
+      plain: parts up to which a sum is as good as that of the whole operation when they are added
+        one after another; more are added with compensation, which takes a second accumulator.
       folds: the operand in whose place each tile takes the output of the tiles before, which its
         own output contains; None: tiles do not know of one another.
     """
@@ -40,6 +48,7 @@ class Tiling:
     apply: Apply
     combine: Callable[[Any, Any], Any] | None = None
     folds: int | None = None
+    plain: int = 4
 
 
 def tilings(equation: Equation, count: int) -> list[Tiling]:
@@ -155,9 +164,33 @@ def _reduce(equation: Equation, count: int) -> Iterator[Tiling]:
         yield Tiling((kept[d],), (d,), apply)
     combine = slicing.REDUCTIONS.get(equation.operation.name)
     if combine is not None:
+        part = _of_wider(equation) if combine in slicing.ROUNDED else apply
         for k in _dims(origin, count):
             if k in axes:
-                yield Tiling((k,), (None,), apply, combine)
+                yield Tiling((k,), (None,), part, combine)
+
+
+def _of_wider(equation: Equation) -> Apply:
+    """The operation on operands in the dtype in which parts of its output are joined."""
+    dtype = slicing.wider(equation.outputs[0].aval.dtype)
+    return lambda operands, _: equation.operation.apply([converted(x, dtype) for x in operands])
+
+
+def _product_part(equation: Equation, contract: tuple[int, int]) -> Tiling:
+    """Products summed along a dimension of each operand that is cut.
+
+    A narrow product is rounded before it is widened: asking for a wide one is refused on some
+    platforms, and widening the operands is slow on others. Parts of one sign lose no more by that
+    than the rounding of their sum.
+    """
+    dtype = slicing.wider(equation.outputs[0].aval.dtype)
+    return Tiling(
+        contract,
+        (None,),
+        lambda operands, _: [converted(x, dtype) for x in equation.operation.apply(operands)],
+        lax.add,
+        plain=PRODUCTS,
+    )
 
 
 def _dot_general(equation: Equation, count: int) -> Iterator[Tiling]:
@@ -177,7 +210,7 @@ def _dot_general(equation: Equation, count: int) -> Iterator[Tiling]:
         yield Tiling(origins[d], (d,), apply)
     for k, j in zip(lhs_contract, rhs_contract, strict=True):
         if k in set(_dims(left, count)):
-            yield Tiling((k, j), (None,), apply, lax.add)
+            yield _product_part(equation, (k, j))
 
 
 def _convolution(equation: Equation, count: int) -> Iterator[Tiling]:
@@ -194,7 +227,7 @@ def _convolution(equation: Equation, count: int) -> Iterator[Tiling]:
     if out_feature in cuttable:
         yield Tiling((None, features), (out_feature,), apply)
     if feature in set(_dims(_shape(equation.inputs[0]), count)):
-        yield Tiling((feature, inner), (None,), apply, lax.add)
+        yield _product_part(equation, (feature, inner))
 
 
 def _concatenate(equation: Equation, count: int) -> Iterator[Tiling]:
@@ -315,6 +348,6 @@ _RULES: dict[str, Callable[[Equation, int], Iterator[Tiling]]] = {
 _SEVERAL_OUTPUTS = frozenset({"split", "sort", "top_k"})
 
 
-def wide(part: Any) -> Any:
-    """A part of a sum in a dtype in which parts can be added without losing more than at once."""
-    return part.astype(jnp.float32) if part.dtype in (jnp.bfloat16, jnp.float16) else part
+def converted(x: Any, dtype: Any) -> Any:
+    """An array in a dtype."""
+    return x if x.dtype == dtype else lax.convert_element_type(x, dtype)

@@ -11,6 +11,7 @@ import jax
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.kernel import Kernel
+from jaxoffload.compile.reductions import RULES
 
 
 def lower(kernel: Kernel, platform: str) -> Any:
@@ -24,7 +25,8 @@ def lower(kernel: Kernel, platform: str) -> Any:
     )
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*kernel.inputs, *places)]
     with compat.no_donation_warning():
-        return function.trace(*shapes).lower(lowering_platforms=(platform,))
+        rules = RULES if platform == "cpu" else {}  # GPUs add in a tree of their own
+        return compat.lower(function.trace(*shapes), platform, rules)
 
 
 def portable(lowered: Any, stablehlo_version: str) -> bytes:

@@ -5,13 +5,15 @@ Donated, they are overwritten where they are and come back in the same tier, so 
 never occupies the device, or host memory, whole.
 """
 
+import collections
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,10 +22,16 @@ import numpy as np
 
 from jaxoffload import _native
 from jaxoffload.errors import DiskError
-from jaxoffload.options import Disk, format_bytes, parse_disk
+from jaxoffload.options import Disk, format_bytes, parse_disk, parse_path
 
 _PIECE = 64 * 2**20
 """Bytes that are in memory at once while an array is written to disk."""
+_MOST_BYTES = 2**62
+"""Of one array: more than any memory or disk has, and so few that the runtime can add them up."""
+_MOST_HEADER_BYTES = 100_000_000
+"""Of a checkpoint, as in safetensors' own reader."""
+_MOST_DIMENSIONS = 64
+"""Of an array, as in NumPy."""
 
 
 class TierArray:
@@ -185,12 +193,14 @@ class DiskArray(TierArray):
     def _read_bytes(self, offset: int, count: int) -> np.ndarray:
         words = np.empty(count, np.uint8)
         if count:
-            self.source.read_into(words, offset)
+            with _disk_errors():
+                self.source.read_into(words, offset)
         return words
 
     def _write_bytes(self, words: np.ndarray) -> None:
         if words.size:
-            self.source.write(words, 0)
+            with _disk_errors():
+                self.source.write(words, 0)
 
     def _where(self) -> str:
         return f"{format_bytes(self.nbytes)} in {self.path}"
@@ -199,25 +209,24 @@ class DiskArray(TierArray):
 @dataclasses.dataclass(frozen=True)
 class _Stores:
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-    known: dict[Disk, Any] = dataclasses.field(default_factory=dict)
+    known: dict[tuple[int, Disk], Any] = dataclasses.field(default_factory=dict)
 
 
 _stores = _Stores()
 
 
 def disk_store(disk: Disk) -> Any:
-    """The process's store for these folders.
+    """The process's store for these folders; a forked child has others than its parent.
 
     Raises:
       DiskError: a folder is missing or cannot be written to.
     """
+    key = os.getpid(), disk
     with _stores.lock:
-        if disk not in _stores.known:
-            try:
-                _stores.known[disk] = _native.DiskStore(list(disk))
-            except OSError as error:
-                raise _disk_error(error) from error
-        return _stores.known[disk]
+        if key not in _stores.known:
+            with _disk_errors():
+                _stores.known[key] = _native.DiskStore(list(disk))
+        return _stores.known[key]
 
 
 def reserve(disk: Disk, count: int) -> Any:
@@ -227,14 +236,16 @@ def reserve(disk: Disk, count: int) -> Any:
       DiskError: there is not enough.
     """
     store = disk_store(disk)
+    with _disk_errors():
+        return store.reserve(min(count, _MOST_BYTES))
+
+
+@contextlib.contextmanager
+def _disk_errors() -> Iterator[None]:
     try:
-        return store.reserve(count)
+        yield
     except OSError as error:
-        raise _disk_error(error) from error
-
-
-def _disk_error(error: OSError) -> DiskError:
-    return DiskError(error.errno, f"the disk tier: {error.strerror}")
+        raise DiskError(error.errno, f"the disk tier: {error.strerror}") from error
 
 
 def host_put(tree: Any) -> Any:
@@ -245,6 +256,9 @@ def host_put(tree: Any) -> Any:
 
     Returns:
       The same tree with `HostArray` leaves.
+
+    Raises:
+      MemoryError: there is not as much memory. TypeError: a leaf is no array.
     """
     return jax.tree.map(_to_host, tree)
 
@@ -253,7 +267,8 @@ def disk_put(tree: Any, path: str | os.PathLike[str] | tuple[str, ...] | list[st
     """Writes the arrays of a pytree to disk, one after another, in files without a name.
 
     The files are private to the process's owner and go when the last array in them goes, or with
-    the process. Every block carries a checksum that is compared whenever it is read.
+    the process. Every block carries a checksum that is compared whenever it is read. A forked child
+    can read its parent's arrays, and make some of its own.
 
     Args:
       tree: of arrays; a `jax.ShapeDtypeStruct` stands for zeros, so that state that fits nowhere
@@ -274,32 +289,48 @@ def disk_put(tree: Any, path: str | os.PathLike[str] | tuple[str, ...] | list[st
 def open_safetensors(path: str | os.PathLike[str]) -> dict[str, DiskArray]:
     """The tensors of a safetensors checkpoint, by name, without loading them.
 
-    They are read straight from the file when they are needed, and cannot be donated.
+    They are read straight from the file when they are needed, and cannot be donated. The file is
+    open, once, for as long as any of them is there.
 
     Raises:
-      DiskError: the file cannot be read. ValueError: it is not a safetensors file; says where.
+      DiskError: the file cannot be read, or is a pipe, a folder, a device. ValueError: it is not a
+        safetensors file; says where. TypeError: `path` is no path.
     """
-    path = os.fspath(path)
+    name = parse_path(path, "open_safetensors: path")
     try:
-        with open(path, "rb") as file:
-            total = os.fstat(file.fileno()).st_size
-            start = file.read(8)
-            size = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-            text = file.read(size) if 0 <= size <= total - 8 else b""
+        file = _native.DiskFile(name)
+        size = struct.unpack("<Q", _bytes_of(file, 0, min(8, file.bytes)).ljust(8, b"\xff"))[0]
+        fits = size <= min(file.bytes - 8, _MOST_HEADER_BYTES)
+        text = _bytes_of(file, 8, size) if fits else b""
     except OSError as error:
-        raise DiskError(error.errno, f"open_safetensors: {path}: {error.strerror}") from error
+        raise DiskError(error.errno, f"open_safetensors: {error.strerror}") from error
     try:
-        header = json.loads(text)
+        if not fits:
+            raise ValueError(
+                f"its header would have {size} bytes, of {file.bytes} and at most "
+                f"{_MOST_HEADER_BYTES}"
+            )
+        header = json.loads(text.decode(), object_pairs_hook=_once_each)
+        if not isinstance(header, dict):
+            raise ValueError(f"its header is a {type(header).__name__}, not an object")
         header.pop("__metadata__", None)
+        tensors = {each: _checkpoint_tensor(each, entry) for each, entry in header.items()}
+        _check_layout(tensors, file.bytes - 8 - size)
         return {
-            name: _checkpoint_tensor(path, name, entry, 8 + size, total)
-            for name, entry in header.items()
+            each: DiskArray(t.shape, t.dtype, file.range(8 + size + t.begin, t.bytes), (name,))
+            for each, t in tensors.items()
         }
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"open_safetensors: path={path!r} is not a safetensors file: {error}. Check that it "
+            f"open_safetensors: path={name!r} is not a safetensors file: {error}. Check that it "
             "was downloaded whole."
         ) from error
+
+
+def _bytes_of(file: Any, offset: int, count: int) -> bytes:
+    words = np.empty(count, np.uint8)
+    file.range(offset, count).read_into(words)
+    return words.tobytes()
 
 
 _SAFETENSORS_DTYPES: Mapping[str, Any] = {
@@ -310,17 +341,61 @@ _SAFETENSORS_DTYPES: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def _checkpoint_tensor(
-    path: str, name: str, entry: Mapping[str, Any], data: int, total: int
-) -> DiskArray:
-    if entry["dtype"] not in _SAFETENSORS_DTYPES:
-        raise ValueError(f"{name} has the unknown dtype {entry['dtype']}")
-    dtype, shape = np.dtype(_SAFETENSORS_DTYPES[entry["dtype"]]), tuple(entry["shape"])
-    begin, end = entry["data_offsets"]
-    if end - begin != math.prod(shape) * dtype.itemsize or not 0 <= begin <= end <= total - data:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tensor:
+    """An entry of a header; the bytes are counted from the end of the header."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def bytes(self) -> int:
+        return self.end - self.begin
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (twice, _), *_ = collections.Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"its header names {twice!r} twice")
+    return found
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(x) is int and 0 <= x < 2**63 for x in value)
+
+
+def _checkpoint_tensor(name: str, entry: Any) -> _Tensor:
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"{name} has no dtype, shape and data_offsets")
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(kind, str) or kind not in _SAFETENSORS_DTYPES:
+        raise ValueError(f"{name} has the unknown dtype {kind}")
+    if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{name} has the shape {str(shape)[:200]}")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"{name} has the data_offsets {str(offsets)[:200]}")
+    dtype, (begin, end) = np.dtype(_SAFETENSORS_DTYPES[kind]), offsets
+    if end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name} is said to be at bytes {begin} to {end} of the file's data")
-    source = _native.FileRange(path, data + begin, end - begin)
-    return DiskArray(shape, dtype, source, (path,))
+    return _Tensor(dtype, tuple(shape), begin, end)
+
+
+def _check_layout(tensors: Mapping[str, _Tensor], total: int) -> None:
+    """Each byte must be one tensor's, as the format demands."""
+    reached = 0
+    for name, tensor in sorted(tensors.items(), key=lambda each: (each[1].begin, each[1].end)):
+        if tensor.begin != reached:
+            how = "overlaps another tensor" if tensor.begin < reached else "leaves a hole"
+            raise ValueError(
+                f"{name} {how}: it is said to begin at byte {tensor.begin} of the file's data, "
+                f"where {reached} are taken"
+            )
+        reached = tensor.end
+    if reached != total:
+        raise ValueError(f"its tensors have {reached} bytes, the file has {total} for them")
 
 
 def _described(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
@@ -335,9 +410,20 @@ def _described(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def empty_host_array(shape: tuple[int, ...], dtype: Any) -> HostArray:
-    """A `HostArray` whose contents are anything."""
+    """A `HostArray` whose contents are anything.
+
+    Raises:
+      MemoryError: there is not as much; says how much.
+    """
     count = math.prod(shape) * np.dtype(dtype).itemsize
-    return HostArray(shape, dtype, _native.HostBuffer(max(1, count)))
+    try:
+        return HostArray(shape, dtype, _native.HostBuffer(min(max(1, count), _MOST_BYTES)))
+    except MemoryError as error:
+        raise MemoryError(
+            f"host_put: no {count} bytes of host memory ({format_bytes(count)}) are left for "
+            f"{np.dtype(dtype).name}{list(shape)}. Raise the limit on memory (ulimit -v, -d), or "
+            "use disk_put."
+        ) from error
 
 
 def _to_host(leaf: Any) -> HostArray:
@@ -354,13 +440,11 @@ def _to_disk(leaf: Any, disk: Disk) -> DiskArray:
     count = math.prod(shape) * dtype.itemsize
     extent = reserve(disk, count)
     array = DiskArray(shape, dtype, extent, disk)
-    try:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            zeros = np.zeros(min(count, _PIECE), np.uint8)
-            for start in range(0, count, _PIECE):
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        zeros = np.zeros(min(count, _PIECE), np.uint8)
+        for start in range(0, count, _PIECE):
+            with _disk_errors():
                 extent.write(zeros[: count - start], start)
-        else:
-            array.write(np.asarray(leaf, dtype))
-    except OSError as error:
-        raise _disk_error(error) from error
+    else:
+        array.write(np.asarray(leaf, dtype))
     return array

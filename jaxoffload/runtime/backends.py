@@ -1,5 +1,6 @@
 """Where vertices run: one backend a platform, made once a process when first needed."""
 
+import ctypes
 import dataclasses
 import os
 import threading
@@ -163,6 +164,16 @@ class _Made:
 
 _made = _Made()
 _KINDS = {"cpu": CpuBackend, "cuda": CudaBackend}
+
+
+def _keep_clients() -> None:
+    """For good, in a forked child: destroying a client of JAX's waits for threads that the child
+    does not have, or crashes, and the interpreter destroys them when it ends."""
+    for client in compat.clients():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+
+
+os.register_at_fork(after_in_child=_keep_clients)
 
 
 def get(name: str) -> Backend:

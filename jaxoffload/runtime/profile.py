@@ -9,13 +9,16 @@ machine computes, so that the cut into vertices is chosen for what it is, not fo
 import dataclasses
 import hashlib
 import json
+import math
 import os
+import stat
 from typing import Any
 
 import numpy as np
 
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.options import parse_path
 from jaxoffload.plan.hardware import Machine
 from jaxoffload.runtime.run import Run
 
@@ -61,8 +64,9 @@ class Profile:
         mine = np.zeros(len(graph.taskgraph.vertices))
         mine[graph.task_vertex[kernels]] = took[kernels]
         key = digest(graph.taskgraph)
-        before = self.seconds.get(key)
-        best = mine if before is None else np.minimum(mine, before)
+        best = mine
+        if self.knows(graph.taskgraph):
+            best = np.minimum(mine, self.seconds[key])
         self.seconds[key] = best.tolist()
         self.runs[key] = self.runs.get(key, 0) + 1
         for way, kind in _WAYS.items():
@@ -87,8 +91,9 @@ class Profile:
         self.unseen_bytes = max(self.unseen_bytes, peak - before[0] - planned)
 
     def knows(self, graph: TaskGraph) -> bool:
-        """Whether it has costs of a TaskGraph."""
-        return digest(graph) in self.seconds
+        """Whether it has costs of a TaskGraph: of each vertex, which a file may lack."""
+        known = self.seconds.get(digest(graph))
+        return known is not None and len(known) == len(graph.vertices)
 
     def apply(self, graph: TaskGraph) -> TaskGraph:
         """The TaskGraph with measured times; those of one executable are taken together."""
@@ -126,24 +131,53 @@ class Profile:
         """Reads what `save` wrote.
 
         Raises:
-          OSError: the file cannot be read. ValueError: it is no profile.
+          OSError: the file cannot be read. ValueError: it is no profile. TypeError: `path` is no
+          path.
         """
-        with open(path) as file:
+        name = parse_path(path, "Profile.load: path")
+        # Opening a pipe would wait for its writer.
+        with open(name, opener=lambda at, flags: os.open(at, flags | os.O_NONBLOCK)) as file:
             try:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise ValueError("it is no regular file")
                 found: dict[str, Any] = json.load(file)
                 if found.pop("version") != _VERSION:
                     raise ValueError("another version")
                 profile = cls(**found)
-                for rates, legal in ((profile.rates, _WAYS), (profile.kernels, _KERNEL_RATES)):
-                    wrong = {n: r for n, r in rates.items() if n not in legal or not 0 < r < np.inf}
-                    if wrong:
-                        raise ValueError(f"rates {wrong}")
+                profile._check()
                 return profile
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise ValueError(
-                    f"Profile.load: path={os.fspath(path)!r} is no profile that this version "
+                    f"Profile.load: path={name!r} is no profile that this version "
                     f"wrote: {error}. Delete it; another is measured by running."
                 ) from error
+
+    def _check(self) -> None:
+        """Raises ValueError, TypeError or AttributeError: `save` never wrote that."""
+        for rates, legal in ((self.rates, _WAYS), (self.kernels, _KERNEL_RATES)):
+            wrong = {
+                name: rate
+                for name, rate in rates.items()
+                if name not in legal or not 0 < _number(rate) < np.inf
+            }
+            if wrong:
+                raise ValueError(f"rates {wrong}")
+        for key, times in self.seconds.items():
+            if not isinstance(times, list) or not all(0 <= _number(t) < np.inf for t in times):
+                raise ValueError(f"seconds of {key}")
+        for key, count in self.runs.items():
+            if type(count) is not int or count < 0:
+                raise ValueError(f"runs {count!r} of {key}")
+        if type(self.unseen_bytes) is not int or not 0 <= self.unseen_bytes < 2**62:
+            raise ValueError(f"unseen_bytes {self.unseen_bytes!r}")
+
+
+def _number(value: Any) -> float:
+    """The number that JSON's text stood for; NaN, which passes no comparison, for anything else."""
+    try:
+        return float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 _ROUNDS = 10

@@ -157,7 +157,7 @@ def run_plan(
             seed=launch.seed,
             max_delay_us=round(launch.max_delay_seconds * 1e6),
             check=options.check,
-            ended=lambda report: touched.update(report.touched_results),
+            ended=lambda report: touched.update(np.flatnonzero(report.touched_results).tolist()),
         )
         run = make_run(plan, report)
     except BaseException:

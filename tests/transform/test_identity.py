@@ -308,3 +308,15 @@ def test_operations_without_a_jaxpr_are_told_apart():
     first = Operation.of_function("same", lambda x: x, None, ("array", 1))
     second = Operation.of_function("same", lambda x: x, None, ("array", 2))
     assert first.key is not second.key
+
+
+def test_literals_are_told_apart_by_what_jax_takes_them_for():
+    """The value alone may be Python's number, whatever its dtype in the program."""
+
+    def key(dtype, weak):
+        aval = jax.core.ShapedArray((), np.dtype(dtype), weak_type=weak)
+        return identity.literal_key(jax.extend.core.Literal(1, aval))
+
+    keys = [key(d, w) for d in (np.int32, np.int8, np.float32) for w in (False, True)]
+    assert len(set(keys)) == 6
+    assert key(np.int32, True) == keys[1]

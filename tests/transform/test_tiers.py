@@ -189,7 +189,9 @@ def test_a_checkpoint_is_read_straight_from_its_file(tmp_path):
         return x @ p["w"] + (p["b"] * p["odd"].astype(jnp.float32).sum())[None]
 
     step = jo.offload(f, device_memory="600KiB", host_memory="260KiB", disk=tmp_path)
-    np.testing.assert_allclose(step(opened, x), f(tensors, x), rtol=1e-4, atol=1e-4)
+    wide = {name: each.astype(np.float64) for name, each in tensors.items()}
+    want = x.astype(np.float64) @ wide["w"] + wide["b"] * wide["odd"].sum()
+    np.testing.assert_allclose(step(opened, x), want, rtol=1e-5, atol=1e-4)
     with pytest.raises(ValueError, match=r"read only.*donate_argnums.*disk_put"):
         jo.offload(f, device_memory=None, donate_argnums=0)(opened, x)
     path.write_bytes(path.read_bytes()[:-10])
@@ -199,14 +201,134 @@ def test_a_checkpoint_is_read_straight_from_its_file(tmp_path):
         step(opened, x)
 
 
-@pytest.mark.parametrize("text", [b"", b"1234567", b"\xff" * 100, struct.pack("<Q", 2) + b"[]"])
-def test_what_is_no_checkpoint_is_refused(text, tmp_path):
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(text)
-    with pytest.raises(ValueError, match=r"x\.safetensors.*not a safetensors file"):
+def entry(shape, begin, end, dtype="U8"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+BAD_HEADERS = {
+    "list": ([], "is a list"),
+    "null": (None, "is a NoneType"),
+    "no entry": ({"a": 3}, "a has no dtype, shape and data_offsets"),
+    "no shape": ({"a": {"dtype": "U8", "data_offsets": [0, 8]}}, "a has no dtype"),
+    "dtype": ({"a": entry([8], 0, 8, "F7")}, "unknown dtype F7"),
+    "dtype list": ({"a": entry([8], 0, 8, ["U8"])}, "unknown dtype"),
+    "negative": ({"a": entry([-2, -4], 0, 8)}, r"shape \[-2, -4\]"),
+    "negative and zero": ({"a": entry([-5, 0], 0, 0), "b": entry([8], 0, 8)}, "shape"),
+    "float": ({"a": entry([2.0, 4.0], 0, 8)}, "shape"),
+    "half": ({"a": entry([0.5, 16], 0, 8)}, "shape"),
+    "bool": ({"a": entry([True, 8], 0, 8)}, "shape"),
+    "text shape": ({"a": entry("8", 0, 8)}, "shape"),
+    "rank": ({"a": entry([1] * 70 + [8], 0, 8)}, "shape"),
+    "huge": ({"a": entry([2**70, 0], 0, 0), "b": entry([8], 0, 8)}, "shape"),
+    "offsets": ({"a": entry([8], 0, 8.0)}, "data_offsets"),
+    "offsets bool": ({"a": entry([8], False, 8)}, "data_offsets"),
+    "three offsets": ({"a": {**entry([8], 0, 8), "data_offsets": [0, 8, 8]}}, "data_offsets"),
+    "offsets huge": ({"a": entry([8], 2**70, 2**70 + 8)}, "data_offsets"),
+    "backwards": ({"a": entry([8], 8, 0)}, "bytes 8 to 0"),
+    "size": ({"a": entry([7], 0, 8)}, "bytes 0 to 8"),
+    "beyond": ({"a": entry([9], 0, 9)}, "have 9 bytes, the file has 8"),
+    "overlap": ({"a": entry([8], 0, 8), "b": entry([4], 4, 8)}, "b overlaps another tensor"),
+    "twins": ({"a": entry([8], 0, 8), "b": entry([8], 0, 8)}, "b overlaps another tensor"),
+    "hole": ({"a": entry([2], 0, 2), "b": entry([4], 4, 8)}, "b leaves a hole"),
+    "hole in front": ({"a": entry([7], 1, 8)}, "a leaves a hole"),
+    "rest": ({"a": entry([4], 0, 4)}, "have 4 bytes, the file has 8"),
+}
+
+
+def with_header(text, data=bytes(8)):
+    return struct.pack("<Q", len(text)) + text + data
+
+
+BAD_FILES = {
+    "empty": (b"", "its header would have"),
+    "short": (b"1234567", "its header would have"),
+    "long header": (b"\xff" * 100, "its header would have 18446744073709551615 bytes"),
+    "truncated": (with_header(b"{}", b"")[:-1], "its header would have 2 bytes"),
+    "no text": (with_header(b"\xff\xfe{}"), "codec"),
+    "no JSON": (with_header(b"{"), "Expecting"),
+    "deep": (with_header(b"[" * 100_000 + b"]" * 100_000), "recursion"),
+    "twice": (with_header(b'{"a": 1, "b": 2, "a": 3}'), "names 'a' twice"),
+    **{n: (with_header(json.dumps(h).encode()), text) for n, (h, text) in BAD_HEADERS.items()},
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_what_is_no_checkpoint_is_refused(name, tmp_path):
+    path, (content, text) = tmp_path / "x.safetensors", BAD_FILES[name]
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"x\.safetensors.*not a safetensors file: .*{text}"):
         jo.open_safetensors(path)
-    with pytest.raises(jo.DiskError, match=r"nowhere"):
+
+
+def test_a_header_that_is_too_long_is_not_read(tmp_path):
+    path = tmp_path / "x.safetensors"
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", 10**8 + 1))
+        file.truncate(10**9)
+    with pytest.raises(ValueError, match="header would have 100000001 bytes.*at most 100000000"):
+        jo.open_safetensors(path)
+
+
+def test_what_is_no_regular_file_is_no_checkpoint(tmp_path):
+    with pytest.raises(jo.DiskError, match="nowhere cannot be opened: No such file"):
         jo.open_safetensors(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, "/dev/zero"):
+        with pytest.raises(jo.DiskError, match=f"open_safetensors: {path} is no regular file"):
+            jo.open_safetensors(path)
+    with pytest.raises(TypeError, match="open_safetensors: path=3 is a int"):
+        jo.open_safetensors(3)
+    with pytest.raises(ValueError, match=r"path='a\\x00b' holds a NUL"):
+        jo.open_safetensors("a\0b")
+
+
+def test_a_checkpoint_is_opened_by_any_kind_of_path_and_may_have_empty_tensors(tmp_path):
+    path = tmp_path / "x.safetensors"
+    header = {"__metadata__": {"format": "pt"}, "e": entry([0, 3], 4, 4), "b": entry([4], 4, 8)}
+    header["a"] = entry([], 0, 4, "I32")
+    text = json.dumps(header).encode() + b"   "
+    path.write_bytes(with_header(text, bytes(range(8))))
+    for form in (path, str(path), os.fsencode(path)):
+        found = jo.open_safetensors(form)
+        assert list(found) == ["e", "b", "a"] and found["e"].shape == (0, 3)
+        assert np.asarray(found["e"]).size == 0
+        assert np.asarray(found["b"]).tolist() == [4, 5, 6, 7]
+        assert np.asarray(found["a"]) == 0x03020100
+
+
+MANY = """
+    import json, resource, struct, sys
+    import numpy as np
+    import jaxoffload as jo
+    count, path = 5000, sys.argv[1]
+    header = {f"t{i}": {"dtype": "I32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]}
+              for i in range(count)}
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text + np.arange(count, dtype=np.int32).tobytes())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    tensors = jo.open_safetensors(path)
+    assert [int(np.asarray(tensors[f"t{i}"])[0]) for i in (0, 4321, 4999)] == [0, 4321, 4999]
+    assert len(tensors) == count
+"""
+
+
+def test_a_checkpoint_of_many_tensors_takes_one_descriptor(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(MANY), str(tmp_path / "many.safetensors")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_checkpoint_that_is_replaced_goes_on_being_the_old_one(tmp_path):
+    """Header and tensors are of one open file."""
+    path = tmp_path / "x.safetensors"
+    safetensors(path, {"a": np.arange(100)})
+    opened = jo.open_safetensors(path)
+    safetensors(tmp_path / "new", {"b": np.arange(50), "a": np.arange(50)})
+    os.replace(tmp_path / "new", path)
+    assert np.asarray(opened["a"]).tolist() == list(range(100))
+    path.unlink()
+    assert np.asarray(opened["a"]).tolist() == list(range(100))
 
 
 LIMITED = """
@@ -297,6 +419,34 @@ def test_bad_folders_and_too_little_space_are_refused_before_anything_runs(tmp_p
         jo.offload(train_step, disk=3)
     with pytest.raises(ValueError, match="host_memory='much'"):
         jo.offload(train_step, host_memory="much")
+
+
+def test_folders_are_looked_at_when_they_are_named(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    for wrong, error, text in (
+        (tmp_path / "missing", jo.DiskError, r"missing': No such file or directory\. Make it"),
+        (tmp_path / "file", jo.DiskError, "file': Not a directory"),
+        ([tmp_path, tmp_path / "missing"], jo.DiskError, "No such file"),
+        ("", ValueError, r"disk='' is empty.*'\.' is the current folder"),
+        (f"{tmp_path}/a\0b", ValueError, "holds a NUL"),
+        ("a\ud800b", ValueError, "is not UTF-8"),
+        ("a\udcffb", ValueError, "is not UTF-8"),
+        (b"a\xffb", ValueError, "is not UTF-8"),
+        ([], ValueError, "names no folder"),
+        ([3], TypeError, "holds a int"),
+    ):
+        with pytest.raises(error, match=text):
+            jo.offload(train_step, disk=wrong)
+        with pytest.raises(error, match=text.replace("disk=", "path=")):
+            jo.disk_put(np.ones(3), wrong)
+    kept = jo.disk_put(np.arange(3), os.fsencode(tmp_path))
+    assert np.asarray(kept).tolist() == [0, 1, 2] and kept.path == str(tmp_path)
+
+
+def test_folders_that_are_read_only_are_refused_when_they_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may write everywhere
+    with pytest.raises(jo.DiskError, match="Permission denied"):
+        jo.offload(train_step, disk=tmp_path)
 
 
 def store_files(folder):

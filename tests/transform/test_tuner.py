@@ -3,6 +3,7 @@
 Only plain runs are measured, so tests of that are marked.
 """
 
+import os
 import types
 
 import jax
@@ -110,15 +111,74 @@ def test_a_profile_is_saved_loaded_and_used_from_the_first_call(tmp_path, monkey
     assert (plan.memgraph.kind == Kind.RELOAD).any()
 
 
-def test_a_file_that_is_no_profile_is_refused(tmp_path):
+BAD_FIELDS = [
+    '"rates": {"disk_read": 0}',
+    '"rates": {"disk_read": true}',
+    '"rates": {"disk_read": "1"}',
+    '"rates": {"disk_read": NaN}',
+    '"rates": [1]',
+    '"kernels": {"sorts": 9}',
+    '"seconds": {"a": [NaN]}',
+    '"seconds": {"a": [-1]}',
+    '"seconds": {"a": [Infinity]}',
+    '"seconds": {"a": ["1"]}',
+    '"seconds": {"a": [null]}',
+    '"seconds": {"a": null}',
+    '"seconds": {"a": 1}',
+    '"seconds": [[1]]',
+    '"runs": {"a": "1"}',
+    '"runs": {"a": -1}',
+    '"runs": {"a": 1.5}',
+    '"runs": 3',
+    '"unseen_bytes": "1"',
+    '"unseen_bytes": NaN',
+    '"unseen_bytes": -1',
+    '"unseen_bytes": 1e30',
+    '"unseen_bytes": true',
+    '"unseen_bytes": null',
+    '"unseen_bytes": 10000000000000000000000',
+    '"seconds": {"a": [1%s]}' % ("0" * 400),
+]
+BAD_PROFILES = [b"", b"{", b"[]", b"null", b'{"version": 0}', b'{"version": 1, "more": 2}']
+BAD_PROFILES += [b"\xff\xfe{}", b"[" * 100000]
+BAD_PROFILES += [f'{{"version": 1, {field}}}'.encode() for field in BAD_FIELDS]
+
+
+@pytest.mark.parametrize("text", BAD_PROFILES, ids=lambda text: text[:40].decode("latin-1"))
+def test_a_file_that_is_no_profile_is_refused(text, tmp_path):
     path = tmp_path / "other.json"
-    wrong = ('{"version": 1, "rates": {"disk_read": 0}}', '{"version": 1, "kernels": {"sorts": 9}}')
-    for text in ("{", "[]", '{"version": 0}', '{"version": 1, "more": 2}', *wrong):
-        path.write_text(text)
-        with pytest.raises(ValueError, match="other.json' is no profile.*Delete it"):
-            jo.Profile.load(path)
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match="other.json' is no profile.*Delete it"):
+        jo.Profile.load(path)
+
+
+def test_what_is_no_file_is_no_profile(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe' is no profile.*no regular file"):
+        jo.Profile.load(tmp_path / "pipe")
+    for wrong in (3, True, ["a"]):
+        with pytest.raises(TypeError, match=r"path=.* is a \w+\. Pass a path"):
+            offloaded(profile=wrong)
+    with pytest.raises(FileNotFoundError):
+        jo.Profile.load(tmp_path / "missing")
     with pytest.raises(ValueError, match='policy=\'never\' is not known. Pass "auto" or "once"'):
         offloaded(policy="never")
+
+
+def test_costs_of_other_vertices_than_a_graph_has_are_not_taken():
+    """Whoever cuts a file short does not make calls fail."""
+    step = offloaded()
+    for _ in range(tuner.WARM_UP + 1):
+        step(*ARGS)
+    (key, seconds), graph = next(iter(step.profile.seconds.items())), step.plan(*ARGS).taskgraph
+    assert step.profile.knows(graph) and key == digest(graph)
+    for wrong in ([], seconds[:-1], [*seconds, 1.0]):
+        short = jo.Profile(seconds={key: wrong})
+        assert not short.knows(graph)
+        again = offloaded(profile=short)
+        again(*ARGS)
+        again(*ARGS)
+        assert len(again.profile.seconds[key]) == len(seconds) and again.profile.knows(graph)
 
 
 def test_rates_of_kernels_are_found_from_their_times():
