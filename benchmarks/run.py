@@ -3,7 +3,7 @@
 import argparse
 import importlib
 
-NAMES = ("ratios", "split", "overhead", "planner", "disk", "simulated", "throttled")
+NAMES = ("ratios", "split", "accuracy", "overhead", "planner", "disk", "simulated", "throttled")
 
 
 def main(argv: list[str] | None = None) -> None:
