@@ -16,10 +16,14 @@ from benchmarks.accuracy import (
     CUT_BY_BUDGET,
     OPERATIONS,
     PIECE,
+    by_a_function,
     errors,
     exact_in_pieces,
+    in_a_branch,
+    in_a_loop,
     rounding,
 )
+from jaxoffload.capture import slicing
 
 SMALL, LARGE = 1500, 150_000
 """Neither is a power of two, nor a multiple of many blocks."""
@@ -73,6 +77,15 @@ def test_many_millions_of_terms_lose_nothing(name):
         x[:] = 0.1
     want = exact_in_pieces(name, x)
     got = float(jo.offload(MANY[name], device_memory=None)(x))
+    assert abs(got - want) <= 2 * rounding(jnp.float32) * want
+
+
+@pytest.mark.parametrize("inside", [in_a_loop, in_a_branch, by_a_function])
+def test_sums_in_bodies_lose_nothing(inside):
+    """They stay one vertex, so the rules of lowering have to reach into them."""
+    x = np.random.default_rng(1).random(5 * PIECE, np.float32) + np.float32(0.1)
+    want = exact_in_pieces("sum", x)
+    got = float(jo.offload(inside, device_memory=None)(x))
     assert abs(got - want) <= 2 * rounding(jnp.float32) * want
 
 
@@ -160,3 +173,17 @@ def test_float64_sums_stay_float64():
         got = jo.offload(lambda x: (jnp.sum(x), x @ x), device_memory=None)(x)
     assert [g.dtype for g in got] == [np.float64] * 2
     np.testing.assert_allclose(np.asarray(got), [x.sum(), x @ x], rtol=1e-14)
+
+
+def test_many_slices_add_up_to_a_rounding():
+    """Runs pairwise: one after another, 5,000 tenths are off by 1e-5."""
+    calls = []
+
+    def add(a, b):
+        calls.append(1)
+        return np.float32(a + b)
+
+    got = slicing.add_up(iter([np.float32(0.1)] * 5000), add)
+    want = 5000 * float(np.float32(0.1))
+    assert len(calls) == 4999
+    assert abs(float(got) - want) <= rounding(jnp.float32) * want
