@@ -3,7 +3,8 @@
 import argparse
 import importlib
 
-NAMES = ("ratios", "split", "overhead", "planner", "disk", "simulated", "throttled", "soak")
+NAMES = ("ratios", "split", "accuracy", "overhead", "planner", "disk", "simulated", "throttled",
+         "soak")  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -347,7 +347,8 @@ def offload(
         and with it every rounding: results are then equal bit for bit whatever the budget. None
         lets the cut follow the budget.
       check: watch every run for two tensors in one place at one time (slower; for tests).
-      verify: compare the first run with plain `jax.jit`, which needs the memory for that.
+      verify: compare the first run with plain `jax.jit`, and with float64 where they differ by more
+        than rounding, which needs the memory for that.
       results: "host": results come back as `HostArray`s, for those that the device cannot hold
         (outside `jax.jit` only). Results of donated arrays below the device stay in their tier
         either way.

@@ -160,6 +160,7 @@ def square_sum(f):
 QKV = [normal(2, 64, 4, 8) for _ in range(3)]
 LOSS = (normal(2, 64, 16), normal(16, 500), RANDOM.integers(0, 500, (2, 64)).astype(np.int32))
 EDGES = RANDOM.integers(0, 40, (2, 1024)).astype(np.int32)
+FACTORS = (normal(64, 8), normal(8, 512))
 HALF = [x.astype(jnp.bfloat16) for x in QKV]
 FUNCTIONS = {
     "attention": (attention, *QKV),
@@ -173,6 +174,11 @@ FUNCTIONS = {
     "messages, backward": (
         jax.grad(square_sum(messages), argnums=(0, 2)), normal(40, 16), EDGES, normal(16, 16),
     ),
+    # A result that started from zeros, in place of the first tile, would be zero.
+    "largest of negative": (lambda x, y: jnp.max(-1 - jnp.exp(x @ y)), *FACTORS),
+    "least of positive": (lambda x, y: jnp.min(1 + jnp.exp(x @ y)), *FACTORS),
+    "product of signs": (lambda x, y: jnp.prod(jnp.sign(x @ y)), *FACTORS),
+    "all": (lambda x, y: jnp.all(jnp.exp(x @ y) > 0), *FACTORS),
     "large result": (lambda x, y: jnp.exp(x @ y), normal(64, 8), normal(8, 512)),
 }  # fmt: skip
 
@@ -200,6 +206,52 @@ def test_split_functions_give_what_whole_ones_do(name, share):
     if name not in ("large result", "normalized"):  # operands and results alone take as much
         most = 0.7 if name == "U-Net, backward" else 0.5  # results of convolutions are there whole
         assert tiled and after < most * before or share == 0.5
+
+
+def tile_by_tile(function, *args, share):
+    """The only result of a function whose equations are split, and the greatest number of tiles."""
+    program, ordered = equations_of(function, *args)
+    kinds = [TensorKind.WEIGHT] * len(args)
+    before = min_budget(build_taskgraph(ordered, kinds=kinds, max_equations=1).taskgraph)[0]
+    parts = split(ordered, share * before)
+    tiles = [e.operation.count for e in parts.equations if isinstance(e.operation, TiledOperation)]
+    captured = build_taskgraph(parts, kinds=kinds, max_equations=1)
+    (got,) = interpret_taskgraph(captured, args)
+    return got, max(tiles)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.float32])
+@pytest.mark.parametrize("name", ["sum", "product"])
+def test_many_tiles_add_up_to_a_rounding(name, dtype):
+    """All of one sign and of an awkward scale: each rounding of a running sum would be seen."""
+    x = (0.1 + 0.01 * RANDOM.random(4096)).astype(dtype)
+    y = (0.1 + 0.01 * RANDOM.random(8)).astype(dtype)
+
+    def f(x, y):
+        z = x[:, None] * y[None, :]
+        return lax.reduce_sum(z, (0,)) if name == "sum" else x @ jnp.tanh(z)
+
+    got, tiles = tile_by_tile(f, x, y, share=0.02)
+    assert tiles > 32
+    x, y = np.float64(x), np.float64(y)
+    z = x[:, None] * y[None, :]
+    want = z.sum(0) if name == "sum" else x @ np.tanh(z)
+    # One of the result, and those of the terms, which may lean one way.
+    roundings = {"sum": 1, "product": 2}[name] if dtype == np.float32 else 3
+    limit = roundings * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.float64(got.view(dtype)), want, rtol=limit)
+
+
+def test_a_sum_over_many_tiles_may_be_infinite():
+    x = np.ones(4096, np.float32)
+    x[100] = np.inf
+    got, tiles = tile_by_tile(
+        lambda x, y: lax.reduce_sum(x[:, None] * y[None, :], (0,)),
+        x,
+        np.ones(8, np.float32),
+        share=0.02,
+    )
+    assert tiles > 4 and np.isposinf(got.view(np.float32)).all()
 
 
 def test_layers_share_the_kernel_of_their_split_parts():
