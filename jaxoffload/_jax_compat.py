@@ -254,6 +254,12 @@ def is_deleted(array: jax.Array) -> bool:
     return not isinstance(array, Tracer) and array.is_deleted()
 
 
+def is_in_rows(array: jax.Array) -> bool:
+    """Whether an array's bytes are in row-major order, as programs expect them by default."""
+    layout = array.format.layout  # pyrefly: ignore[missing-attribute]
+    return layout is None or tuple(layout.major_to_minor) == tuple(range(array.ndim))
+
+
 def weakly_typed(array: jax.Array) -> jax.Array:
     """The same array with a weak type: it gives way in promotions, as Python's numbers do."""
     return _lax._convert_element_type(array, weak_type=True)

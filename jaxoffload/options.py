@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import math
+import numbers
 import os
 import re
 from collections.abc import Sequence
@@ -175,16 +176,20 @@ def parse_bytes(value: object, name: str, others: str = "") -> int:
     """
     remedy = 'Pass a number of bytes or text such as "512MiB" or "8GB"'
     remedy += f", or {others}." if others else "."
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | str):
         raise TypeError(f"offload: {name}={value!r} is a {type(value).__name__}. {remedy}")
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", value.lower())
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", value.lower())
         if match is None or match[2] not in _UNITS:
             raise ValueError(f"offload: {name}={value!r} is not an amount of memory. {remedy}")
         value = float(match[1]) * _UNITS[match[2]]
-    if not math.isfinite(value) or value <= 0:
-        raise ValueError(f"offload: {name}={value!r} is not a positive amount of memory. {remedy}")
-    return math.floor(value)
+    amount = int(value) if isinstance(value, numbers.Integral) else float(value)
+    if not 1 <= amount < 2**63:  # NaN, too
+        raise ValueError(
+            f"offload: {name}={value!r} is not a positive amount of memory, of one byte to 2**63. "
+            f"{remedy}"
+        )
+    return math.floor(amount)
 
 
 def format_bytes(count: float) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import numbers
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -282,12 +283,14 @@ def _as_set(value: Any, kind: type, option: str, function: str, what: str) -> se
     items = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
     items = () if value is None else tuple(items)
     for item in items:
-        if not isinstance(item, kind) or isinstance(item, bool):
+        if not isinstance(item, numbers.Integral if kind is int else kind) or isinstance(
+            item, bool
+        ):
             raise TypeError(
                 f"offload({function}): {option}={value!r} holds a {type(item).__name__}. "
                 f"Pass {what}, as for jax.jit."
             )
-    return set(items)
+    return set(map(kind, items))
 
 
 def _kind(path: Any, aval: Any, text: str) -> TensorKind:

@@ -78,14 +78,20 @@ class HostMemory:
           donated: which of them may be overwritten; they are deleted.
           below: results that are below the device.
         """
-        arguments = [_host_place(x) for x in (*operands, *plan.constants)]
+        arguments: list[Any] = []
+        views: list[Any] = []
+        for i, array in enumerate((*operands, *plan.constants)):
+            if isinstance(array, TierArray):
+                arguments.append(place_below(array))
+            elif i < len(donated) and donated[i] and self._is_ours(array):
+                arguments.append(_address(array))
+            else:
+                # A view: its memory stays although somebody deletes the array while the run reads
+                # it, and where JAX has another layout it is a copy in rows.
+                views.append(np.ascontiguousarray(array))
+                arguments.append(views[-1].ctypes.data)
         reused, held = self._take_donated(plan, operands, arguments, donated)
-        # Views, so that memory stays although somebody deletes an array while the run reads it.
-        held += [
-            np.asarray(x)
-            for i, x in enumerate(operands)
-            if isinstance(x, jax.Array) and not (i < len(donated) and donated[i])
-        ]
+        held += views
         buffers = {
             j: reused.get(j) or _native.HostBuffer(max(1, byte_count(shape)))
             for j, shape in enumerate(plan.out_shapes)
@@ -105,6 +111,10 @@ class HostMemory:
             words = np.asarray(buffer)[: byte_count(shape)]
             outs[j] = words.view(shape.dtype).reshape(shape.shape)
         return jax.device_put(outs, jax.devices("cpu")[0], may_alias=True)
+
+    def _is_ours(self, array: Any) -> bool:
+        """Whether an array is a result that nobody has copied since."""
+        return isinstance(array, jax.Array) and _address(array) in self._ours
 
     def _take_donated(
         self,
@@ -162,10 +172,6 @@ _ALONE = _count_alone()
 measured, for versions of Python differ in what they count on the way."""
 
 
-def _host_place(array: Any) -> Any:
-    return place_below(array) if isinstance(array, TierArray) else _address(array)
-
-
 def _address(array: Any) -> int:
     """Address of an array's bytes where they are."""
     if not isinstance(array, jax.Array):
@@ -202,6 +208,9 @@ class DeviceMemory:
         held: list[Any] = []
         for i, array in enumerate((*operands, *plan.constants)):
             is_donated = i < len(donated) and donated[i]
+            if self.is_here(array) and not compat.is_in_rows(array):
+                array = _in_rows(array)
+                held.append(array)
             if i in plan.gathered_arguments and not plan.resident and not self.is_here(array):
                 array = self.reachable(array)
                 held.append(array)
@@ -273,3 +282,4 @@ class DeviceMemory:
 
 
 _identity = jax.jit(lambda x: x, donate_argnums=0)
+_in_rows = jax.jit(lambda x: x)

@@ -28,6 +28,10 @@ def matmuls(x):
         ({"device_memory": -5}, ValueError, r"device_memory=-5.*positive"),
         ({"device_memory": 0}, ValueError, r"device_memory=0"),
         ({"device_memory": float("nan")}, ValueError, r"device_memory=nan"),
+        ({"device_memory": 0.5}, ValueError, r"device_memory=0.5.*one byte"),
+        ({"device_memory": "1e-3 B"}, ValueError, r"positive"),
+        ({"device_memory": "1e30 GB"}, ValueError, r"2\*\*63"),
+        ({"device_memory": np.bool_(True)}, TypeError, r"bool"),
         ({"device_memory": True}, TypeError, r"device_memory=True is a bool"),
         ({"device_memory": [1]}, TypeError, r"device_memory=\[1\] is a list"),
         ({"device_memory": "5 parsecs"}, ValueError, r"parsecs"),
@@ -205,3 +209,13 @@ def test_the_smallest_budget_that_is_named_works():
     assert jo.offload(prefill, device_memory=least).plan(*shapes).peak_device_bytes <= least
     with pytest.raises(jo.PlanError, match=f"smallest feasible {least} bytes"):
         jo.offload(prefill, device_memory=least - 1).plan(*shapes)
+
+
+def test_numbers_of_numpy_are_numbers():
+    for memory in (np.int64(10**6), np.float32(1e6), "10e-1MB", "1e+6"):
+        step = jo.offload(
+            lambda a, b: a + b, device_memory=memory, policy="once", donate_argnums=np.int64(0),
+            static_argnums=(np.int32(1),),
+        )  # fmt: skip
+        with pytest.warns(jo.OffloadWarning, match="no effect"):
+            assert step.plan(X, 1).budget == 10**6

@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import gc
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import pytest
 import jaxoffload as jo
 from jaxoffload import identity
 from jaxoffload.capture.flat import Operation
+from jaxoffload.runtime import backends
 
 X = np.linspace(0.1, 0.9, 12, dtype=np.float32).reshape(3, 4)
 
@@ -210,6 +212,15 @@ def test_programs_follow_jaxs_settings(function, args, context):
             want = plain(*args)
             assert_same_bits(direct(*args), want)
             assert_same_bits(inside(*args), want)
+
+
+def test_programs_follow_the_backend(monkeypatch):
+    """A plan for one platform is not another's."""
+    step = offloaded(lambda x: x + 1)
+    before = step._program(step._spec.bind((X,), {}))
+    other = types.SimpleNamespace(name="another")
+    monkeypatch.setattr(backends, "current", lambda: other)
+    assert step._program(step._spec.bind((X,), {})) is not before
 
 
 def test_a_setting_that_refuses_does_so_after_a_call_without_it():

@@ -8,11 +8,13 @@ import threading
 import weakref
 
 import jax
+import jax.experimental.layout
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxoffload as jo
+from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
 from jaxoffload.compile import cache
 from jaxoffload.once import Once
@@ -350,6 +352,17 @@ def test_nans_and_infs_are_told_when_jax_is_asked_to(setting, value):
         with pytest.raises(FloatingPointError, match=f"jax_{setting}"):
             step(x)
         step(np.ones(3, np.float32))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_arrays_in_another_layout_are_read_as_they_are_meant(donate):
+    layout = jax.experimental.layout.Layout(major_to_minor=(1, 0))
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    columns = jax.device_put(X[:, :7], jax.experimental.layout.Format(layout, sharding))
+    assert not compat.is_in_rows(columns) and compat.is_in_rows(jnp.asarray(X))
+    step = jo.offload(lambda x: x + 1, device_memory=None, donate_argnums=0 if donate else None)
+    np.testing.assert_array_equal(jax.jit(lambda x: step(x))(columns), X[:, :7] + 1)
+    np.testing.assert_array_equal(step(columns), X[:, :7] + 1)
 
 
 def test_masked_arrays_are_refused():
