@@ -36,10 +36,11 @@ class Once:
                     return make()
             try:
                 return made.result()
-            except Exception:
-                raise
-            except BaseException:  # whoever made it was interrupted, not we
-                continue
+            except BaseException as error:
+                theirs = made.done() and made.exception() is error
+                if not theirs or isinstance(error, Exception):
+                    raise
+                # Whoever made it was interrupted, not we.
         try:
             value = make()
         except BaseException as error:

@@ -323,6 +323,31 @@ def test_others_wait_for_what_is_being_made():
         assert first.result(60) is second.result(60)
 
 
+def test_who_waits_may_be_interrupted_and_outlives_an_interruption_of_who_makes():
+    once, begun, go = Once(), threading.Event(), threading.Event()
+
+    def make():
+        begun.set()
+        assert go.wait(60)
+        raise KeyboardInterrupt
+
+    def make_anyway():
+        with pytest.raises(KeyboardInterrupt):
+            once.get(make)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        maker = pool.submit(make_anyway)
+        assert begun.wait(60)
+        waiter = pool.submit(once.get, lambda: "made by who waited")
+        timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            once.get(lambda: "not asked for")
+        go.set()
+        assert waiter.result(60) == "made by who waited"
+        maker.result(60)
+
+
 # As jit ------------------------------------------------------------------------------------------
 
 
