@@ -71,7 +71,7 @@ class _Program:
     def params(self) -> dict[str, Any]:
         """What the primitive takes beside operands and jaxpr."""
         return {
-            "derived": self._derived,
+            "derived": self._derived.link,
             "name": self._name,
             "kinds": self._signature.kinds,
             "donated": self._signature.donated,

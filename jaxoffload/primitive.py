@@ -42,12 +42,16 @@ them, as it never sees what a jitted function closes over."""
 
 
 class Derived:
-    """What was made from one offloaded jaxpr: plans, and the jaxpr batched. It goes from bind to
-    bind with the jaxpr, and ends with the last equation that has it."""
+    """What was made from one offloaded jaxpr: plans, and the jaxpr batched.
+
+    Attributes:
+      link: leads here, as a param of the primitive, for as long as the owner keeps it.
+    """
 
     def __init__(self) -> None:
         self.plans = OnceEach()
         self.batched = OnceEach()
+        self.link = Link(self)
         _all_derived.add(self)
 
     def clear(self) -> None:
@@ -55,8 +59,22 @@ class Derived:
         self.plans.clear()
         self.batched.clear()
 
+
+class Link:
+    """A weak reference to a `Derived`. JAX keeps the params of thousands of equations in its
+    caches; plans are not to live as long."""
+
+    __slots__ = ("_derived",)
+
+    def __init__(self, derived: Derived):
+        self._derived = weakref.ref(derived)
+
+    def get(self) -> Derived:
+        """What it leads to, or a new one."""
+        return self._derived() or Derived()
+
     def __repr__(self) -> str:
-        return "Derived()"
+        return "Link()"
 
 
 _all_derived: weakref.WeakSet[Derived] = weakref.WeakSet()
@@ -72,7 +90,7 @@ def bind(
     leaves: Sequence[Any],
     jaxpr: Any,
     *,
-    derived: Derived,
+    derived: Link,
     name: str,
     kinds: tuple[TensorKind, ...],
     donated: tuple[bool, ...],
@@ -82,7 +100,7 @@ def bind(
 
     Args:
       jaxpr: closed, over arrays.
-      derived: of this jaxpr.
+      derived: leads to what is made from this jaxpr.
       kinds, donated: one for each leaf.
     """
     below = tuple((i, x) for i, x in enumerate(leaves) if isinstance(x, TierArray))
@@ -110,7 +128,7 @@ def _plan(params: dict[str, Any], backend: backends.Backend) -> Plan:
     def make() -> tuple[Any, Plan]:
         return params["jaxpr"], make_plan(**others, backend=backend)  # the jaxpr keeps its id
 
-    return params["derived"].plans.get(key, make)[1]
+    return params["derived"].get().plans.get(key, make)[1]
 
 
 def make_plan(
@@ -241,9 +259,9 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         return params["jaxpr"], compat.jaxpr_of(body, leaves), Derived()
 
     key = (id(params["jaxpr"]), axes, shapes, compat.trace_context())
-    _, jaxpr, derived = params["derived"].batched.get(key, make)
+    _, jaxpr, derived = params["derived"].get().batched.get(key, make)
     others = {k: v for k, v in params.items() if k not in ("jaxpr", "derived", "below")}
-    outs = bind(leaves, jaxpr, derived=derived, **others)
+    outs = bind(leaves, jaxpr, derived=derived.link, **others)
     return outs, [0] * len(outs)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import jaxoffload as jo
 from jaxoffload import _jax_compat as compat
-from jaxoffload import _native
+from jaxoffload import _native, primitive
 from jaxoffload.compile import cache
 from jaxoffload.once import Once
 from jaxoffload.runtime import backends
@@ -164,6 +164,20 @@ def test_an_array_deleted_while_a_run_reads_it_is_read_to_the_end(place):
 def num_plans():
     gc.collect()
     return _native.num_registered_plans()
+
+
+@pytest.mark.parametrize("way", [jax.jit, lambda f: jax.jit(jax.vmap(f)), jax.vmap])
+def test_plans_of_transformed_calls_end_with_their_functions(way):
+    def use():
+        step = jo.offload(lambda x: jnp.sin(x) @ x, device_memory="40KiB")
+        way(step)(X[None] if way is not jax.jit else X)
+        return weakref.ref(step)
+
+    before = num_plans(), len(primitive._all_derived)
+    functions = [use() for _ in range(5)]
+    assert num_plans() == before[0]
+    assert len(primitive._all_derived) == before[1]
+    assert [f() for f in functions] == [None] * 5
 
 
 def test_plans_of_jitted_calls_end_with_their_programs():
