@@ -486,7 +486,15 @@ def test_a_flipped_bit_on_disk_stops_the_run_and_the_next_one_works(tmp_path):
         file.write(bytes([byte[0] ^ 1]))
     with pytest.raises(jo.RunError, match=r"load of f32.*came back changed.*Check that drive"):
         step(on_disk, batch)
-    assert all(x.is_deleted() for x in jax.tree.leaves(on_disk))
+    damaged = 0
+    for array, want in zip(jax.tree.leaves(on_disk), jax.tree.leaves(state), strict=True):
+        if array.is_deleted():
+            continue  # the run had begun to overwrite it
+        try:
+            np.testing.assert_array_equal(array, want)
+        except jo.DiskError:
+            damaged += 1
+    assert damaged == 1
     again, _ = step(jo.disk_put(state, tmp_path), batch)
     np.testing.assert_allclose(again[0], offloaded()(state, batch)[0][0], rtol=1e-6)
 

@@ -165,6 +165,7 @@ def test_what_is_no_file_is_no_profile(tmp_path):
         offloaded(policy="never")
 
 
+@pytest.mark.plain_runs
 def test_costs_of_other_vertices_than_a_graph_has_are_not_taken():
     """Whoever cuts a file short does not make calls fail."""
     step = offloaded()
