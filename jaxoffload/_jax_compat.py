@@ -8,7 +8,7 @@ import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -268,16 +268,6 @@ def weakly_typed(array: jax.Array) -> jax.Array:
 def keep_alive(lowering_context: Any, thing: Any) -> None:
     """Keeps `thing` alive for as long as the executable that is being lowered."""
     lowering_context.module_context.add_keepalive(thing)
-
-
-@contextlib.contextmanager
-def no_donation_warning() -> Iterator[None]:
-    """JAX warns when a donated dummy finds no output; ours always do, in pairs it may not see."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        yield
 
 
 def xla_client() -> Any:

@@ -51,9 +51,7 @@ def lower(function, shapes, overwrites=()):
     jitted = jax.jit(
         lambda *operands: function(*operands[:count]), donate_argnums=donated, keep_unused=True
     )
-    with compat.no_donation_warning():
-        lowered = jitted.lower(*shapes, *places)
-    return _serialize(lowered)
+    return _serialize(jitted.lower(*shapes, *places))
 
 
 def _serialize(lowered):
