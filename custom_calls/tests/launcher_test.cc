@@ -133,12 +133,19 @@ TEST(LauncherFixedPolicyWaitsForTheNextVertexAlthoughAnotherIsReady) {
   const int32_t waits = maker.Kernel({x}, {maker.Version(Space::kDevice, 0, 64, 64)});
   const int32_t ready = maker.Kernel({argument}, {maker.Version(Space::kDevice, 0, 128, 64)});
   Fixture f(maker.Load());
-  f.backend->on_execute = [](int32_t vertex) {
+  std::atomic<bool> has_begun{false};  // the one that is ready
+  bool holds = false;
+  f.backend->on_execute = [&](int32_t vertex) {
+    if (vertex == ready) has_begun = true;
+    // Long enough that the ready one could begin; and where it may, until it has.
     if (vertex == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    while (vertex == 0 && holds && !has_begun) std::this_thread::yield();
   };
   Arrays arrays(*f.plan, 0);
   const auto fixed = f.RunAndWait(arrays, Options(Policy::kFixed));
   CHECK(fixed->start_ns[waits] < fixed->start_ns[ready]);
+  holds = true;
+  has_begun = false;
   const auto free = f.RunAndWait(arrays, Options(Policy::kWorkConserving));
   CHECK(free->start_ns[waits] > free->start_ns[ready]);
 }
