@@ -46,7 +46,8 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    # Collecting garbage under it may run anything, once more this, too.
+    lock: Any = dataclasses.field(default_factory=threading.RLock)
     keys: weakref.WeakValueDictionary[tuple[Any, ...], Key] = dataclasses.field(
         default_factory=weakref.WeakValueDictionary
     )
