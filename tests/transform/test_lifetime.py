@@ -245,22 +245,37 @@ def backends_disk(path):
     return disk_store((os.path.abspath(path),))
 
 
-def test_a_batched_function_is_planned_once():
-    traced = []
+def test_a_batched_function_is_planned_once(monkeypatch):
+    planned, make_plan = [], primitive.make_plan
 
-    def function(x):
-        traced.append(1)
-        return jnp.sin(x) @ x
+    def counting(**params):
+        planned.append(params)
+        return make_plan(**params)
 
-    step = jax.vmap(jo.offload(function, device_memory=None))
+    monkeypatch.setattr(primitive, "make_plan", counting)
+    step = jax.vmap(jo.offload(lambda x: jnp.sin(x) @ x, device_memory=None))
     xs = np.stack([X, X + 1])
-    before = len(backends.cpu().executables._by_kernel)
-    step(xs)
-    made = len(backends.cpu().executables._by_kernel)
-    for _ in range(3):
+    for _ in range(4):
         step(xs)
-    assert len(backends.cpu().executables._by_kernel) == made > before - 1
-    assert len(traced) == 1
+    assert len(planned) == 1
+
+
+def test_what_was_only_tried_does_not_stay_compiled(monkeypatch):
+    jo.clear_caches()
+    monkeypatch.setattr(cache, "KEPT", 0)
+
+    def deep(x):
+        kept = []
+        for _ in range(6):
+            x = jnp.sin(x @ x)
+            kept.append(x)
+        return sum(kept)
+
+    plan = jo.offload(deep, device_memory="80KiB").plan(X)
+    gc.collect()
+    report = plan.compile_report
+    assert report.compiled > report.kernels
+    assert len(backends.cpu().executables._by_code) <= report.kernels
 
 
 # No lock held while user code runs --------------------------------------------------------------
