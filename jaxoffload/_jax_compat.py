@@ -16,10 +16,12 @@ import jax.extend as jex
 import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import dtypes as _dtypes
 from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import pxla as _pxla
 from jax._src.lax import lax as _lax
 from jax._src.lib import _jax
 from jax._src.lib import xla_client as _xla_client
@@ -54,7 +56,9 @@ def source_line(source_info: Any) -> str:
 
 
 def physical(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of an abstract value's bytes (a PRNG key is uint32 words)."""
+    """Shape and dtype of the bytes of an array or abstract value (a PRNG key is uint32 words)."""
+    if not isinstance(aval, ShapedArray):
+        aval = ShapedArray(aval.shape, aval.dtype)
     aval = _core.physical_aval(aval)
     return tuple(aval.shape), np.dtype(aval.dtype)
 
@@ -62,6 +66,16 @@ def physical(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
 def is_key(dtype: Any) -> bool:
     """Whether a dtype is that of typed PRNG keys."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def bits(dtype: Any) -> int:
+    """Bits of an element, which below eight are fewer than those of NumPy's elements."""
+    return _dtypes.itemsize_bits(dtype)
+
+
+def is_array_like(x: Any) -> bool:
+    """Whether a function of arrays may return it."""
+    return _core.valid_jaxtype(x)
 
 
 def is_extended(aval: Any) -> bool:
@@ -81,6 +95,18 @@ def evaluate(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> 
 def _bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     found = primitive.get_bind_params(params)
     return found if isinstance(found, tuple) else ((), found)
+
+
+def without_internal_refs(closed: Any) -> Any:
+    """The same closed jaxpr, with the Refs that it makes for itself replaced by values."""
+    if any(isinstance(e, _core.InternalMutableArrayEffect) for e in closed.effects):
+        return _pxla._discharge_internal_refs(closed)
+    return closed
+
+
+def is_tracing() -> bool:
+    """Whether what is called now is staged or transformed, and not computed at once."""
+    return not isinstance(_core.trace_ctx.trace, _core.EvalTrace)
 
 
 def equation_context(eqn: JaxprEqn) -> tuple[Any, ...]:

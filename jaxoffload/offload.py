@@ -9,11 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.trace import trace
+from jaxoffload.capture.words import Code, code_of, decoded, encoded
 from jaxoffload.errors import warn
+from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.identity import Key
 from jaxoffload.once import Once
 from jaxoffload.options import Options, format_bytes, make_options
@@ -59,7 +62,7 @@ class _Program:
     ):
         self._profile = profile
         self._tuner = Tuner(profile, options)
-        self.traced = trace(call, shapes_of(signature), signature.key_impls)
+        self.traced = trace(call, shapes_of(signature), signature.codes, signature.tree)
         self._derived = Derived()
         self.options, self._asked = options, asked
         self._name, self._signature = name, signature
@@ -70,24 +73,25 @@ class _Program:
 
     def params(self) -> dict[str, Any]:
         """What the primitive takes beside operands and jaxpr."""
+        more = len(self.traced.captured)
         return {
             "derived": self._derived.link,
             "name": self._name,
-            "kinds": self._signature.kinds,
-            "donated": self._signature.donated,
+            "kinds": self._signature.kinds + (TensorKind.WEIGHT,) * more,
+            "donated": self._signature.donated + (False,) * more,
             "options": self.options,
         }
 
     def request(self) -> Request:
         """What is planned for direct calls."""
-        signature = self._signature
+        params = self.params()
         return make_request(
             self.traced.jaxpr,
             self._name,
-            signature.kinds,
-            signature.donated,
+            params["kinds"],
+            params["donated"],
             self.options,
-            signature.tiers,
+            self._signature.tiers,
         )
 
     def plan(self) -> Plan:
@@ -159,21 +163,18 @@ class Offloaded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._spec.bind(args, kwargs)
         program = self._program(call)
-        if any(isinstance(leaf, compat.Tracer) for leaf in call.leaves):
+        if compat.is_tracing() or program.traced.captured:
             self._check_trace(call)
-            flat = bind(call.leaves, program.traced.jaxpr, **program.params())
+            leaves = [*call.leaves, *program.traced.captured_words()]
+            flat = bind(leaves, program.traced.jaxpr, **program.params())
         else:
             flat = self._run(program, call)
             flat = [
                 compat.weakly_typed(x) if weak and isinstance(x, jax.Array) else x
                 for x, weak in zip(flat, program.traced.out_weak_types, strict=True)
             ]
-        impls = program.traced.out_key_impls
-        wrapped = [
-            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
-            for x, impl in zip(flat, impls, strict=True)
-        ]
-        return jax.tree.unflatten(program.traced.out_tree, wrapped)
+        results = map(_decoded, flat, program.traced.out_codes)
+        return jax.tree.unflatten(program.traced.out_tree, results)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes (arrays, or `jax.ShapeDtypeStruct`).
@@ -249,8 +250,9 @@ class Offloaded:
         program = self._programs.get(key)
         if program is None:
             # Under no lock: tracing runs the user's code, which may call this very function.
-            made = self._make_program(call)
-            program = self._programs.setdefault(key, made)  # atomic; the first one stays
+            program = self._make_program(call)
+            if not program.traced.captured:  # tracers are not to outlive their transformation
+                program = self._programs.setdefault(key, program)  # atomic; the first one stays
         return program
 
     def _make_program(self, call: Call) -> _Program:
@@ -274,7 +276,7 @@ class Offloaded:
         program.plan()  # what cannot run is refused before anything runs
         expected = None
         if program.options.verify and not program.verified:
-            leaves = [np.asarray(x) if isinstance(x, TierArray) else x for x in call.leaves]
+            leaves = [_read(x) if isinstance(x, TierArray) else x for x in call.leaves]
             expected = compare_with_jit(program.traced.jaxpr, leaves)
         flat, self.last_run = program.run(call.leaves)
         if expected is not None:
@@ -303,6 +305,20 @@ class Offloaded:
 
     def __repr__(self) -> str:
         return f"offload({self._spec.name}, device_memory={self._options.device_memory!r})"
+
+
+def _read(array: TierArray) -> np.ndarray:
+    """The words of an array below the device."""
+    return encoded(np.asarray(array), code_of(array))
+
+
+def _decoded(x: Any, code: Code) -> Any:
+    """A result of what it is the words of. Keys are arrays of JAX's wherever results go."""
+    if isinstance(x, TierArray) and code is not None:
+        return (
+            decoded(jnp.asarray(np.asarray(x)), code) if isinstance(code, str) else x.seen_as(code)
+        )
+    return decoded(x, code)
 
 
 def offload(

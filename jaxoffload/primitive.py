@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
+from jaxoffload.capture.words import code_of, encoded
 from jaxoffload.errors import OffloadWarning
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.once import OnceEach
@@ -227,7 +228,8 @@ def _whole(params: dict[str, Any]) -> Any:
     """The function in plain JAX, of its operands."""
 
     def body(*operands: Any) -> list[Any]:
-        below = tuple((i, np.asarray(array)) for i, array in params["below"])
+        arrays = ((i, np.asarray(array)) for i, array in params["below"])
+        below = tuple((i, encoded(array, code_of(array))) for i, array in arrays)
         return _evaluate(params["jaxpr"], *_leaves(operands, below))
 
     return body

@@ -9,8 +9,11 @@ in program order, so it is never merged back into the forward pass.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value
+from jaxoffload.capture.words import code_of, encoded
 from jaxoffload.errors import CaptureError
 
 CALL_BODY = {
@@ -82,11 +85,12 @@ def _inline(jaxpr: Any, constants: Any, operands: Any, equations: list[Equation]
 
 
 class Constant(Value):
-    """An array that the function closes over; it becomes an argument of its own."""
+    """An array that the function closes over; it becomes an argument of its own, in words."""
 
     def __init__(self, array: Any):
         super().__init__(compat.ShapedArray(array.shape, array.dtype))
-        self.array = array
+        code = code_of(array)
+        self.array = array if code is None else np.asarray(encoded(array, code))
 
 
 def _refuse_effects(eqn: Any) -> None:

@@ -179,7 +179,7 @@ def run_plan(
     outs = memory.results(plan, handover)
     for j, array in below.items():
         if j in outs:  # everything fitted, so it was computed on the device
-            array.write(np.asarray(outs[j]))
+            array.seen_as(outs[j].dtype).write(np.asarray(outs[j]))
         outs[j] = array
     return [outs[j] for j in range(len(plan.out_shapes))], run
 
