@@ -14,17 +14,21 @@ from typing import Any
 import jax
 import jax.extend as jex
 import numpy as np
+from jax._src import checkify as _checkify
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
+from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lax import lax as _lax
 from jax._src.lib import _jax
 from jax._src.lib import xla_client as _xla_client
+from jax.experimental import jet as _jet
 from jaxlib.mlir.dialects import stablehlo as _stablehlo
 
 ClosedJaxpr = jex.core.ClosedJaxpr
@@ -95,6 +99,27 @@ def evaluate(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> 
 def _bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     found = primitive.get_bind_params(params)
     return found if isinstance(found, tuple) else ((), found)
+
+
+def effect_kind(effect: Any) -> str | None:
+    """What an effect is: "named axis", "check", "ref", "other"; None where it is the function's own
+    affair."""
+    if isinstance(effect, _core.InternalMutableArrayEffect):
+        return None
+    kinds = {
+        "named axis": _core.NamedAxisEffect,
+        "check": _checkify.ErrorEffect,
+        "ref": _effects.JaxprInputEffect,
+    }
+    return next((name for name, kind in kinds.items() if isinstance(effect, kind)), "other")
+
+
+def devices_of_constraint(eqn: JaxprEqn) -> int:
+    """Over how many devices an equation constrains its operand to be spread."""
+    sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
+    return len(getattr(sharding, "device_set", ())) or getattr(
+        getattr(sharding, "mesh", None), "size", 1
+    )
 
 
 def without_internal_refs(closed: Any) -> Any:
@@ -311,10 +336,57 @@ def int64_attribute(value: int) -> Any:
     return np.int64(value)
 
 
-def jaxpr_of(function: Any, operands: Sequence[Any]) -> Any:
-    """A function's closed jaxpr at the shapes of some operands (tracers or arrays)."""
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    return jax.make_jaxpr(function)(*shapes)
+def batched(jaxpr: Any, axis: Any, in_axes: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A closed jaxpr mapped over an axis, as batching rules are given it.
+
+    Args:
+      in_axes: for each operand the mapped dimension, or None.
+
+    Returns:
+      The mapped jaxpr, and the mapped dimension of each result, None where the axis makes no
+      difference to it.
+    """
+    return _batching.batch_jaxpr2(jaxpr, axis, in_axes)
+
+
+def register_batcher(primitive: Any, rule: Any) -> None:
+    """Has `vmap` call `rule(axis, operands, dims, **params)`, which sees named axes."""
+    _batching.fancy_primitive_batchers[primitive] = rule
+
+
+def checked(
+    jaxpr: Any, error: Any, enabled: Any, operands: Sequence[Any]
+) -> tuple[list[Any], Any, Any]:
+    """A closed jaxpr with `checkify`'s checks.
+
+    Args:
+      error: what has failed before.
+      enabled: kinds of checks.
+      operands: arrays or tracers, for their shapes.
+
+    Returns:
+      The values of `error`, which come before the operands; the checked jaxpr; and the structure
+      of its results, (error, results).
+    """
+    values, tree = jax.tree.flatten(error)
+    avals = [_core.typeof(x) for x in (*values, *operands)]
+    found, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(jaxpr, enabled, tree, *avals)
+    return values, found, out_tree
+
+
+def register_check(primitive: Any, rule: Any) -> None:
+    """Has `checkify` call `rule(error, enabled, *operands, **params)`."""
+    _checkify.error_checks[primitive] = rule
+
+
+def register_jet(primitive: Any, rule: Any) -> None:
+    """Has `jet` call `rule(primals, series, **params)`."""
+    _jet.jet_rules[primitive] = rule
+
+
+def jet(function: Any, primals: Sequence[Any], series: Sequence[Any]) -> Any:
+    """Taylor coefficients of a function, in the form in which `jet`'s rules have them."""
+    return _jet.jet(function, primals, series, factorial_scaled=False)
 
 
 def collect_released_buffers() -> None:

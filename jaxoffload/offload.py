@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
+from jaxoffload import transforms as _  # noqa: F401  registers its rules
 from jaxoffload.capture.trace import trace
 from jaxoffload.capture.words import Code, code_of, decoded, encoded
 from jaxoffload.errors import warn

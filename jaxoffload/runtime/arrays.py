@@ -408,8 +408,9 @@ def _check_layout(tensors: Mapping[str, _Tensor], total: int) -> None:
 def _described(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
     if jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
         raise TypeError(
-            f"{leaf!r} is an array of typed PRNG keys, which belong to JAX. Leave it on the device, "
-            "or pass jax.random.key_data(keys), and jax.random.wrap_key_data in the function."
+            f"{leaf!r} is an array of typed PRNG keys, which belong to JAX. Leave it on the "
+            "device, or pass jax.random.key_data(keys), and jax.random.wrap_key_data in the "
+            "function."
         )
     if isinstance(leaf, TierArray | jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
         return tuple(leaf.shape), np.dtype(leaf.dtype)
