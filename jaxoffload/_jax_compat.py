@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.extend as jex
 import numpy as np
+from jax._src import callback as _callback
 from jax._src import checkify as _checkify
 from jax._src import config as _config
 from jax._src import core as _core
@@ -119,6 +120,16 @@ def devices_of_constraint(eqn: JaxprEqn) -> int:
     sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
     return len(getattr(sharding, "device_set", ())) or getattr(
         getattr(sharding, "mesh", None), "size", 1
+    )
+
+
+pure_callback_p = _callback.pure_callback_p
+
+
+def call_back(callback: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """What a `pure_callback` gives for arrays in host memory, called as JAX calls it."""
+    return _callback.pure_callback_impl(
+        *operands, result_avals=None, callback=callback, sharding=None, vmap_method=None
     )
 
 

@@ -44,6 +44,14 @@ def reason_of(eqn: Any) -> str | None:
     return None
 
 
+def with_bodies(eqn: Any) -> Iterator[Any]:
+    """An equation and all equations in its bodies."""
+    yield eqn
+    for body in bodies_of(eqn):
+        for inner in body.eqns:
+            yield from with_bodies(inner)
+
+
 def bodies_of(eqn: Any) -> Iterator[Any]:
     """The open jaxprs among an equation's params."""
     for param in eqn.params.values():

@@ -14,6 +14,7 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.kernel import Kernel
 from jaxoffload.capture.words import code_of, decoded, encoded
+from jaxoffload.compile import callbacks
 from jaxoffload.compile.reductions import RULES
 
 
@@ -35,7 +36,9 @@ def lower(kernel: Kernel, platform: str) -> Any:
         for a in (*kernel.inputs, *places)
     ]
     # Every output finds its donor, so that JAX has nothing to warn of.
-    rules = RULES if platform == "cpu" else {}  # GPUs add in a tree of their own
+    rules = (
+        {**RULES, **callbacks.RULES} if platform == "cpu" else {}
+    )  # GPUs add in a tree of their own
     return compat.lower(function.trace(*shapes), platform, rules)
 
 
