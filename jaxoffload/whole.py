@@ -56,11 +56,6 @@ class Whole:
         """Whether it fits, as far as that is clear without compiling it."""
         return budget is None or _AMPLE * self._all_bytes <= budget
 
-    def may_fit(self, budget: int) -> bool:
-        """Whether arguments and results alone leave room."""
-        arguments = sum(map(_bytes, self._jaxpr.in_avals))
-        return max(arguments, sum(map(_bytes, self._jaxpr.out_avals))) <= budget
-
     @functools.cached_property
     def needed_bytes(self) -> int:
         """Device bytes that a run takes, arguments and results included, as XLA counts them.
@@ -221,8 +216,6 @@ def make_plan(
     if whole.surely_fits(budget):
         return WholePlan(request, whole, backend)
     assert budget is not None
-    if not whole.may_fit(budget):
-        return Planner(request, backend).plan()
     try:
         planner = Planner(request, backend)
         least = _HOPEFUL * resident_peak(planner.graph(WHOLE))

@@ -181,5 +181,12 @@ def test_the_last_run_inside_jit_is_known():
     assert second.start_seconds is not first.start_seconds
     jax.block_until_ready(compiled(X, X))
     assert step.last_run.seconds not in (first.seconds, second.seconds)
-    jax.block_until_ready(jax.jit(jax.vmap(step))(X[None], X[None]))
-    assert "dot" in step.last_run.memgraph.taskgraph.vertices[0].name or step.last_run
+    last = step.last_run.memgraph
+    batched = jax.jit(jax.vmap(step))
+    jax.block_until_ready(batched(X[None], X[None]))
+    assert step.last_run.memgraph is not last
+    half = X[:32]
+    jax.block_until_ready(compiled(half, X))
+    assert step.last_run.memgraph is not last
+    jax.block_until_ready(compiled(X, X))
+    assert step.last_run.memgraph is last
