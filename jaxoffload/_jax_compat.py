@@ -115,6 +115,16 @@ def effect_kind(effect: Any) -> str | None:
     return next((name for name, kind in kinds.items() if isinstance(effect, kind)), "other")
 
 
+def has_named_axes(jaxpr: Any) -> bool:
+    """Whether a jaxpr speaks of axes of a transformation around it."""
+    return any(effect_kind(effect) == "named axis" for effect in jaxpr.effects)
+
+
+def in_manual_region() -> bool:
+    """Whether what is called now is a device's part of a `shard_map`."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def devices_of_constraint(eqn: JaxprEqn) -> int:
     """Over how many devices an equation constrains its operand to be spread."""
     sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
@@ -138,6 +148,36 @@ def without_internal_refs(closed: Any) -> Any:
     if any(isinstance(e, _core.InternalMutableArrayEffect) for e in closed.effects):
         return _pxla._discharge_internal_refs(closed)
     return closed
+
+
+def committed_to(arrays: Sequence[Any]) -> Any:
+    """The device to which the first array that is committed is; None if none is."""
+    found = (x for x in arrays if isinstance(x, jax.Array) and x.committed)
+    return next((next(iter(x.devices())) for x in found), None)
+
+
+def is_jit_disabled() -> bool:
+    """Whether functions are to be called as they are, to be looked at."""
+    return _config.disable_jit.value
+
+
+def refuses_transfers_to_device() -> bool:
+    """Whether `jax.transfer_guard` disallows transfers that nobody asked for."""
+    return _config.transfer_guard_host_to_device.value in ("disallow", "disallow_explicit")
+
+
+def transfers_allowed() -> contextlib.AbstractContextManager[Any]:
+    """Within it `jax.transfer_guard` allows what moves nothing."""
+    if _config.transfer_guard_host_to_device.value is None:
+        return contextlib.nullcontext()
+    return jax.transfer_guard_host_to_device("allow")
+
+
+def num_devices(x: Any) -> int:
+    """Over how many devices an array is spread; 0 for what is on none."""
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer):
+        return 0
+    return len(x.sharding.device_set)
 
 
 def is_tracing() -> bool:
@@ -325,6 +365,17 @@ def is_in_rows(array: jax.Array) -> bool:
 def weakly_typed(array: jax.Array) -> jax.Array:
     """The same array with a weak type: it gives way in promotions, as Python's numbers do."""
     return _lax._convert_element_type(array, weak_type=True)
+
+
+def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs inside an equation: what it calls, repeats or chooses from."""
+    found = []
+    for param in eqn.params.values():
+        for item in param if isinstance(param, tuple | list) else (param,):
+            body = item.jaxpr if isinstance(item, ClosedJaxpr) else item
+            if isinstance(body, Jaxpr):
+                found.append(body)
+    return found
 
 
 def keep_alive(lowering_context: Any, thing: Any) -> None:

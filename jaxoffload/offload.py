@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import threading
+import time
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,15 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload import transforms as _  # noqa: F401  registers its rules
+from jaxoffload import transforms
 from jaxoffload.capture.trace import trace
+from jaxoffload.capture.whole import must_run_whole
 from jaxoffload.capture.words import Code, code_of, decoded, encoded
-from jaxoffload.errors import warn
+from jaxoffload.errors import PlanError, warn
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.identity import Key
 from jaxoffload.once import Once
 from jaxoffload.options import Options, format_bytes, make_options
-from jaxoffload.pipeline import Plan, Planner, Request, make_request
+from jaxoffload.pipeline import Plan, Request, make_request
 from jaxoffload.plan.hardware import Machine
 from jaxoffload.policies import LaunchPolicy
 from jaxoffload.primitive import Derived, bind
@@ -31,10 +33,11 @@ from jaxoffload.report.tradeoff import Tradeoff, tradeoff
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.profile import Profile
-from jaxoffload.runtime.run import Run, run_plan
+from jaxoffload.runtime.run import Run, make_run, run_plan
 from jaxoffload.signature import ArgumentSpec, Call, Signature, shapes_of
 from jaxoffload.tuner import Tuner
 from jaxoffload.verification import check_special_values, compare_with_jit
+from jaxoffload.whole import Whole, WholePlan, WholeRun, is_always_cut, make_plan, may_run_whole
 
 AUTO_MARGIN = 0.1
 """Share of the free memory that device_memory="auto" leaves. Beside arena, workspace, host tier and
@@ -68,6 +71,9 @@ class _Program:
         self.options, self._asked = options, asked
         self._name, self._signature = name, signature
         self._first = Once()
+        self._whole: Whole | None = None
+        if may_run_whole(options, signature.tiers):
+            self._whole = Whole(self.traced.function, self.traced.jaxpr, signature.donated)
         self._plan: Plan | None = None  # another one than the first, once that is known
         self._tuning = threading.Lock()
         self.verified = False
@@ -95,19 +101,46 @@ class _Program:
             self._signature.tiers,
         )
 
+    @property
+    def whole(self) -> Whole | None:
+        """The function as it is, where that is how it runs and it is clear that it fits."""
+        budget = self.options.device_memory
+        assert budget is None or isinstance(budget, int)
+        if self._whole is None or not self._whole.surely_fits(budget):
+            return None
+        return None if is_always_cut(self.options) and not self._must_run_whole else self._whole
+
+    @functools.cached_property
+    def _must_run_whole(self) -> bool:
+        return must_run_whole(self.traced.jaxpr)
+
     def plan(self) -> Plan:
         return self._plan or self._first.get(self._make_plan)
 
+    def plans_inside(self) -> list[Plan]:
+        """Plans of calls inside a transformation."""
+        return self._derived.made_plans()
+
     def _make_plan(self) -> Plan:
-        plan = Planner(self.request()).plan()
+        plan = make_plan(self.request(), self._whole)
         self._say_if_idle(plan)
         return self._tuner.start(plan)
 
-    def run(self, operands: Sequence[Any]) -> tuple[list[Any], Run]:
-        """Calls the plan; measures, and may change the plan for the next call."""
+    def run(self, operands: Sequence[Any], device: Any) -> tuple[list[Any], Run | WholeRun]:
+        """Calls the plan; measures, and may change the plan for the next call.
+
+        Args:
+          device: to which results are committed, or None.
+        """
         plan, donated = self.plan(), self._signature.donated
+        if isinstance(plan, WholePlan):
+            return list(plan.whole.run(*self.as_given(operands))), WholeRun()
         before = plan.backend.used_memory() if self._tuner.measures else None
-        results, run = run_plan(plan, operands, self.options, donated)
+        results, run = run_plan(plan, operands, self.options, donated, device)
+        results = [
+            compat.weakly_typed(x) if weak and isinstance(x, jax.Array) else x
+            for x, weak in zip(results, self.traced.out_weak_types, strict=True)
+        ]
         # One call at a time is measured; what runs beside it would tell nothing.
         if self._tuning.acquire(blocking=False):
             try:
@@ -120,12 +153,51 @@ class _Program:
                 self._tuning.release()
         return results, run
 
+    def run_spread(self, operands: Sequence[Any], name: str) -> tuple[list[Any], WholeRun]:
+        """Runs whole on arrays that are spread over several devices, as jit would.
+
+        Args:
+          name: of such an argument.
+
+        Raises:
+          PlanError: that takes more of each device than the budget.
+        """
+        budget, arguments = self.options.device_memory, self.as_given(operands)
+        assert budget is None or isinstance(budget, int)
+        if self._whole is None:
+            raise PlanError(
+                f"offload({self._name}): {name} is spread over several devices, and a plan that "
+                "has arguments or results below the device is for one. Put it on one with "
+                "jax.device_put, or in host memory with jaxoffload.host_put."
+            )
+        if not self._whole.surely_fits(budget):
+            needed = self._whole.needed_bytes_for(arguments)
+            assert budget is not None
+            if needed > budget:
+                raise PlanError(
+                    f"offload({self._name}): {name} is spread over several devices, and plans are "
+                    f"for one. The function as it is takes {format_bytes(needed)} of each, and "
+                    f"device_memory is {format_bytes(budget)}. Pass device_memory={needed} or "
+                    "more, put the argument on one device with jax.device_put, or offload what "
+                    "each device computes: jax.shard_map(offload(f), ...)."
+                )
+        return list(self._whole.run(*arguments)), WholeRun()
+
+    def as_given(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves, numbers of Python's as such again: under jit they give way in promotions."""
+        return [
+            x.item() if weak and isinstance(x, np.ndarray) else x
+            for x, (_, _, weak) in zip(leaves, self._signature.avals, strict=True)
+        ]
+
     def _say_if_idle(self, plan: Plan) -> None:
         if plan.resident and plan.budget is not None and self._asked:
+            # What a function that runs whole needs is known once it is compiled, and it is not yet.
+            needs = "" if isinstance(plan, WholePlan) else format_bytes(plan.peak_device_bytes)
             warn(
-                f"offload({self._name}) has no effect: everything fits. It needs "
-                f"{format_bytes(plan.peak_device_bytes)} and device_memory is "
-                f"{format_bytes(plan.budget)}, so nothing is moved."
+                f"offload({self._name}) has no effect: everything fits. "
+                + (f"It needs {needs} and " if needs else "")
+                + f"device_memory is {format_bytes(plan.budget)}, so nothing is moved."
             )
 
 
@@ -142,7 +214,8 @@ class Offloaded:
     """What `offload` returns: call it as you would call the function.
 
     Attributes:
-      last_run: the `Run` of the last call outside every jit, or None.
+      last_run: what the last run did: a `Run`; a `WholeRun` where the function ran whole; None
+        before the first. Runs inside `jax.jit` count, but for those that ran whole.
       profile: what calls have measured; `profile.save(path)` keeps it.
     """
 
@@ -158,22 +231,39 @@ class Offloaded:
         self._unseen_bytes = self.profile.unseen_bytes
         self._function, self._spec, self._options = function, spec, options
         self._programs: dict[Key, _Program] = {}
-        self.last_run: Run | None = None
+        self._last_run: Run | WholeRun | None = None
+        self._last_ended = -1  # on the runtime's clock
+        self._as_it_is: Any = None
+        is_whole = may_run_whole(options, ()) and not is_always_cut(options)
+        if options.device_memory is None and is_whole:
+            self._as_it_is = jax.jit(
+                function,
+                static_argnums=sorted(spec.static_positions),
+                static_argnames=sorted(spec.static_names),
+                donate_argnums=sorted(spec.donated_positions),
+                donate_argnames=sorted(spec.donated_names),
+            )
         _all_offloaded.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._as_it_is is not None and not _any_below((args, kwargs)):
+            results = self._as_it_is(*args, **kwargs)
+            self._note(WholeRun())
+            return results
+        if compat.is_jit_disabled():
+            return self._function(*_on_device(args), **_on_device(kwargs))
         call = self._spec.bind(args, kwargs)
         program = self._program(call)
         if compat.is_tracing() or program.traced.captured:
             self._check_trace(call)
-            leaves = [*call.leaves, *program.traced.captured_words()]
-            flat = bind(leaves, program.traced.jaxpr, **program.params())
+            whole = program.whole
+            if whole is not None:
+                flat = whole.inline(*program.as_given(call.leaves))
+            else:
+                leaves = [*call.leaves, *program.traced.captured_words()]
+                flat = bind(leaves, program.traced.jaxpr, **program.params())
         else:
             flat = self._run(program, call)
-            flat = [
-                compat.weakly_typed(x) if weak and isinstance(x, jax.Array) else x
-                for x, weak in zip(flat, program.traced.out_weak_types, strict=True)
-            ]
         results = map(_decoded, flat, program.traced.out_codes)
         return jax.tree.unflatten(program.traced.out_tree, results)
 
@@ -242,6 +332,17 @@ class Offloaded:
         request = self._program(self._spec.bind(args, kwargs)).request()
         return tradeoff(request, machine, shares)
 
+    @property
+    def last_run(self) -> Run | WholeRun | None:
+        """What the run that ended last did, outside any jit or inside one."""
+        latest, ended = self._last_run, self._last_ended
+        for program in list(self._programs.values()):
+            for plan in program.plans_inside():
+                report = plan.last_report()
+                if report is not None and report.ended_ns > ended and not report.error_message:
+                    latest, ended = make_run(plan, report), report.ended_ns
+        return latest
+
     def clear_cache(self) -> None:
         """Forgets what was traced, planned and compiled for calls so far."""
         self._programs.clear()
@@ -274,17 +375,63 @@ class Offloaded:
                     f"offload({self._spec.name}) was called with a ShapeDtypeStruct, which has no "
                     "data. Pass arrays, or call .plan() or .explain() with shapes."
                 )
-        program.plan()  # what cannot run is refused before anything runs
+        spread = next((i for i, x in enumerate(call.leaves) if compat.num_devices(x) > 1), None)
+        if spread is not None:
+            flat, run = program.run_spread(call.leaves, self._spec.name_of(call, spread))
+            self._note(run)
+            return flat
+        plan = program.plan()  # what cannot run is refused before anything runs
         expected = None
-        if program.options.verify and not program.verified:
+        if not isinstance(plan, WholePlan) and program.options.verify and not program.verified:
             leaves = [_read(x) if isinstance(x, TierArray) else x for x in call.leaves]
             expected = compare_with_jit(program.traced.jaxpr, leaves)
-        flat, self.last_run = program.run(call.leaves)
+        if isinstance(plan, WholePlan):
+            device = None  # JAX's own affair
+        else:
+            device = self._device(call)
+            self._check_transfers(call)
+        flat, run = program.run(call.leaves, device)
+        self._note(run)
         if expected is not None:
             expected.check(self._spec.name, flat)
             program.verified = True
         check_special_values(self._spec.name, flat)
         return flat
+
+    def _device(self, call: Call) -> Any:
+        """The device to which arguments, and so results, are committed; None if none is.
+
+        Raises:
+          ValueError: there are two, as under jit.
+        """
+        first, device = 0, None
+        for i, leaf in enumerate(call.leaves):
+            if not isinstance(leaf, jax.Array) or not leaf.committed:
+                continue
+            if device is None:
+                first, (device,) = i, leaf.devices()
+            elif device not in leaf.devices():
+                (other,) = leaf.devices()
+                raise ValueError(
+                    f"offload({self._spec.name}): {self._spec.name_of(call, first)} is committed "
+                    f"to {device} and {self._spec.name_of(call, i)} to {other}. Put both on one "
+                    "device with jax.device_put, as for jax.jit."
+                )
+        return device
+
+    def _check_transfers(self, call: Call) -> None:
+        if not compat.refuses_transfers_to_device():
+            return
+        for i, leaf in enumerate(call.leaves):
+            if isinstance(leaf, np.ndarray):
+                raise RuntimeError(
+                    f"offload({self._spec.name}): {self._spec.name_of(call, i)} is in NumPy's "
+                    "memory, and jax.transfer_guard disallows its transfer to the device. Pass it "
+                    "through jax.device_put first."
+                )
+
+    def _note(self, run: Run | WholeRun) -> None:
+        self._last_run, self._last_ended = run, time.monotonic_ns()
 
     def _check_trace(self, call: Call) -> None:
         if self._options.results != "device":
@@ -306,6 +453,13 @@ class Offloaded:
 
     def __repr__(self) -> str:
         return f"offload({self._spec.name}, device_memory={self._options.device_memory!r})"
+
+
+def _on_device(tree: Any) -> Any:
+    """A pytree with arrays of JAX's instead of those below the device."""
+    return jax.tree.map(
+        lambda x: jnp.asarray(np.asarray(x)) if isinstance(x, TierArray) else x, tree
+    )
 
 
 def _read(array: TierArray) -> np.ndarray:
@@ -339,6 +493,7 @@ def offload(
     results: str = "device",
     policy: str = "auto",
     recompute: str = "auto",
+    cut: str = "auto",
     profile: Any = None,
 ) -> Any:
     """Makes a function run within a device memory budget, with the same results.
@@ -377,6 +532,10 @@ def offload(
         numbers come from the same keys; loops and sorts are not repeated). "never": they are moved.
         "always": all are computed again, as with `jax.checkpoint` everywhere. With `vertex_memory`
         nothing is.
+      cut: "auto": a function is cut into vertices only where memory demands it; where everything
+        fits it runs whole, as `jax.jit` would run it, at any first call's and any step's price.
+        "always": it is cut there, too. That takes longer to compile, and on a CPU training steps
+        may run faster than jit's, for layers of a scan are then programs of their own.
       profile: what earlier runs measured: a `Profile`, or the path of a saved one. The function is
         cut and planned for the machine that they found, so that results may differ by rounding
         from those without. Also `Offloaded.profile`, which goes on measuring.
@@ -402,7 +561,7 @@ def offload(
         measured = Profile() if profile is None else Profile.load(profile)
     options = make_options(
         device_memory, host_memory, disk, vertex_memory, launch, check, verify, results, policy,
-        recompute, measured.known_rates(),
+        recompute, cut, measured.known_rates(),
     )  # fmt: skip
 
     def decorate(f: Callable[..., Any]) -> Offloaded:
@@ -416,4 +575,9 @@ def offload(
     return decorate if function is None else decorate(function)
 
 
+def _any_below(tree: Any) -> bool:
+    return any(isinstance(leaf, TierArray) for leaf in jax.tree.leaves(tree))
+
+
+transforms.register()
 compat.hide_frames_of(__file__)

@@ -7,7 +7,6 @@ transformations make of it is in transforms.py.
 import bisect
 import dataclasses
 import functools
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -20,15 +19,17 @@ from jax.interpreters import mlir
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
 from jaxoffload.capture.words import code_of, encoded
-from jaxoffload.errors import OffloadWarning
+from jaxoffload.errors import warn
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.once import OnceEach
 from jaxoffload.options import Options
-from jaxoffload.pipeline import Plan, Planner, make_request
+from jaxoffload.pipeline import Plan, make_request
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.callers import place_below
 from jaxoffload.runtime.run import run_plan
+from jaxoffload.whole import Whole, WholePlan, may_run_whole
+from jaxoffload.whole import make_plan as plan_request
 
 offload_p = compat.Primitive("jaxoffload")
 offload_p.multiple_results = True
@@ -53,6 +54,11 @@ class Derived:
         self.batched = OnceEach()
         self.link = Link(self)
         _all_derived.add(self)
+
+    def made_plans(self) -> list[Plan]:
+        """Every plan made so far, of what was batched, too."""
+        own = [plan for _, plan in self.plans.made()]
+        return own + [p for *_, inner in self.batched.made() for p in inner.made_plans()]
 
     def clear(self) -> None:
         """Forgets it; programs that are compiled keep what they have."""
@@ -148,7 +154,10 @@ def make_plan(
     request = make_request(jaxpr, name, kinds, donated, options, tiers)
     if below and backend is not None and backend.name != "cpu":
         request = dataclasses.replace(request, reloads_all=True)
-    return Planner(request, backend).plan()
+    whole = None
+    if may_run_whole(options, tiers):
+        whole = Whole(jex.core.jaxpr_as_fun(jaxpr), jaxpr, donated)
+    return plan_request(request, whole, backend)
 
 
 @offload_p.def_impl
@@ -156,7 +165,9 @@ def _impl(*operands: Any, **params: Any) -> list[Any]:
     leaves = leaves_of(operands, params["below"])
     backend = backends.current()
     plan = _plan({**params, "donated": (False,) * len(leaves)}, backend)
-    return run_plan(plan, leaves, params["options"])[0]
+    if isinstance(plan, WholePlan):
+        return plan.whole.run(*leaves)
+    return run_plan(plan, leaves, params["options"], device=compat.committed_to(leaves))[0]
 
 
 @offload_p.def_effectful_abstract_eval
@@ -167,6 +178,8 @@ def _abstract_eval(*avals: Any, jaxpr: Any, **params: Any) -> tuple[list[Any], A
 def _lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> Any:
     register_target(backend_name)
     plan = _plan(params, backends.get(backend_name))
+    if isinstance(plan, WholePlan):
+        return mlir.lower_fun(in_plain_jax(params), multiple_results=True)(context, *operands)
     below = params["below"]
     for _, array in below:
         array.check_alive()
@@ -192,13 +205,11 @@ def _lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> An
 
 
 def _lower_elsewhere(context: Any, *operands: Any, **params: Any) -> Any:
-    warnings.warn(
+    warn(
         f"offload({params['name']}): offloading is available on CPU and CUDA only; the function "
-        "runs whole on this platform.",
-        OffloadWarning,
-        stacklevel=2,
+        "runs whole on this platform."
     )
-    return mlir.lower_fun(whole(params), multiple_results=True)(context, *operands)
+    return mlir.lower_fun(in_plain_jax(params), multiple_results=True)(context, *operands)
 
 
 mlir.register_lowering(offload_p, _lower_elsewhere)
@@ -223,7 +234,7 @@ def _evaluate(jaxpr: Any, *operands: Any) -> list[Any]:
     return list(jex.core.jaxpr_as_fun(jaxpr)(*operands))
 
 
-def whole(params: dict[str, Any]) -> Any:
+def in_plain_jax(params: dict[str, Any]) -> Any:
     """The function in plain JAX, of its operands."""
 
     def body(*operands: Any) -> list[Any]:

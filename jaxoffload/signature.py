@@ -227,6 +227,15 @@ class ArgumentSpec:
             ) from None
         return value
 
+    def name_of(self, call: Call, leaf: int) -> str:
+        """What the user calls a leaf of a call."""
+        signature = call.signature
+        numbered = jax.tree.unflatten(signature.tree, range(len(call.leaves)))
+        static = {where for where, _ in signature.static if isinstance(where, int)}
+        positions = [i for i in range(len(numbered[0]) + len(static)) if i not in static]
+        path, _ = jax.tree_util.tree_leaves_with_path(numbered)[leaf]
+        return self._path_text(path, positions)
+
     def _path_text(self, path: Any, positions: Sequence[int]) -> str:
         if path[0].idx == 1:
             return f"{path[1].key}{jax.tree_util.keystr(path[2:])}"

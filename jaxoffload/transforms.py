@@ -5,7 +5,6 @@ and `jet` cannot offload what they never saw, so they evaluate the function in p
 offloaded, and said so.
 """
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,24 +12,20 @@ import jax
 from jax.interpreters import ad
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.errors import OffloadWarning
+from jaxoffload.errors import warn
 from jaxoffload.graphs.taskgraph import TensorKind
-from jaxoffload.primitive import Derived, bind, leaves_of, offload_p, whole
+from jaxoffload.primitive import Derived, bind, in_plain_jax, leaves_of, offload_p
 
 
 def _say(params: dict[str, Any], what: str, remedy: str) -> None:
-    warnings.warn(
-        f"offload({params['name']}) is {what} from outside, so it is not offloaded. {remedy}",
-        OffloadWarning,
-        stacklevel=3,
-    )
+    warn(f"offload({params['name']}) is {what} from outside, so it is not offloaded. {remedy}")
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     remedy = "Write offload(jax.grad(f)) instead of jax.grad(offload(f))."
     _say(params, "differentiated", remedy)
     zeros = [ad.instantiate_zeros(t) for t in tangents]
-    return jax.jvp(jax.jit(whole(params)), list(primals), zeros)
+    return jax.jvp(jax.jit(in_plain_jax(params)), list(primals), zeros)
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
@@ -41,7 +36,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list
         everything = list(operands)
         for i, x in zip(linear, varying, strict=True):
             everything[i] = x
-        return whole(params)(*everything)
+        return in_plain_jax(params)(*everything)
 
     avals = [operands[i].aval for i in linear]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
@@ -56,7 +51,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list
 
 def _jet(primals: Sequence[Any], series: Sequence[Any], **params: Any) -> Any:
     _say(params, "differentiated", "Write offload(lambda x: jet.jet(f, ...)) to have it offloaded.")
-    return compat.jet(whole(params), primals, series)
+    return compat.jet(in_plain_jax(params), primals, series)
 
 
 def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
@@ -91,8 +86,10 @@ def _check(error: Any, enabled: Any, *operands: Any, **params: Any) -> Any:
     return jax.tree.unflatten(tree, outs)
 
 
-ad.primitive_jvps[offload_p] = _jvp
-ad.primitive_transposes[offload_p] = _transpose
-compat.register_batcher(offload_p, _batch)
-compat.register_check(offload_p, _check)
-compat.register_jet(offload_p, _jet)
+def register() -> None:
+    """Tells JAX of these rules."""
+    ad.primitive_jvps[offload_p] = _jvp
+    ad.primitive_transposes[offload_p] = _transpose
+    compat.register_batcher(offload_p, _batch)
+    compat.register_check(offload_p, _check)
+    compat.register_jet(offload_p, _jet)

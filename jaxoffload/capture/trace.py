@@ -19,6 +19,7 @@ class Traced:
     """A jaxpr over flat arrays.
 
     Attributes:
+      function: what was traced, of flat arrays (words).
       jaxpr: closed, over words (words.py); what the function closes over of outer transformations
         follows its own arguments.
       out_tree: the results' pytree structure.
@@ -29,6 +30,7 @@ class Traced:
         those, so that a `Traced` which has any serves one call.
     """
 
+    function: Callable[..., tuple[Any, ...]]
     jaxpr: Any
     out_tree: Any
     out_avals: tuple[Any, ...]
@@ -74,7 +76,13 @@ def trace(
     closed = _with_own_constants(closed)
     outs = tuple(jax.ShapeDtypeStruct(*compat.physical(a)) for a in closed.out_avals)
     weak = tuple(bool(getattr(a, "weak_type", False)) for a in closed.out_avals)
-    return Traced(closed, trees[-1], outs, tuple(out_codes), weak, captured)
+
+    @functools.wraps(on_words)
+    def of_flat(*flat: Any) -> tuple[Any, ...]:
+        args, kwargs = (flat, {}) if tree is None else jax.tree.unflatten(tree, flat)
+        return on_words(*args, **kwargs)
+
+    return Traced(of_flat, closed, trees[-1], outs, tuple(out_codes), weak, captured)
 
 
 def _check_results(call: Any, paths: Sequence[Any]) -> None:

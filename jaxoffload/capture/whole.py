@@ -19,6 +19,19 @@ def reason_to_run_whole(jaxpr: Any) -> str | None:
     return next(filter(None, map(reason_of, jaxpr.eqns)), None)
 
 
+def must_run_whole(jaxpr: Any) -> bool:
+    """Whether nothing that is still to come can make a closed jaxpr one that can be cut.
+
+    `vmap` takes named axes away and `checkify` checks; `shard_map` leaves its axes there.
+    """
+    kinds = set(map(compat.effect_kind, jaxpr.effects)) - {None}
+    if kinds and (
+        kinds == {"check"} or (kinds == {"named axis"} and not compat.in_manual_region())
+    ):
+        return False
+    return reason_to_run_whole(jaxpr) is not None
+
+
 def reason_of(eqn: Any) -> str | None:
     """Why an equation cannot be a part of a vertex, or the first such reason in its bodies."""
     name, line = eqn.primitive.name, compat.source_line(eqn.source_info)
