@@ -156,6 +156,21 @@ def committed_to(arrays: Sequence[Any]) -> Any:
     return next((next(iter(x.devices())) for x in found), None)
 
 
+def is_ref(x: Any) -> bool:
+    """Whether a leaf is a mutable array."""
+    return isinstance(x, jax.Ref)
+
+
+def is_symbolic(x: Any) -> bool:
+    """Whether a leaf's shape is not known yet."""
+    return not all(isinstance(size, int) for size in getattr(x, "shape", ()))
+
+
+def is_export(lowering_context: Any) -> bool:
+    """Whether what is lowered is to be serialized."""
+    return lowering_context.module_context.lowering_parameters.for_export
+
+
 def is_jit_disabled() -> bool:
     """Whether functions are to be called as they are, to be looked at."""
     return _config.disable_jit.value
@@ -171,13 +186,6 @@ def transfers_allowed() -> contextlib.AbstractContextManager[Any]:
     if _config.transfer_guard_host_to_device.value is None:
         return contextlib.nullcontext()
     return jax.transfer_guard_host_to_device("allow")
-
-
-def num_devices(x: Any) -> int:
-    """Over how many devices an array is spread; 0 for what is on none."""
-    if not isinstance(x, jax.Array) or isinstance(x, Tracer):
-        return 0
-    return len(x.sharding.device_set)
 
 
 def is_tracing() -> bool:
