@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.extend as jex
 import numpy as np
+from jax._src import api_util as _api_util
 from jax._src import callback as _callback
 from jax._src import checkify as _checkify
 from jax._src import config as _config
@@ -73,6 +74,17 @@ def is_key(dtype: Any) -> bool:
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def name_arguments(function: Any, call: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Has JAX's messages about a function of flat arrays speak of the arguments of another.
+
+    Args:
+      call: what the user knows, or what wraps it.
+      args, kwargs: pytrees of as many leaves as the function has arguments.
+    """
+    info = _api_util.debug_info("jit", call, args, kwargs)
+    _api_util.save_wrapped_fun_debug_info(function, info)
+
+
 def bits(dtype: Any) -> int:
     """Bits of an element, which below eight are fewer than those of NumPy's elements."""
     return _dtypes.itemsize_bits(dtype)
@@ -113,11 +125,6 @@ def effect_kind(effect: Any) -> str | None:
         "ref": _effects.JaxprInputEffect,
     }
     return next((name for name, kind in kinds.items() if isinstance(effect, kind)), "other")
-
-
-def has_named_axes(jaxpr: Any) -> bool:
-    """Whether a jaxpr speaks of axes of a transformation around it."""
-    return any(effect_kind(effect) == "named axis" for effect in jaxpr.effects)
 
 
 def in_manual_region() -> bool:
