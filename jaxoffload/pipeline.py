@@ -22,7 +22,7 @@ from jaxoffload.capture.inline import Constant
 from jaxoffload.capture.kernel import Kernel
 from jaxoffload.capture.recompute import recompute
 from jaxoffload.capture.scan import unroll
-from jaxoffload.capture.split import split
+from jaxoffload.capture.split import Tilings, split
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.cuts import FINEST, SAME, WHOLE, Cut, Ranking
 from jaxoffload.errors import PlanError
@@ -324,6 +324,7 @@ class Planner:
         self._kinds = (*request.kinds, *[TensorKind.WEIGHT] * len(self.constants))
         self._cuts: dict[Cut, tuple[Captured, list[Any], CompileReport]] = {}
         self._rewritten: dict[tuple[float | None, float, float], Ordered] = {}
+        self._tilings = Tilings()
 
     def plan(self) -> Plan:
         """The plan for the request's budget.
@@ -500,7 +501,7 @@ class Planner:
                 ordered = self._ordered_for(dataclasses.replace(cut, recomputed=0.0))
                 ordered = recompute(ordered, cut.reach, cut.recomputed, self._equation_seconds)
             elif cut.split_bytes is not None:
-                ordered = split(ordered, cut.split_bytes)
+                ordered = split(ordered, cut.split_bytes, self._tilings)
             self._rewritten[key] = ordered
         return self._rewritten[key]
 
