@@ -32,6 +32,10 @@ _LARGE = 0.25
 """Of the limit: values from this size on are not to exist whole."""
 _SPAN = 400
 """Equations between the first and the last of a group, at most."""
+STEPS = 100_000
+"""Times that an equation joins a group, in the search for the best groups of one split, about a
+second's work; and for each equation of the program `_STEPS_EACH` more."""
+_STEPS_EACH = 50
 
 Key = tuple[Value, int | None]
 """A value, and the dimension along which the group cuts it (None: it is there whole)."""
@@ -45,6 +49,11 @@ class _Member:
     equation: Equation
     tiling: Tiling
     is_copy: bool
+    uses: list[Key] = dataclasses.field(init=False)  # what it reads
+
+    def __post_init__(self) -> None:
+        pairs = zip(self.equation.inputs, self.tiling.inputs, strict=True)
+        self.uses = [(x, d) for x, d in pairs if isinstance(x, Value)]
 
     @property
     def fold(self) -> Value | None:
@@ -109,6 +118,7 @@ class _Splitter:
         self.limit = limit
         self.results = self.program.result_values()
         self.groups: dict[int, _Group] = {}  # by the identity of their equations
+        self.steps = STEPS + _STEPS_EACH * len(self.equations)  # that are left
         # What was best for an equation of this operation and these shapes: tiles, which tiling.
         self.choices: dict[Any, tuple[int, int] | None] = {}
         self._index()
@@ -191,10 +201,14 @@ class _Splitter:
             if group.grow() and group.working_set() < before:
                 return group
         self.choices[known] = None
+        if self.steps < 0:
+            return None
         largest = max((*equation.values(), *equation.outputs), key=lambda v: v.num_bytes())
         for size in sorted(set(largest.shape), reverse=True):
             for count in _counts(size, 2 * before / self.limit):
                 for number, tiling in enumerate(self.tilings(equation, count)):
+                    if self.steps < 0:
+                        return best
                     group = _Group(self, seed, tiling, count)
                     if group.grow() and group.working_set() < (
                         before if best is None else best.working_set()
@@ -305,6 +319,7 @@ class _Group:
         self._add(_Member(seed, equation, tiling, False))
 
     def _add(self, member: _Member) -> None:
+        self.splitter.steps -= 1
         key = (member.position, member.tiling.outputs if member.is_copy else None)
         before = self.members.get(key)
         self.made_of.append((key, before))
@@ -343,7 +358,7 @@ class _Group:
         self._count_uses(member, 1)
 
     def _count_uses(self, member: _Member, change: int) -> None:
-        for v, d in self.uses(member):
+        for v, d in member.uses:
             cuts = self.used.setdefault(v, {})
             cuts[d] = cuts.get(d, 0) + change
             if not cuts[d]:
@@ -370,11 +385,6 @@ class _Group:
         """Where the members stand that are no copies."""
         return {m.position for m in self.members.values() if not m.is_copy}
 
-    def uses(self, member: _Member) -> list[Key]:
-        """What a member reads."""
-        pairs = zip(member.equation.inputs, member.tiling.inputs, strict=True)
-        return [(x, d) for x, d in pairs if isinstance(x, Value)]
-
     def grow(self) -> bool:
         """Adds producers and readers of large values until there are no more that can join.
 
@@ -385,7 +395,7 @@ class _Group:
         tried: set[int] = set()
         while queue:
             member = queue.popleft()
-            for value, d in self.uses(member):
+            for value, d in member.uses:
                 is_there = value.argument is not None or value in self.splitter.producer
                 if self.has(value, d) or (is_there and not self.splitter.is_large(value)):
                     continue
@@ -495,7 +505,7 @@ class _Group:
         """What the group reads from outside, in order."""
         return list(
             dict.fromkeys(
-                key for member in self.ordered() for key in self.uses(member) if not self.has(*key)
+                key for member in self.ordered() for key in member.uses if not self.has(*key)
             )
         )
 
@@ -524,7 +534,7 @@ class _Group:
             if id(member) in done:
                 return
             done.add(id(member))
-            for key in self.uses(member):
+            for key in member.uses:
                 if key in producer:
                     visit(producer[key])
             found.append(member)
