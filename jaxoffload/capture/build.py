@@ -20,6 +20,7 @@ from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_lite
 from jaxoffload.capture.kernel import Kernel, kernel_of, main_source
 from jaxoffload.capture.order import live_equations, serial_order
 from jaxoffload.capture.rows import gathered_inputs
+from jaxoffload.capture.workspace import estimated_workspace
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, TensorKind, Vertex, VertexKind
 
 _UPDATES = frozenset(
@@ -43,10 +44,13 @@ class Captured:
 
     Attributes:
       kernels: indexed by `Vertex.kernel`.
+      workspace: of each vertex, in bytes, as far as can be told before it is compiled; empty where
+        nobody needs it.
     """
 
     taskgraph: TaskGraph
     kernels: tuple[Kernel, ...]
+    workspace: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,7 +186,8 @@ class _Builder:
             for value, _ in parts:
                 self.tensor(value, "")
         graph = TaskGraph(tuple(self.tensors), tuple(vertices), donated)
-        return Captured(graph, tuple(kernels))
+        workspace = tuple(map(estimated_workspace, self.clusters))
+        return Captured(graph, tuple(kernels), workspace)
 
     def _merge(self, cluster: Cluster) -> None:
         """Reads each argument part once where several values name it."""
