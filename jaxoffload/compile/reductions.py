@@ -41,7 +41,7 @@ def reduce_sum(x: Any, *, axes: Sequence[int], **_: Any) -> Any:
       x: an array.
       axes: the dimensions that are summed over.
     """
-    return _converted(_sum(_converted(x, wider(x.dtype)), axes), x.dtype)
+    return converted(_sum(converted(x, wider(x.dtype)), axes), x.dtype)
 
 
 def is_inexact(x: Any, _: dict[str, Any]) -> bool:
@@ -83,9 +83,9 @@ def dot_general(
         results = math.prod(factor.shape[len(batch) : len(batch) + len(free)])
         factor = factor.reshape(*factor.shape[: len(batch)], results, terms)
         factor = lax.expand_dims(factor, (len(batch) + other,))
-        factors.append(_converted(factor, wider(dtype)))
+        factors.append(converted(factor, wider(dtype)))
     product = jnp.multiply(*factors)
-    return _converted(_sum(product, (product.ndim - 1,)).reshape(shape), dtype)
+    return converted(_sum(product, (product.ndim - 1,)).reshape(shape), dtype)
 
 
 def is_long_product(x: Any, y: Any, params: dict[str, Any]) -> bool:
@@ -109,7 +109,7 @@ def _free(x: Any, contract: Sequence[int], batch: Sequence[int]) -> list[int]:
     return [i for i in range(len(x.shape)) if i not in (*contract, *batch)]
 
 
-def _converted(x: Any, dtype: Any) -> Any:
+def converted(x: Any, dtype: Any) -> Any:
     """The array in a dtype. JAX would narrow float64 where 64 bits are not enabled any more."""
     return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
 
