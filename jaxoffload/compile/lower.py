@@ -11,10 +11,9 @@ import jax
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.kernel import Kernel
-from jaxoffload.compile import convolutions, reductions
+from jaxoffload.compile import convolutions, products, reductions
 
-
-RULES = {**reductions.RULES, **convolutions.RULES}
+RULES = {**reductions.RULES, **products.RULES, **convolutions.RULES}
 
 
 def lower(kernel: Kernel, platform: str) -> Any:
