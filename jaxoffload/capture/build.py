@@ -19,6 +19,7 @@ from jaxoffload.capture.cluster import MAX_EQUATIONS, Cluster, cut
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
 from jaxoffload.capture.kernel import Kernel, kernel_of, main_source
 from jaxoffload.capture.order import live_equations, serial_order
+from jaxoffload.capture.products import turned_round
 from jaxoffload.capture.rows import gathered_inputs
 from jaxoffload.capture.workspace import estimated_workspace
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, TensorKind, Vertex, VertexKind
@@ -67,8 +68,9 @@ def order_program(program: Program) -> Ordered:
         for i, (part, offset) in enumerate(parts):
             if is_literal(part):
                 parts[i] = (_materialize(part, program), offset)
-    equations = serial_order(live_equations(program, program.equations), program.parents)
-    return Ordered(equations, program)
+    equations = live_equations(program, program.equations)
+    equations = turned_round(equations, program.result_values())
+    return Ordered(serial_order(equations, program.parents), program)
 
 
 def _materialize(literal: Any, program: Program) -> Value:
