@@ -3,7 +3,7 @@
 import argparse
 import importlib
 
-NAMES = ("ratios", "split", "accuracy", "overhead", "planner", "disk", "simulated", "throttled",
+NAMES = ("ratios", "first_call", "split", "accuracy", "overhead", "planner", "disk", "simulated", "throttled",
          "soak")  # fmt: skip
 
 
