@@ -2,9 +2,9 @@
 
 For each program: the first call of `jax.jit`; offloaded with no limit, with half of the memory that
 XLA says the jitted program needs, and with the least budget; the search for that budget; and the
-refusal of one byte less. Processor seconds and wall seconds, each the least of a few rounds in which
-the ways take turns, every cache cleared before each. A worker process does the work: a way that takes
-longer than the limit costs that way alone, and its time is then a lower bound.
+refusal of one byte less. Processor seconds and wall seconds, each the least of a few rounds in
+which the ways take turns, every cache cleared before each. A worker process does the work: a way
+that takes longer than the limit costs that way alone, and its time is then a lower bound.
 
 `python -m benchmarks.first_call [--quick] [--only TEXT ...] [--out FOLDER]`
 """

@@ -1,6 +1,7 @@
 """Small programs of every kind that people write in JAX, to time a first call by.
 
-Each is toy-sized: what is asked is what tracing, planning and compiling cost, not what running does.
+Each is toy-sized: what is asked is what tracing, planning and compiling cost, not what running
+does.
 `PROGRAMS` maps a name to (area, make), `make()` to a function and its arguments.
 """
 
@@ -131,11 +132,13 @@ def _scan_sum(xs: Any) -> Any:
 def _long_scans() -> None:
     for length in (100, 1_000, 10_000):
         args = (normal(length, 8),)
-        PROGRAMS[f"scan of {length:,} steps"] = "scans", functools.partial(
-            lambda args: (lambda xs: lax.scan(_cell, xs[0], xs), args), args
+        PROGRAMS[f"scan of {length:,} steps"] = (
+            "scans",
+            functools.partial(lambda args: (lambda xs: lax.scan(_cell, xs[0], xs), args), args),
         )
-        PROGRAMS[f"gradient of a scan of {length:,} steps"] = "scans", functools.partial(
-            lambda args: (jax.grad(_scan_sum), args), args
+        PROGRAMS[f"gradient of a scan of {length:,} steps"] = (
+            "scans",
+            functools.partial(lambda args: (jax.grad(_scan_sum), args), args),
         )
 
 
@@ -468,8 +471,9 @@ def _checkpointed() -> None:
         return jax.grad(f), (ws, normal(64, 32))
 
     for name, policy in policies.items():
-        PROGRAMS[f"checkpoint saving {name}, gradient"] = "checkpoint", functools.partial(
-            make, policy
+        PROGRAMS[f"checkpoint saving {name}, gradient"] = (
+            "checkpoint",
+            functools.partial(make, policy),
         )
 
 
@@ -678,8 +682,9 @@ def _recurrent() -> None:
         ("GRU of 500 steps, gradient", gru, ws, 500),
     ):
         args = (weights, normal(length, 8))
-        PROGRAMS[name] = "networks", functools.partial(
-            lambda function, args: (jax.grad(function), args), function, args
+        PROGRAMS[name] = (
+            "networks",
+            functools.partial(lambda function, args: (jax.grad(function), args), function, args),
         )
 
 
@@ -782,9 +787,7 @@ def _() -> Made:
 def _() -> Made:
     def f(u: Any) -> Any:
         def step(_: Any, u: Any) -> Any:
-            around = (
-                jnp.roll(u, 1, 0) + jnp.roll(u, -1, 0) + jnp.roll(u, 1, 1) + jnp.roll(u, -1, 1)
-            )
+            around = jnp.roll(u, 1, 0) + jnp.roll(u, -1, 0) + jnp.roll(u, 1, 1) + jnp.roll(u, -1, 1)
             return u + 0.1 * (around - 4 * u)
 
         return jnp.sum(lax.fori_loop(0, 200, step, u) ** 2)
@@ -837,8 +840,10 @@ def _() -> Made:
     names = "bool int8 int16 int32 uint8 uint16 uint32 float16 bfloat16 float32 complex64".split()
 
     def f(xs: Any) -> Any:
-        return {n: (x + x if n != "bool" else ~x, x.astype(jnp.float32).real)
-                for n, x in xs.items() if n != "complex64"} | {"c": jnp.abs(xs["complex64"])}  # fmt: skip
+        reals = {n: x for n, x in xs.items() if n != "complex64"}
+        twice = {n: ~x if n == "bool" else x + x for n, x in reals.items()}
+        wide = {n: x.astype(jnp.float32) for n, x in reals.items()}
+        return twice, wide, jnp.abs(xs["complex64"])
 
     return f, ({n: jnp.arange(12).astype(n) for n in names},)
 

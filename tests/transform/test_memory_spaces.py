@@ -1,7 +1,7 @@
 """What JAX itself has for memory and recomputation, within an offloaded function: equal to jit.
 
-`compute_on`, `device_put` between memory spaces, arguments in host memory, and `jax.checkpoint` with
-every kind of policy, in its present and (where this JAX has it) its next implementation.
+`compute_on`, `device_put` between memory spaces, arguments in host memory, and `jax.checkpoint`
+with every kind of policy, in its present and (where this JAX has it) its next implementation.
 """
 
 import functools

@@ -70,7 +70,9 @@ def test_grad_outside_is_right_and_says_that_it_is_not_offloaded(step):
 def test_grad_inside(step):
     function = jax.value_and_grad(lambda x: f(x).sum())
     exact = judge.in_float64(function, (X,))
-    results = zip(jax.jit(function)(X), jo.offload(function, device_memory=None)(X), exact)
+    results = zip(
+        jax.jit(function)(X), jo.offload(function, device_memory=None)(X), exact, strict=True
+    )
     for want, got, e in results:
         assert not judge.disagreement(np.asarray(want), np.asarray(got), e)
 
