@@ -261,6 +261,10 @@ class Plan:
                 )
             return self._native
 
+    def last_report(self) -> Any:
+        """The runtime's report of the last run, None before the first."""
+        return None if self._native is None else self._native.last_report()
+
     def variant(self, memgraph: MemGraph, priority: np.ndarray) -> "Plan":
         """A plan of the same vertices with another MemGraph, or another order of launch."""
         captured = Captured(self.taskgraph, ())
