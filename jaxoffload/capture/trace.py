@@ -59,7 +59,8 @@ def trace(call: Callable[..., Any], avals: Sequence[Any], key_impls: Sequence[An
             for x, impl in zip(leaves, impls, strict=True)
         )
 
-    closed = _with_own_constants(jax.make_jaxpr(on_words)(*avals))
+    closed = compat.lowered_operations(jax.make_jaxpr(on_words)(*avals))
+    closed = _with_own_constants(closed)
     outs = tuple(jax.ShapeDtypeStruct(*compat.physical(a)) for a in closed.out_avals)
     weak = tuple(bool(getattr(a, "weak_type", False)) for a in closed.out_avals)
     return Traced(on_words, closed, trees[-1], outs, tuple(impls), weak)
