@@ -17,6 +17,8 @@ from jaxoffload.plan.simulate import simulate
 
 SHARES = (1 / 3, 1 / 5, 1 / 8, 1 / 14, 1 / 24)
 """Working sets of a vertex to try, as shares of the budget, before single operations."""
+PIECE = 0.5
+"""Of such a working set, how much the rows are that a chunk of a scan reads and writes."""
 RECOMPUTED = (0.25, 0.5, 0.75, 1.0)
 """Shares of what is read late to compute again; the best one's neighbours are tried, too."""
 REACHES = (2.0, 0.5)
@@ -43,6 +45,7 @@ class Cut:
       max_bytes: the largest working set of a vertex of several operations.
       max_equations: the most operations of a vertex; None for the usual.
       split_bytes: operations with a larger working set are split; None: none are.
+      piece_bytes: what a chunk of a scan may have of the arrays that the scan slices and stacks.
       recomputed: of the bytes of values that are read again late, the share that is computed again
         instead.
       reach: bytes of traffic between two readers from which on a value is read late.
@@ -53,9 +56,10 @@ class Cut:
     split_bytes: float | None = None
     recomputed: float = 0.0
     reach: float = float("inf")
+    piece_bytes: float = float("inf")
 
 
-WHOLE, FINEST = Cut(float("inf")), Cut(0, 1)
+WHOLE, FINEST = Cut(float("inf")), Cut(0, 1, piece_bytes=0)
 
 
 class Ranking:
@@ -123,8 +127,9 @@ class Ranking:
         """Cuts that compute everything once, or all that is read late again."""
         cuts = []
         for share in SHARES:
-            cuts.append(Cut(share * self._budget))
-            cuts.append(Cut(share * self._budget, None, share * self._budget))
+            size = share * self._budget
+            cuts.append(Cut(size, piece_bytes=PIECE * size))
+            cuts.append(Cut(size, None, size, piece_bytes=PIECE * size))
         cuts.append(FINEST)
         if self._recompute == "always":
             reach = REACHES[-1] * self._budget

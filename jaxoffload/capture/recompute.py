@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from jaxoffload.capture import slicing
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.flat import Equation, Value
+from jaxoffload.capture.loops import Loop
 from jaxoffload.capture.order import live_equations
-from jaxoffload.capture.split import TiledOperation
 from jaxoffload.capture.views import is_view, roots
 
 MOST_OPERATIONS = 24
@@ -27,11 +27,13 @@ MOST_OPERATIONS = 24
 _PRICED = frozenset(
     {
         "broadcast_in_dim", "concatenate", "conv_general_dilated", "convert_element_type",
-        "dot_general", "dynamic_slice", "gather", "pad", "random_bits", "slice", "split",
+        "dot_general", "dynamic_slice", "gather", "pad", "random_bits", "slice", "split", "start",
     }
 )  # fmt: skip
-"""Beside elementwise operations and reductions, those of which `cost` tells the time. A loop or a
-sort takes longer than its operands' bytes say."""
+"""Beside elementwise operations and reductions, those of which `cost` tells the time. A `while` or
+a sort takes longer than its operands' bytes say; a scan consists of operations that are priced."""
+_CHECKPOINT = 0.25
+"""Of what a scan stacks, the size up to which its carries are kept for making that again."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,16 +67,25 @@ def recompute(
 
 
 def _is_priced(equation: Equation) -> bool:
-    operation = equation.operation
-    inner = operation.equations if isinstance(operation, TiledOperation) else [equation]
-    names = [e.operation.name for e in inner]
-    return all(
+    name, inner = equation.operation.name, equation.operation.equations
+    if inner is not None:
+        return all(map(_is_priced, inner))
+    return (
         name in _PRICED
         or slicing.is_elementwise(name)
-        or is_view(e)
+        or is_view(equation)
         or name.startswith(("reduce_", "slice[", "combine["))
-        for name, e in zip(names, inner, strict=True)
     )
+
+
+def _checkpoints(equation: Equation) -> tuple[Value, ...]:
+    """The carries of a chunk of a scan which the next chunk could be run again from."""
+    loop = equation.operation
+    if not isinstance(loop, Loop):
+        return ()
+    carried, stacked = equation.outputs[: loop.num_carry], equation.outputs[loop.num_carry :]
+    worth = _CHECKPOINT * sum(v.num_bytes() for v in stacked)
+    return carried if sum(v.num_bytes() for v in carried) <= worth else ()
 
 
 class _Recomputer:
@@ -101,6 +112,7 @@ class _Recomputer:
             for v in read:
                 self.uses.setdefault(v, []).append(i)
         self.late = self._find_late()
+        self.checkpoints = {v for e in self.equations for v in _checkpoints(e)}
 
     def gap(self, before: int, after: int) -> float:
         """Bytes read and written between two positions."""
@@ -132,7 +144,7 @@ class _Recomputer:
             late.repeated = self._repeated(late)
             if late.repeated:
                 spent = sum(self.seconds(self.equations[i]) for i in late.repeated)
-                late.worth = late.value.num_bytes() / max(spent, 1e-12)
+                late.worth = self._made_with(late.value) / max(spent, 1e-12)
                 known.append(late)
         known.sort(key=lambda late: (-late.worth, late.position))
         wanted = share * sum(late.value.num_bytes() for late in self.late.values())
@@ -172,9 +184,14 @@ class _Recomputer:
                     stack.append(self.producer[v])
         return tuple(found)
 
+    def _made_with(self, value: Value) -> int:
+        """Bytes of the late values that making one again makes again."""
+        made = self.equations[self.producer[value]].outputs
+        return sum(v.num_bytes() for v in made if v in self.late)
+
     def _is_there(self, value: Value, position: int) -> bool:
         """Whether a value is read about there anyway, or was made shortly before."""
-        if value in self.late:
+        if value in self.late or value in self.checkpoints:
             return True
         last = self.uses[value][-1]
         return value in self.results or self.gap(min(last, position), position) <= self.reach
