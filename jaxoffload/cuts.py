@@ -27,6 +27,8 @@ _CLOSE = 1.05
 """A plan that takes no longer than so many times the kernels of the whole is not bettered."""
 SAME = 1.03
 """Simulated times that differ by less say nothing."""
+_LITTLE = 200e-6
+"""Seconds beside the kernels of the whole that are not worth a search: what a call costs anyway."""
 _NEAR = 1.1
 """The same where the link is what is short: with less to move it is another time that counts."""
 _WORSE = 1.2
@@ -91,7 +93,8 @@ class Ranking:
     @functools.cached_property
     def _enough(self) -> float:
         """Seconds; a cut that takes no longer ends the search."""
-        return _CLOSE * float(self._machine.task_seconds(self._captured(WHOLE)).sum())
+        whole = float(self._machine.task_seconds(self._captured(WHOLE)).sum())
+        return max(_CLOSE * whole, whole + _LITTLE)
 
     def feasible(self) -> Iterator[Cut]:
         """Cuts that may work within the budget, coarse ones first, none simulated."""

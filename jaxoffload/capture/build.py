@@ -34,6 +34,9 @@ _UPDATES = frozenset(
         "scatter_max",
     }
 )
+_LARGE_CARRY = 2**16
+"""Smaller carries of a scan are not written in place: that may hold for one chunk and not for the
+next, and chunks are to share an executable."""
 _ACTIVATION_DISTANCE = 0.1
 """A tensor that lives through more than this share of the vertices is called an activation."""
 
@@ -293,8 +296,11 @@ def _share_again(equations: Sequence[Equation], seconds: Sequence[float]) -> flo
 def _carried_into(equation: Equation, out: Value) -> Sequence[Any]:
     """What a scan's carry starts from."""
     loop, number = equation.operation, equation.outputs.index(out)
+    assert isinstance(loop, Loop)
+    if number >= loop.num_carry or out.num_bytes() < _LARGE_CARRY:
+        return ()
     first = loop.num_consts + number
-    return equation.inputs[first : first + 1] if number < loop.num_carry else ()
+    return equation.inputs[first : first + 1]
 
 
 def _elementwise_ancestors(cluster: Cluster, out: Value) -> set[Value]:

@@ -33,11 +33,10 @@ MOST_CHUNKS = 32
 LARGE_CHUNK = 4 * 2**20
 """Bytes of rows in a chunk for which, where the least memory is wanted, there are more of them."""
 SMALL_STEP = 2**16
-"""An operation of a step below this many bytes is no reason to unroll."""
-FEW_EQUATIONS = 4_000
-MAX_EQUATIONS = 50_000
-"""Unrolled equations that are not too many where that lowers what is needed: of a step with large
-operations, and of layers."""
+"""Where no operation of a step has so many bytes, less than a chunk of two is hardly less."""
+FEWEST_EQUATIONS, FEW_EQUATIONS, MAX_EQUATIONS = 300, 4_000, 50_000
+"""Unrolled equations that are not too many where the least memory is wanted: in any case, of steps
+with large operations, and of layers."""
 _LONGER = 1.3
 """A piece may be so many times as long if then all have one length."""
 _ALIGNED = 16
@@ -81,21 +80,17 @@ class Loop(Operation):
 
     Attributes:
       body: one step.
-      repeats: the steps.
+      length: the steps.
       num_consts, num_carry: of its operands, in this order; slices follow.
     """
 
-    __slots__ = ("body", "num_carry", "num_consts", "repeats")
+    __slots__ = ("body", "equations", "length", "num_carry", "num_consts", "repeats")
 
     def __init__(self, eqn: Any, body: Body, length: int):
         super().__init__(eqn, {**eqn.params, "length": length})
-        self.body, self.repeats = body, length
+        self.body, self.equations = body, body.equations
+        self.length = self.repeats = length
         self.num_consts, self.num_carry = compat.scan_counts(eqn)
-
-    @property
-    def equations(self) -> Sequence[Equation]:
-        """Those of one step."""
-        return self.body.equations
 
     @property
     def row_bytes(self) -> int:
@@ -148,7 +143,7 @@ def rows_for(loops: Sequence[Loop], piece_bytes: float) -> Rows | None:
       piece_bytes: what a chunk may have of the arrays that are sliced and stacked. 0: pieces as
         small as they are worth being.
     """
-    length = loops[0].repeats
+    length = loops[0].length
     if length == 0:
         return None
     steps = min(_steps(loop, piece_bytes) for loop in loops)
@@ -161,7 +156,7 @@ def rows_for(loops: Sequence[Loop], piece_bytes: float) -> Rows | None:
 
 
 def _steps(loop: Loop, piece_bytes: float) -> int:
-    length, body, row_bytes = loop.repeats, loop.body, loop.row_bytes
+    length, body, row_bytes = loop.length, loop.body, loop.row_bytes
     if length == 1:
         return 1
     if row_bytes >= LAYER_BYTES or body.seconds >= LAYER_SECONDS:
@@ -169,11 +164,12 @@ def _steps(loop: Loop, piece_bytes: float) -> int:
         return 1 if is_worth_all else -(-length // MOST_LAYERS)
     if length * row_bytes + body.largest_bytes <= piece_bytes:
         return length
-    if body.largest_bytes > max(piece_bytes, SMALL_STEP) and length * body.size <= FEW_EQUATIONS:
-        return 1  # the step itself is what has to be smaller
-    if not row_bytes:
-        return length
     most = MOST_CHUNKS
     if piece_bytes == 0:
+        few = FEW_EQUATIONS if body.largest_bytes >= SMALL_STEP else FEWEST_EQUATIONS
+        if length * body.size <= few and (row_bytes or body.largest_bytes >= SMALL_STEP):
+            return 1
         most = min(max(most, length * row_bytes // LARGE_CHUNK), 8 * most)
-    return min(max(int(piece_bytes // row_bytes), -(-length // most)), length)
+    if not row_bytes:
+        return length
+    return min(max(int(piece_bytes // row_bytes), -(-length // most), 2), length)

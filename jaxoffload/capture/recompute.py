@@ -204,6 +204,7 @@ class _Rewriter:
         self.source = source
         self.starts = {late.value: late.position for late in chosen}
         self.chosen = chosen
+        self.depth = 0  # of copies that are being made for the sake of one another
         self.copies: dict[int, list[tuple[int, dict[Value, Value]]]] = {}  # by position: where
         self.before: dict[int, list[Equation]] = {}
         self.original: dict[int, Equation] = {}  # by the identity of its copy
@@ -226,7 +227,9 @@ class _Rewriter:
             if 0 <= source.traffic[position] - source.traffic[where] <= source.reach:
                 return made
         equation = source.equations[i]
+        self.depth += 1
         copied = self._rewired(equation, position, repeats=True)
+        self.depth -= 1
         outputs = tuple(Value(v.aval) for v in equation.outputs)
         made = dict(zip(equation.outputs, outputs, strict=True))
         copied = dataclasses.replace(
@@ -263,6 +266,8 @@ class _Rewriter:
                 dataclasses.replace(moved, outputs=outputs, segment=segment)
             )
             return outputs[equation.outputs.index(value)]
+        if self.depth >= MOST_OPERATIONS:
+            return value  # kept after all: what it is made from is too far away here
         start = self.starts.get(value)
         if start is not None and position >= start:
             return self._copy(i, position)[value]

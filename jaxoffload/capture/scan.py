@@ -134,8 +134,8 @@ def _demand(equations: Sequence[Equation]) -> _Ties:
             if id(equation) in done:
                 continue
             touched = (*equation.outputs, *equation.values())
-            tie = next((v for v in touched if v in wanted), None)
-            mapped = slicing.map_over_stack(equation, wanted[tie]) if tie is not None else None
+            length = next((wanted[v] for v in touched if v in wanted), 0)
+            mapped = slicing.map_over_stack(equation, length) if length else None
             if mapped is None:
                 continue
             done.add(id(equation))
@@ -143,7 +143,7 @@ def _demand(equations: Sequence[Equation]) -> _Ties:
             spread = [x for x, sliced in pairs if sliced]
             if mapped.combine is None:
                 spread += equation.outputs
-            ties.want(spread, wanted[tie])
+            ties.want(spread, length)
     return ties
 
 
