@@ -18,6 +18,8 @@ from jaxoffload.plan.simulate import simulate
 
 SHARES = (1 / 3, 1 / 5, 1 / 8, 1 / 14, 1 / 24)
 """Working sets of a vertex to try, as shares of the budget, before single operations."""
+PIECE = 0.5
+"""Of such a working set, how much the rows are that a chunk of a scan reads and writes."""
 RECOMPUTED = (0.25, 0.5, 0.75, 1.0)
 """Shares of what is read late to compute again; the best one's neighbours are tried, too."""
 REACHES = (2.0, 0.5)
@@ -26,6 +28,8 @@ _CLOSE = 1.05
 """A plan that takes no longer than so many times the kernels of the whole is not bettered."""
 SAME = 1.03
 """Simulated times that differ by less say nothing."""
+_LITTLE = 200e-6
+"""Seconds beside the kernels of the whole that are not worth a search: what a call costs anyway."""
 _NEAR = 1.1
 """The same where the link is what is short: with less to move it is another time that counts."""
 _WORSE = 1.2
@@ -44,6 +48,7 @@ class Cut:
       max_bytes: the largest working set of a vertex of several operations.
       max_equations: the most operations of a vertex; None for the usual.
       split_bytes: operations with a larger working set are split; None: none are.
+      piece_bytes: what a chunk of a scan may have of the arrays that the scan slices and stacks.
       recomputed: of the bytes of values that are read again late, the share that is computed again
         instead.
       reach: bytes of traffic between two readers from which on a value is read late.
@@ -54,9 +59,10 @@ class Cut:
     split_bytes: float | None = None
     recomputed: float = 0.0
     reach: float = float("inf")
+    piece_bytes: float = float("inf")
 
 
-WHOLE, FINEST = Cut(float("inf")), Cut(0, 1)
+WHOLE, FINEST = Cut(float("inf")), Cut(0, 1, piece_bytes=0)
 
 
 class Ranking:
@@ -88,7 +94,8 @@ class Ranking:
     @functools.cached_property
     def _enough(self) -> float:
         """Seconds; a cut that takes no longer ends the search."""
-        return _CLOSE * float(self._machine.task_seconds(self._captured(WHOLE)).sum())
+        whole = float(self._machine.task_seconds(self._captured(WHOLE)).sum())
+        return max(_CLOSE * whole, whole + _LITTLE)
 
     def feasible(self) -> Iterator[Cut]:
         """Cuts that may work within the budget, coarse ones first, none simulated."""
@@ -125,7 +132,8 @@ class Ranking:
         cuts = []
         for share in SHARES:
             size = _rounded(share * self._budget)
-            cuts += [Cut(size), Cut(size, None, size)]
+            cuts.append(Cut(size, piece_bytes=PIECE * size))
+            cuts.append(Cut(size, None, size, piece_bytes=PIECE * size))
         cuts.append(FINEST)
         if self._recompute == "always":
             reach = REACHES[-1] * self._budget

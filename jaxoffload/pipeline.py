@@ -7,6 +7,7 @@ clusters as coarse as the budget allows, coarsest first, until one fits.
 import dataclasses
 import functools
 import logging
+import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from jaxoffload.capture.recompute import recompute
 from jaxoffload.capture.scan import unroll
 from jaxoffload.capture.split import Tilings, split
 from jaxoffload.compile.cache import CompileReport
-from jaxoffload.cuts import FINEST, SAME, WHOLE, Cut, Ranking
+from jaxoffload.cuts import FINEST, PIECE, SAME, WHOLE, Cut, Ranking
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
@@ -322,13 +323,11 @@ class Planner:
         self._settings = compat.LoweringSettings()
         self.backend = backend or backends.current()
         self.machine = machine or self.backend.machine.with_rates(request.options.rates)
-        program = unroll(request.jaxpr)
-        self._ordered = order_program(program)
-        extra = program.arguments[len(request.jaxpr.in_avals) :]
-        self.constants = [v.array for v in extra if isinstance(v, Constant)]
-        self._kinds = (*request.kinds, *[TensorKind.WEIGHT] * len(self.constants))
+        self.constants: list[Any] = []
+        self._unrolled: dict[float, Ordered] = {}
+        self._ordered = self._ordered_in_pieces(float("inf"))
         self._cuts: dict[Cut, tuple[Captured, list[Any], CompileReport]] = {}
-        self._rewritten: dict[tuple[float | None, float, float], Ordered] = {}
+        self._rewritten: dict[tuple[int, float | None, float, float], Ordered] = {}
         self._tilings = Tilings()
         self._graphs: dict[Cut, Captured] = {}
         self._temp: dict[identity.Key, int] = {}  # workspace by kernel
@@ -442,8 +441,8 @@ class Planner:
             return fixed
         coarse = FINEST, WHOLE
         least = min(min_budget(self.graph(cut))[0] for cut in coarse)
-        cuts = [*coarse, *(Cut(0, 1, share * least) for share in SPLITS)]
-        best = self._lowest(cuts, None)
+        tiled = [Cut(0, 1, share * least, piece_bytes=0) for share in SPLITS]
+        best = self._lowest([*coarse, *tiled], None)
         assert best is not None, "without a limit the first one works"
         for _ in range(_LOWER):
             room = _needs(best) - 1
@@ -467,7 +466,7 @@ class Planner:
 
     def _fixed_cut(self) -> tuple[Captured, list[Any], CompileReport] | None:
         size = self._request.options.vertex_memory
-        return None if size is None else self._compiled(Cut(size))
+        return None if size is None else self._compiled(Cut(size, piece_bytes=PIECE * size))
 
     def _chosen(self, budget: int) -> tuple[Captured, list[Any], CompileReport] | None:
         """The best cut that works within a budget, None if none is found.
@@ -526,9 +525,9 @@ class Planner:
 
     def _ordered_for(self, cut: Cut) -> Ordered:
         """The program, with large intermediates split and values computed again as the cut asks."""
-        key = (cut.split_bytes, cut.recomputed, cut.reach)
+        ordered = self._ordered_in_pieces(cut.piece_bytes)
+        key = (id(ordered), cut.split_bytes, cut.recomputed, cut.reach)
         if key not in self._rewritten:
-            ordered = self._ordered
             if cut.recomputed:
                 ordered = self._ordered_for(dataclasses.replace(cut, recomputed=0.0))
                 ordered = recompute(ordered, cut.reach, cut.recomputed, self._equation_seconds)
@@ -536,6 +535,20 @@ class Planner:
                 ordered = split(ordered, cut.split_bytes, self._tilings)
             self._rewritten[key] = ordered
         return self._rewritten[key]
+
+    def _ordered_in_pieces(self, piece_bytes: float) -> Ordered:
+        """The program with its scans cut into chunks of so many bytes, or of half as many."""
+        if self._unrolled and not self._ordered.program.is_divisible:
+            return self._ordered
+        if 0 < piece_bytes < float("inf"):
+            piece_bytes = 2.0 ** math.floor(math.log2(piece_bytes))
+        if piece_bytes not in self._unrolled:
+            # Whatever the pieces, what a function closes over are the same arguments.
+            program = unroll(self._request.jaxpr, piece_bytes, self.constants)
+            extra = program.arguments[len(self._request.jaxpr.in_avals) :]
+            self.constants = [v.array for v in extra if isinstance(v, Constant)]
+            self._unrolled[piece_bytes] = order_program(program)
+        return self._unrolled[piece_bytes]
 
     def _equation_seconds(self, equation: Equation) -> float:
         """Time of an operation on the machine that is planned for."""
@@ -564,7 +577,7 @@ class Planner:
         limit = {} if cut.max_equations is None else {"max_equations": cut.max_equations}
         captured = build_taskgraph(
             self._ordered_for(cut),
-            kinds=self._kinds,
+            kinds=(*self._request.kinds, *[TensorKind.WEIGHT] * len(self.constants)),
             donated=self._request.donated,
             max_bytes=cut.max_bytes,
             kernels=kernels,

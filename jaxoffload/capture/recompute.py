@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from jaxoffload.capture import slicing
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.flat import Equation, Value
+from jaxoffload.capture.loops import Loop
 from jaxoffload.capture.order import live_equations
-from jaxoffload.capture.split import TiledOperation
 from jaxoffload.capture.views import is_view, roots
 
 MOST_OPERATIONS = 24
@@ -28,11 +28,13 @@ MOST_OPERATIONS = 24
 _PRICED = frozenset(
     {
         "broadcast_in_dim", "concatenate", "conv_general_dilated", "convert_element_type",
-        "dot_general", "dynamic_slice", "gather", "pad", "random_bits", "slice", "split",
+        "dot_general", "dynamic_slice", "gather", "pad", "random_bits", "slice", "split", "start",
     }
 )  # fmt: skip
-"""Beside elementwise operations and reductions, those of which `cost` tells the time. A loop or a
-sort takes longer than its operands' bytes say."""
+"""Beside elementwise operations and reductions, those of which `cost` tells the time. A `while` or
+a sort takes longer than its operands' bytes say; a scan consists of operations that are priced."""
+_CHECKPOINT = 0.25
+"""Of what a scan stacks, the size up to which its carries are kept for making that again."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,16 +68,25 @@ def recompute(
 
 
 def _is_priced(equation: Equation) -> bool:
-    operation = equation.operation
-    inner = operation.equations if isinstance(operation, TiledOperation) else [equation]
-    names = [e.operation.name for e in inner]
-    return all(
+    name, inner = equation.operation.name, equation.operation.equations
+    if inner is not None:
+        return all(map(_is_priced, inner))
+    return (
         name in _PRICED
         or slicing.is_elementwise(name)
-        or is_view(e)
+        or is_view(equation)
         or name.startswith(("reduce_", "slice[", "combine["))
-        for name, e in zip(names, inner, strict=True)
     )
+
+
+def _checkpoints(equation: Equation) -> tuple[Value, ...]:
+    """The carries of a chunk of a scan which the next chunk could be run again from."""
+    loop = equation.operation
+    if not isinstance(loop, Loop):
+        return ()
+    carried, stacked = equation.outputs[: loop.num_carry], equation.outputs[loop.num_carry :]
+    worth = _CHECKPOINT * sum(v.num_bytes() for v in stacked)
+    return carried if sum(v.num_bytes() for v in carried) <= worth else ()
 
 
 class _Recomputer:
@@ -102,6 +113,7 @@ class _Recomputer:
             for v in read:
                 self.uses.setdefault(v, []).append(i)
         self.late = self._find_late()
+        self.checkpoints = {v for e in self.equations for v in _checkpoints(e)}
 
     def gap(self, before: int, after: int) -> float:
         """Bytes read and written between two positions."""
@@ -133,7 +145,7 @@ class _Recomputer:
             late.repeated = self._repeated(late)
             if late.repeated:
                 spent = sum(self.seconds(self.equations[i]) for i in late.repeated)
-                late.worth = late.value.num_bytes() / max(spent, 1e-12)
+                late.worth = self._made_with(late.value) / max(spent, 1e-12)
                 known.append(late)
         known.sort(key=lambda late: (-late.worth, late.position))
         wanted = share * sum(late.value.num_bytes() for late in self.late.values())
@@ -173,9 +185,14 @@ class _Recomputer:
                     stack.append(self.producer[v])
         return tuple(found)
 
+    def _made_with(self, value: Value) -> int:
+        """Bytes of the late values that making one again makes again."""
+        made = self.equations[self.producer[value]].outputs
+        return sum(v.num_bytes() for v in made if v in self.late)
+
     def _is_there(self, value: Value, position: int) -> bool:
         """Whether a value is read about there anyway, or was made shortly before."""
-        if value in self.late:
+        if value in self.late or value in self.checkpoints:
             return True
         last = self.uses[value][-1]
         return value in self.results or self.gap(min(last, position), position) <= self.reach
@@ -211,6 +228,7 @@ class _Rewriter:
         self.source = source
         self.starts = {late.value: late.position for late in chosen}
         self.chosen = chosen
+        self.depth = 0  # of copies that are being made for the sake of one another
         self.copies: dict[int, list[tuple[int, dict[Value, Value]]]] = {}  # by position: where
         self.before: dict[int, list[Equation]] = {}
         self.original: dict[int, Equation] = {}  # by the identity of its copy
@@ -233,7 +251,9 @@ class _Rewriter:
             if 0 <= source.traffic[position] - source.traffic[where] <= source.reach:
                 return made
         equation = source.equations[i]
+        self.depth += 1
         copied = yield self._rewired(equation, position, repeats=True)
+        self.depth -= 1
         outputs = tuple(Value(v.aval) for v in equation.outputs)
         made = dict(zip(equation.outputs, outputs, strict=True))
         copied = dataclasses.replace(
@@ -272,6 +292,8 @@ class _Rewriter:
                 dataclasses.replace(moved, outputs=outputs, segment=segment)
             )
             return outputs[equation.outputs.index(value)]
+        if self.depth >= MOST_OPERATIONS:
+            return value  # kept after all: what it is made from is too far away here
         start = self.starts.get(value)
         is_late = start is not None and position >= start
         if is_late or (repeats and (start is not None or not source._is_there(value, position))):
