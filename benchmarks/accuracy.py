@@ -225,7 +225,7 @@ def error(got: Any, want: np.ndarray, magnitude: np.ndarray) -> float:
 
 def budgets(function: Callable[..., Any], args: Any) -> dict[str, int]:
     """About half of what everything takes, and the least that is feasible."""
-    plan = jo.offload(function, device_memory=None).plan(*args)
+    plan = jo.offload(function, device_memory=None, cut="always").plan(*args)
     least = plan.min_device_memory
     return {"half": max(least, plan.resident_peak_bytes // 2), "least": least}
 
@@ -239,7 +239,7 @@ def errors(operation: Operation, size: int, dtype: Any, names: tuple[str, ...]) 
     found = {"jit": error(jax.jit(operation.function)(*args), want, magnitude)}
     limits = {} if names == ("all",) else budgets(operation.function, args)
     for name in names:
-        step = jo.offload(operation.function, device_memory=limits.get(name))
+        step = jo.offload(operation.function, device_memory=limits.get(name), cut="always")
         found[name] = error(step(*args), want, magnitude)
     return found
 
@@ -282,7 +282,7 @@ def _large_errors(name: str, size: int) -> dict[str, float]:
     want = exact_in_pieces(name, x)
     return {
         "jit": error(jax.jit(function)(x), want, want),
-        "all": error(jo.offload(function, device_memory=None)(x), want, want),
+        "all": error(jo.offload(function, device_memory=None, cut="always")(x), want, want),
     }
 
 

@@ -136,6 +136,7 @@ def run(small: bool = False, rounds: int = 9, out: str | None = None) -> list[di
                 jo.offload,
                 function,
                 device_memory=None if share is None else int(share * peak),
+                cut="always",
                 donate_argnums=donate,
             )
             label = "all" if share is None else f"{share:.0%}"

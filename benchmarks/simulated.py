@@ -31,7 +31,7 @@ SEEDS = 5
 
 def _least(function: Any, args: Any, donate: Any) -> tuple[int, int]:
     """The least budget of single operations, and of split ones."""
-    step = jo.offload(function, device_memory=None, donate_argnums=donate)
+    step = jo.offload(function, device_memory=None, cut="always", donate_argnums=donate)
     program = step._program(step._spec.bind(args, {}))
     planner = Planner(program.request(), compiles=False)
     return min_budget(planner.graph(FINEST))[0], planner.minimum()[0]

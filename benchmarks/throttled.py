@@ -108,7 +108,7 @@ def measure(name: str, share: float, rounds: int) -> dict[str, Any]:
     args = arrays(shapes)
     leaves = jax.tree.leaves(args)
     want = jax.jit(function)(*args)
-    peak = jo.offload(function, device_memory=None).plan(*args).resident_peak_bytes
+    peak = jo.offload(function, device_memory=None, cut="always").plan(*args).resident_peak_bytes
     budget = int(share * peak)
     found: dict[str, Any] = {"workload": name, "share": share, "budget": budget, "rate": RATE}
     plans, options = {}, {}

@@ -367,6 +367,7 @@ void BindReport(nb::module_& m) {
                      return View(self, nb::cast<RunReport&>(self).lane_busy_ns);
                    })
       .def_ro("wall_ns", &RunReport::wall_ns)
+      .def_ro("ended_ns", &RunReport::ended_ns)
       .def_ro("peak_device_bytes", &RunReport::peak_device_bytes)
       .def_ro("peak_live_bytes", &RunReport::peak_live_bytes)
       .def_ro("bytes_offloaded", &RunReport::bytes_offloaded)

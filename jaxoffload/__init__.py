@@ -36,5 +36,6 @@ from jaxoffload.runtime.arrays import host_put as host_put
 from jaxoffload.runtime.arrays import open_safetensors as open_safetensors
 from jaxoffload.runtime.profile import Profile as Profile
 from jaxoffload.runtime.run import Run as Run
+from jaxoffload.whole import WholeRun as WholeRun
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
 """The only file that touches private parts of JAX or asks for its version.
 
-Supported: jax 0.10 and 0.11. What changes between them, or is not public, is wrapped here in a
+Supported: jax 0.10 to 0.12. What changes between them, or is not public, is wrapped here in a
 function whose name says what we need; nothing else in the package imports `jax._src` or `jaxlib`.
 """
 
@@ -20,6 +20,7 @@ from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 from jax._src.lib import _jax
 from jax._src.lib import xla_client as _xla_client
@@ -227,7 +228,7 @@ def _pointer(thing: Any, name: str, what: str) -> int:
     if not found:
         raise RuntimeError(
             f"jax {jax.__version__} does not tell {what}. Install a version that jaxoffload "
-            "supports: jax>=0.10,<0.12."
+            "supports: jax>=0.10,<0.13."
         )
     return found
 
@@ -265,6 +266,17 @@ def weakly_typed(array: jax.Array) -> jax.Array:
     return _lax._convert_element_type(array, weak_type=True)
 
 
+def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs inside an equation: what it calls, repeats or chooses from."""
+    found = []
+    for param in eqn.params.values():
+        for item in param if isinstance(param, tuple | list) else (param,):
+            body = item.jaxpr if isinstance(item, ClosedJaxpr) else item
+            if isinstance(body, Jaxpr):
+                found.append(body)
+    return found
+
+
 def keep_alive(lowering_context: Any, thing: Any) -> None:
     """Keeps `thing` alive for as long as the executable that is being lowered."""
     lowering_context.module_context.add_keepalive(thing)
@@ -289,6 +301,17 @@ def jaxpr_of(function: Any, operands: Sequence[Any]) -> Any:
     """A function's closed jaxpr at the shapes of some operands (tracers or arrays)."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     return jax.make_jaxpr(function)(*shapes)
+
+
+def lowered_operations(closed: Any) -> Any:
+    """The same jaxpr with operations of JAX's own, where it has some that a library or a newer
+    transformation (`jax_remat3`) defines in terms of others; types defined so stay."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    if not getattr(jaxpr, "is_high", False):
+        return closed
+    if any(getattr(aval, "is_high", False) for aval in (*closed.in_avals, *closed.out_avals)):
+        return closed
+    return _partial_eval.lower_jaxpr2(closed)
 
 
 def collect_released_buffers() -> None:

@@ -95,6 +95,9 @@ class RunReport:
     @property
     def wall_ns(self) -> int: ...
     @property
+    def ended_ns(self) -> int:
+        """When the run ended, on the clock of `time.monotonic_ns`."""
+    @property
     def peak_device_bytes(self) -> int:
         """Highest address in use in any device's arena."""
     @property

@@ -7,6 +7,7 @@ is a matter of a second; and none when the first takes hardly longer than the ke
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 from jaxoffload.graphs.memgraph import MemGraph
@@ -130,7 +131,7 @@ class Ranking:
         """Cuts that compute everything once, or all that is read late again."""
         cuts = []
         for share in SHARES:
-            size = share * self._budget
+            size = _rounded(share * self._budget)
             cuts.append(Cut(size, piece_bytes=PIECE * size))
             cuts.append(Cut(size, None, size, piece_bytes=PIECE * size))
         cuts.append(FINEST)
@@ -204,6 +205,13 @@ class Ranking:
     def _is_enough(self) -> bool:
         is_fast = bool(self._tried) and min(self._tried)[0] <= self._enough
         return is_fast or self._work > SIMULATED_VERTICES
+
+
+def _rounded(size: float) -> float:
+    """A size down to four binary places: budgets that hardly differ are cut alike, and what was
+    worked out for one of them, and found not to do, need not be worked out for the next."""
+    fraction, exponent = math.frexp(size)
+    return math.ldexp(math.floor(fraction * 16), exponent - 4)
 
 
 def _by_time(

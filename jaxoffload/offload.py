@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import threading
+import time
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from jaxoffload.errors import warn
 from jaxoffload.identity import Key
 from jaxoffload.once import Once
 from jaxoffload.options import Options, format_bytes, make_options
-from jaxoffload.pipeline import Plan, Planner, Request, make_request
+from jaxoffload.pipeline import Plan, Request, make_request
 from jaxoffload.plan.hardware import Machine
 from jaxoffload.policies import LaunchPolicy
 from jaxoffload.primitive import Derived, bind
@@ -27,10 +28,11 @@ from jaxoffload.report.tradeoff import Tradeoff, tradeoff
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.profile import Profile
-from jaxoffload.runtime.run import Run, run_plan
+from jaxoffload.runtime.run import Run, make_run, run_plan
 from jaxoffload.signature import ArgumentSpec, Call, Signature, shapes_of
 from jaxoffload.tuner import Tuner
 from jaxoffload.verification import check_special_values, compare_with_jit
+from jaxoffload.whole import Whole, WholePlan, WholeRun, make_plan, runs_whole
 
 AUTO_MARGIN = 0.1
 """Share of the free memory that device_memory="auto" leaves. Beside arena, workspace, host tier and
@@ -64,6 +66,9 @@ class _Program:
         self.options, self._asked = options, asked
         self._name, self._signature = name, signature
         self._first = Once()
+        self._whole: Whole | None = None
+        if runs_whole(options, signature.tiers):
+            self._whole = Whole(self.traced.function, self.traced.jaxpr, signature.donated)
         self._plan: Plan | None = None  # another one than the first, once that is known
         self._tuning = threading.Lock()
         self.verified = False
@@ -90,19 +95,36 @@ class _Program:
             signature.tiers,
         )
 
+    @property
+    def whole(self) -> Whole | None:
+        """The function as it is, where it is clear that it fits."""
+        budget = self.options.device_memory
+        assert budget is None or isinstance(budget, int)
+        return self._whole if self._whole and self._whole.surely_fits(budget) else None
+
     def plan(self) -> Plan:
         return self._plan or self._first.get(self._make_plan)
 
+    def plans_inside(self) -> list[Plan]:
+        """Plans of calls inside a transformation."""
+        return self._derived.made_plans()
+
     def _make_plan(self) -> Plan:
-        plan = Planner(self.request()).plan()
+        plan = make_plan(self.request(), self._whole)
         self._say_if_idle(plan)
         return self._tuner.start(plan)
 
-    def run(self, operands: Sequence[Any]) -> tuple[list[Any], Run]:
+    def run(self, operands: Sequence[Any]) -> tuple[list[Any], Run | WholeRun]:
         """Calls the plan; measures, and may change the plan for the next call."""
         plan, donated = self.plan(), self._signature.donated
+        if isinstance(plan, WholePlan):
+            return list(plan.whole.run(*self.as_given(operands))), WholeRun()
         before = plan.backend.used_memory() if self._tuner.measures else None
         results, run = run_plan(plan, operands, self.options, donated)
+        results = [
+            compat.weakly_typed(x) if weak and isinstance(x, jax.Array) else x
+            for x, weak in zip(results, self.traced.out_weak_types, strict=True)
+        ]
         # One call at a time is measured; what runs beside it would tell nothing.
         if self._tuning.acquire(blocking=False):
             try:
@@ -115,12 +137,21 @@ class _Program:
                 self._tuning.release()
         return results, run
 
+    def as_given(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves, numbers of Python's as such again: under jit they give way in promotions."""
+        return [
+            x.item() if weak and isinstance(x, np.ndarray) else x
+            for x, (_, _, weak) in zip(leaves, self._signature.avals, strict=True)
+        ]
+
     def _say_if_idle(self, plan: Plan) -> None:
         if plan.resident and plan.budget is not None and self._asked:
+            # What a function that runs whole needs is known once it is compiled, and it is not yet.
+            needs = "" if isinstance(plan, WholePlan) else format_bytes(plan.peak_device_bytes)
             warn(
-                f"offload({self._name}) has no effect: everything fits. It needs "
-                f"{format_bytes(plan.peak_device_bytes)} and device_memory is "
-                f"{format_bytes(plan.budget)}, so nothing is moved."
+                f"offload({self._name}) has no effect: everything fits. "
+                + (f"It needs {needs} and " if needs else "")
+                + f"device_memory is {format_bytes(plan.budget)}, so nothing is moved."
             )
 
 
@@ -137,7 +168,8 @@ class Offloaded:
     """What `offload` returns: call it as you would call the function.
 
     Attributes:
-      last_run: the `Run` of the last call outside every jit, or None.
+      last_run: what the last run did: a `Run`; a `WholeRun` where the function ran whole; None
+        before the first. Runs inside `jax.jit` count, but for those that ran whole.
       profile: what calls have measured; `profile.save(path)` keeps it.
     """
 
@@ -153,21 +185,35 @@ class Offloaded:
         self._unseen_bytes = self.profile.unseen_bytes
         self._function, self._spec, self._options = function, spec, options
         self._programs: dict[Key, _Program] = {}
-        self.last_run: Run | None = None
+        self._last_run: Run | WholeRun | None = None
+        self._last_ended = -1  # on the runtime's clock
+        self._as_it_is: Any = None
+        if options.device_memory is None and runs_whole(options, ()):
+            self._as_it_is = jax.jit(
+                function,
+                static_argnums=sorted(spec.static_positions),
+                static_argnames=sorted(spec.static_names),
+                donate_argnums=sorted(spec.donated_positions),
+                donate_argnames=sorted(spec.donated_names),
+            )
         _all_offloaded.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._as_it_is is not None and not _any_below((args, kwargs)):
+            results = self._as_it_is(*args, **kwargs)
+            self._note(WholeRun())
+            return results
         call = self._spec.bind(args, kwargs)
         program = self._program(call)
         if any(isinstance(leaf, compat.Tracer) for leaf in call.leaves):
             self._check_trace(call)
-            flat = bind(call.leaves, program.traced.jaxpr, **program.params())
+            whole = program.whole
+            if whole is not None:
+                flat = whole.inline(*program.as_given(call.leaves))
+            else:
+                flat = bind(call.leaves, program.traced.jaxpr, **program.params())
         else:
             flat = self._run(program, call)
-            flat = [
-                compat.weakly_typed(x) if weak and isinstance(x, jax.Array) else x
-                for x, weak in zip(flat, program.traced.out_weak_types, strict=True)
-            ]
         impls = program.traced.out_key_impls
         wrapped = [
             x if impl is None else jax.random.wrap_key_data(x, impl=impl)
@@ -240,6 +286,17 @@ class Offloaded:
         request = self._program(self._spec.bind(args, kwargs)).request()
         return tradeoff(request, machine, shares)
 
+    @property
+    def last_run(self) -> Run | WholeRun | None:
+        """What the run that ended last did, outside any jit or inside one."""
+        latest, ended = self._last_run, self._last_ended
+        for program in list(self._programs.values()):
+            for plan in program.plans_inside():
+                report = plan.last_report()
+                if report is not None and report.ended_ns > ended and not report.error_message:
+                    latest, ended = make_run(plan, report), report.ended_ns
+        return latest
+
     def clear_cache(self) -> None:
         """Forgets what was traced, planned and compiled for calls so far."""
         self._programs.clear()
@@ -271,17 +328,21 @@ class Offloaded:
                     f"offload({self._spec.name}) was called with a ShapeDtypeStruct, which has no "
                     "data. Pass arrays, or call .plan() or .explain() with shapes."
                 )
-        program.plan()  # what cannot run is refused before anything runs
+        plan = program.plan()  # what cannot run is refused before anything runs
         expected = None
-        if program.options.verify and not program.verified:
+        if not isinstance(plan, WholePlan) and program.options.verify and not program.verified:
             leaves = [np.asarray(x) if isinstance(x, TierArray) else x for x in call.leaves]
             expected = compare_with_jit(program.traced.jaxpr, leaves)
-        flat, self.last_run = program.run(call.leaves)
+        flat, run = program.run(call.leaves)
+        self._note(run)
         if expected is not None:
             expected.check(self._spec.name, flat)
             program.verified = True
         check_special_values(self._spec.name, flat)
         return flat
+
+    def _note(self, run: Run | WholeRun) -> None:
+        self._last_run, self._last_ended = run, time.monotonic_ns()
 
     def _check_trace(self, call: Call) -> None:
         if self._options.results != "device":
@@ -322,6 +383,7 @@ def offload(
     results: str = "device",
     policy: str = "auto",
     recompute: str = "auto",
+    cut: str = "auto",
     profile: Any = None,
 ) -> Any:
     """Makes a function run within a device memory budget, with the same results.
@@ -360,6 +422,10 @@ def offload(
         numbers come from the same keys; loops and sorts are not repeated). "never": they are moved.
         "always": all are computed again, as with `jax.checkpoint` everywhere. With `vertex_memory`
         nothing is.
+      cut: "auto": a function is cut into vertices only where memory demands it; where everything
+        fits it runs whole, as `jax.jit` would run it, at any first call's and any step's price.
+        "always": it is cut there, too. That takes longer to compile, and on a CPU training steps
+        may run faster than jit's, for layers of a scan are then programs of their own.
       profile: what earlier runs measured: a `Profile`, or the path of a saved one. The function is
         cut and planned for the machine that they found, so that results may differ by rounding
         from those without. Also `Offloaded.profile`, which goes on measuring.
@@ -385,7 +451,7 @@ def offload(
         measured = Profile() if profile is None else Profile.load(profile)
     options = make_options(
         device_memory, host_memory, disk, vertex_memory, launch, check, verify, results, policy,
-        recompute, measured.known_rates(),
+        recompute, cut, measured.known_rates(),
     )  # fmt: skip
 
     def decorate(f: Callable[..., Any]) -> Offloaded:
@@ -397,6 +463,10 @@ def offload(
         return Offloaded(f, spec, options, measured)
 
     return decorate if function is None else decorate(function)
+
+
+def _any_below(tree: Any) -> bool:
+    return any(isinstance(leaf, TierArray) for leaf in jax.tree.leaves(tree))
 
 
 compat.hide_frames_of(__file__)

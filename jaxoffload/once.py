@@ -51,6 +51,13 @@ class Once:
         made.set_result(value)
         return value
 
+    def made(self) -> list[Any]:
+        """The value, if it is made."""
+        with self._lock:
+            made = self._made
+        done = made is not None and made.done() and made.exception() is None
+        return [made.result()] if done else []
+
 
 class OnceEach:
     """A value for each key, made once."""
@@ -64,6 +71,12 @@ class OnceEach:
         with self._lock:
             once = self._known.setdefault(key, Once())
         return once.get(make)
+
+    def made(self) -> list[Any]:
+        """The values that are made."""
+        with self._lock:
+            known = list(self._known.values())
+        return [value for once in known for value in once.made()]
 
     def clear(self) -> None:
         """Forgets all values."""

@@ -37,6 +37,7 @@ class Options:
       policy: "auto": plans are made again from what runs measured; "once": from estimates only.
       recompute: "auto": values are computed again where that is faster than moving them; "never";
         "always": whatever is read again late.
+      cut: "auto": a function for which everything fits runs whole; "always": it is cut, too.
       rates: what a profile has measured, to take the place of the machine model's rates
         (`Machine.with_rates`): what is planned, and how it is cut, follows from the options alone.
     """
@@ -51,6 +52,7 @@ class Options:
     results: str = "device"
     policy: str = "auto"
     recompute: str = "auto"
+    cut: str = "auto"
     rates: tuple[tuple[str, float], ...] = ()
 
 
@@ -65,6 +67,7 @@ def make_options(
     results: object,
     policy: object,
     recompute: object,
+    cut: object,
     rates: tuple[tuple[str, float], ...] = (),
 ) -> Options:
     """Options from what the user typed.
@@ -90,9 +93,11 @@ def make_options(
         raise ValueError(
             f'offload: recompute={recompute!r} is not known. Pass "auto", "never" or "always".'
         )
+    if cut not in ("auto", "always"):
+        raise ValueError(f'offload: cut={cut!r} is not known. Pass "auto" or "always".')
     return Options(
         device_memory, host_memory, folders, vertex_memory, policies.as_policy(launch), check,
-        verify, str(results), str(policy), str(recompute), rates,
+        verify, str(results), str(policy), str(recompute), str(cut), rates,
     )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ never saw, so `jvp` evaluates the body in plain JAX: right, not offloaded, and s
 import bisect
 import dataclasses
 import functools
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -20,15 +19,17 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
-from jaxoffload.errors import OffloadWarning
+from jaxoffload.errors import warn
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.once import OnceEach
 from jaxoffload.options import Options
-from jaxoffload.pipeline import Plan, Planner, make_request
+from jaxoffload.pipeline import Plan, make_request
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.callers import place_below
 from jaxoffload.runtime.run import run_plan
+from jaxoffload.whole import Whole, WholePlan, runs_whole
+from jaxoffload.whole import make_plan as plan_request
 
 offload_p = compat.Primitive("jaxoffload")
 offload_p.multiple_results = True
@@ -53,6 +54,11 @@ class Derived:
         self.batched = OnceEach()
         self.link = Link(self)
         _all_derived.add(self)
+
+    def made_plans(self) -> list[Plan]:
+        """Every plan made so far, of what was batched, too."""
+        own = [plan for _, plan in self.plans.made()]
+        return own + [p for _, _, inner in self.batched.made() for p in inner.made_plans()]
 
     def clear(self) -> None:
         """Forgets it; programs that are compiled keep what they have."""
@@ -148,7 +154,10 @@ def make_plan(
     request = make_request(jaxpr, name, kinds, donated, options, tiers)
     if below and backend is not None and backend.name != "cpu":
         request = dataclasses.replace(request, reloads_all=True)
-    return Planner(request, backend).plan()
+    whole = None
+    if runs_whole(options, tiers):
+        whole = Whole(jex.core.jaxpr_as_fun(jaxpr), jaxpr, donated)
+    return plan_request(request, whole, backend)
 
 
 @offload_p.def_impl
@@ -156,6 +165,8 @@ def _impl(*operands: Any, **params: Any) -> list[Any]:
     leaves = _leaves(operands, params["below"])
     backend = backends.current()
     plan = _plan({**params, "donated": (False,) * len(leaves)}, backend)
+    if isinstance(plan, WholePlan):
+        return plan.whole.run(*leaves)
     return run_plan(plan, leaves, params["options"])[0]
 
 
@@ -167,6 +178,8 @@ def _abstract_eval(*avals: Any, jaxpr: Any, **params: Any) -> list[Any]:
 def _lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> Any:
     register_target(backend_name)
     plan = _plan(params, backends.get(backend_name))
+    if isinstance(plan, WholePlan):
+        return mlir.lower_fun(_whole(params), multiple_results=True)(context, *operands)
     below = params["below"]
     for _, array in below:
         array.check_alive()
@@ -192,11 +205,9 @@ def _lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> An
 
 
 def _lower_elsewhere(context: Any, *operands: Any, **params: Any) -> Any:
-    warnings.warn(
+    warn(
         f"offload({params['name']}): offloading is available on CPU and CUDA only; the function "
-        "runs whole on this platform.",
-        OffloadWarning,
-        stacklevel=2,
+        "runs whole on this platform."
     )
     return mlir.lower_fun(_whole(params), multiple_results=True)(context, *operands)
 
@@ -234,11 +245,9 @@ def _whole(params: dict[str, Any]) -> Any:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-    warnings.warn(
+    warn(
         f"offload({params['name']}) is differentiated from outside, so it is not offloaded. "
-        "Write offload(jax.grad(f)) instead of jax.grad(offload(f)).",
-        OffloadWarning,
-        stacklevel=2,
+        "Write offload(jax.grad(f)) instead of jax.grad(offload(f))."
     )
     return jax.jvp(
         jax.jit(_whole(params)), list(primals), [ad.instantiate_zeros(t) for t in tangents]

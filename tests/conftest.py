@@ -1,8 +1,9 @@
 """Strictness for every test: no silent rank promotion, no stray warning, two devices, and every run
-of an offloaded function under the live range checker.
+of an offloaded function under the live range checker, cut into vertices although it would fit.
 
 Optax itself needs dtype promotion. Tests of what only plain runs do (the tuner measures no others)
-are marked `plain_runs`; so are those of programs that are run in a process of their own.
+are marked `plain_runs`; so are those of programs that are run in a process of their own. Tests of
+functions that run whole say `cut="auto"` by the marker `runs_whole`.
 """
 
 import dataclasses
@@ -27,11 +28,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 _offload = sys.modules[f"{jaxoffload.__name__}.offload"]
 _make_options = _offload.make_options
 _is_watched = True
+_is_cut = True
 
 
 def _watched_options(*args, **kwargs):
     options = _make_options(*args, **kwargs)
-    return dataclasses.replace(options, check=options.check or _is_watched)
+    cut = "always" if _is_cut else options.cut
+    return dataclasses.replace(options, check=options.check or _is_watched, cut=cut)
 
 
 _offload.make_options = _watched_options
@@ -40,10 +43,14 @@ _offload.make_options = _watched_options
 @pytest.fixture(autouse=True)
 def watched_runs(request):
     """Functions that a test offloads are watched in every run, unless it is marked."""
-    global _is_watched
+    global _is_watched, _is_cut
     _is_watched = request.node.get_closest_marker("plain_runs") is None
+    _is_cut = request.node.get_closest_marker("runs_whole") is None
     yield
-    _is_watched = True
+    _is_watched = _is_cut = True
+
+
+_is_cut = True
 
 
 def pytest_addoption(parser):

@@ -198,6 +198,9 @@ void Run::End() {
   owners_.clear();
   RunReport* const report = draft_.get();
   report->wall_ns = Now();
+  report->ended_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                         std::chrono::steady_clock::now().time_since_epoch())
+                         .count();
   for (int32_t v = 0; v < plan_->num_vertices(); ++v) {
     report->lane[v] = plan_->lane(v);
     if (begun_[v]) NoteTouchedResults(v, report);

@@ -31,6 +31,8 @@ struct RunReport {
   std::vector<int32_t> lane;
   std::vector<int64_t> lane_busy_ns;
   int64_t wall_ns = 0;
+  // When it ended, on the steady clock: tells which of several runs was last.
+  int64_t ended_ns = 0;
   // Highest address in use in any device's arena: the most that the run made resident there.
   int64_t peak_device_bytes = 0;
   // Most bytes that were live at once on one device; -1 unless the run was checked.

@@ -20,7 +20,9 @@ from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_lite
 from jaxoffload.capture.kernel import Kernel, kernel_of, main_source
 from jaxoffload.capture.loops import Loop
 from jaxoffload.capture.order import live_equations, serial_order
+from jaxoffload.capture.products import turned_round
 from jaxoffload.capture.rows import gathered_inputs
+from jaxoffload.capture.workspace import estimated_workspace
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, TensorKind, Vertex, VertexKind
 
 _UPDATES = frozenset(
@@ -47,10 +49,13 @@ class Captured:
 
     Attributes:
       kernels: indexed by `Vertex.kernel`.
+      workspace: of each vertex, in bytes, as far as can be told before it is compiled; empty where
+        nobody needs it.
     """
 
     taskgraph: TaskGraph
     kernels: tuple[Kernel, ...]
+    workspace: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,8 +72,9 @@ def order_program(program: Program) -> Ordered:
         for i, (part, offset) in enumerate(parts):
             if is_literal(part):
                 parts[i] = (_materialize(part, program), offset)
-    equations = serial_order(live_equations(program, program.equations), program.parents)
-    return Ordered(equations, program)
+    equations = live_equations(program, program.equations)
+    equations = turned_round(equations, program.result_values())
+    return Ordered(serial_order(equations, program.parents), program)
 
 
 def _materialize(literal: Any, program: Program) -> Value:
@@ -186,7 +192,8 @@ class _Builder:
             for value, _ in parts:
                 self.tensor(value, "")
         graph = TaskGraph(tuple(self.tensors), tuple(vertices), donated)
-        return Captured(graph, tuple(kernels))
+        workspace = tuple(map(estimated_workspace, self.clusters))
+        return Captured(graph, tuple(kernels), workspace)
 
     def _merge(self, cluster: Cluster) -> None:
         """Reads each argument part once where several values name it."""

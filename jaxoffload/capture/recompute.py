@@ -11,7 +11,8 @@ the order; its convex choice of how much, by simulation).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
 
 from jaxoffload.capture import slicing
 from jaxoffload.capture.build import Ordered
@@ -197,6 +198,29 @@ class _Recomputer:
         return value in self.results or self.gap(min(last, position), position) <= self.reach
 
 
+_T = TypeVar("_T")
+_Steps = Generator[Any, Any, _T]
+"""A function that yields the calls it would make, and is sent their results."""
+
+
+def _finished(steps: "_Steps[_T]") -> _T:
+    """What a function of steps returns. Calls within calls are as deep as the program is long,
+    which is deeper than Python's own may be."""
+    stack: list[Any] = [steps]
+    sent = None
+    while True:
+        try:
+            called = stack[-1].send(sent)
+        except StopIteration as end:
+            stack.pop()
+            if not stack:
+                return end.value
+            sent = end.value
+        else:
+            stack.append(called)
+            sent = None
+
+
 class _Rewriter:
     """Puts copies of operations before late readers, which then read those."""
 
@@ -211,16 +235,16 @@ class _Rewriter:
 
     def run(self) -> list[Equation]:
         for late in self.chosen:
-            self._copy(self.source.producer[late.value], late.position)
+            _finished(self._copy(self.source.producer[late.value], late.position))
         rewritten: list[Equation] = []
         for i, equation in enumerate(self.source.equations):
             is_view = equation.outputs[0] in self.source.view_of
-            made = equation if is_view else self._rewired(equation, i)
+            made = equation if is_view else _finished(self._rewired(equation, i))
             rewritten += self.before.get(i, [])
             rewritten.append(made)
         return self._live(rewritten)
 
-    def _copy(self, i: int, position: int) -> dict[Value, Value]:
+    def _copy(self, i: int, position: int) -> "_Steps[dict[Value, Value]]":
         """The outputs of equation i made again before a position."""
         source = self.source
         for where, made in self.copies.get(i, ()):
@@ -228,7 +252,7 @@ class _Rewriter:
                 return made
         equation = source.equations[i]
         self.depth += 1
-        copied = self._rewired(equation, position, repeats=True)
+        copied = yield self._rewired(equation, position, repeats=True)
         self.depth -= 1
         outputs = tuple(Value(v.aval) for v in equation.outputs)
         made = dict(zip(equation.outputs, outputs, strict=True))
@@ -240,16 +264,18 @@ class _Rewriter:
         self.copies.setdefault(i, []).append((position, made))
         return made
 
-    def _rewired(self, equation: Equation, position: int, repeats: bool = False) -> Equation:
+    def _rewired(
+        self, equation: Equation, position: int, repeats: bool = False
+    ) -> "_Steps[Equation]":
         """An equation at a position, reading what is there."""
-        inputs = tuple(
-            self._at(x, position, repeats) if isinstance(x, Value) else x for x in equation.inputs
-        )
+        inputs = []
+        for x in equation.inputs:
+            inputs.append((yield self._at(x, position, repeats)) if isinstance(x, Value) else x)
         if all(x is y for x, y in zip(inputs, equation.inputs, strict=True)):
             return equation
-        return dataclasses.replace(equation, inputs=inputs)
+        return dataclasses.replace(equation, inputs=tuple(inputs))
 
-    def _at(self, value: Value, position: int, repeats: bool) -> Value:
+    def _at(self, value: Value, position: int, repeats: bool) -> "_Steps[Value]":
         """What stands for a value at a position: itself, or a copy."""
         source = self.source
         i = source.producer.get(value)
@@ -257,7 +283,7 @@ class _Rewriter:
             return value
         equation = source.equations[i]
         if value in source.view_of:
-            moved = self._rewired(equation, position, repeats)
+            moved = yield self._rewired(equation, position, repeats)
             if moved is equation:
                 return value
             outputs = tuple(Value(v.aval) for v in equation.outputs)
@@ -269,10 +295,10 @@ class _Rewriter:
         if self.depth >= MOST_OPERATIONS:
             return value  # kept after all: what it is made from is too far away here
         start = self.starts.get(value)
-        if start is not None and position >= start:
-            return self._copy(i, position)[value]
-        if repeats and (start is not None or not source._is_there(value, position)):
-            return self._copy(i, position)[value]
+        is_late = start is not None and position >= start
+        if is_late or (repeats and (start is not None or not source._is_there(value, position))):
+            made = yield self._copy(i, position)
+            return made[value]
         return value
 
     def _live(self, equations: list[Equation]) -> list[Equation]:

@@ -16,6 +16,7 @@ class Traced:
     """A jaxpr over flat arrays.
 
     Attributes:
+      function: what was traced, of flat arrays.
       jaxpr: closed; PRNG keys are passed as their words (uint32).
       out_tree: the results' pytree structure.
       out_avals: shape and dtype of each flat result, keys as words.
@@ -23,6 +24,7 @@ class Traced:
       out_weak_types: for each flat result, whether it gives way in promotions.
     """
 
+    function: Callable[..., tuple[Any, ...]]
     jaxpr: Any
     out_tree: Any
     out_avals: tuple[Any, ...]
@@ -57,10 +59,11 @@ def trace(call: Callable[..., Any], avals: Sequence[Any], key_impls: Sequence[An
             for x, impl in zip(leaves, impls, strict=True)
         )
 
-    closed = _with_own_constants(jax.make_jaxpr(on_words)(*avals))
+    closed = compat.lowered_operations(jax.make_jaxpr(on_words)(*avals))
+    closed = _with_own_constants(closed)
     outs = tuple(jax.ShapeDtypeStruct(*compat.physical(a)) for a in closed.out_avals)
     weak = tuple(bool(getattr(a, "weak_type", False)) for a in closed.out_avals)
-    return Traced(closed, trees[-1], outs, tuple(impls), weak)
+    return Traced(on_words, closed, trees[-1], outs, tuple(impls), weak)
 
 
 def _with_own_constants(closed: Any) -> Any:

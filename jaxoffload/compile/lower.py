@@ -11,7 +11,9 @@ import jax
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.kernel import Kernel
-from jaxoffload.compile.reductions import RULES
+from jaxoffload.compile import convolutions, products, reductions
+
+RULES = {**reductions.RULES, **products.RULES, **convolutions.RULES}
 
 
 def lower(kernel: Kernel, platform: str) -> Any:
@@ -25,7 +27,7 @@ def lower(kernel: Kernel, platform: str) -> Any:
     )
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*kernel.inputs, *places)]
     # Every output finds its donor, so that JAX has nothing to warn of.
-    rules = RULES if platform == "cpu" else {}  # GPUs add in a tree of their own
+    rules = RULES if platform == "cpu" else {}  # for GPUs XLA has better of its own
     return compat.lower(function.trace(*shapes), platform, rules)
 
 

@@ -69,7 +69,8 @@ def main(argv: list[str]) -> None:
 
     plain, needed = _plain_jit(step, args)
     budget = FLAGS.device_memory or needed // 4
-    offloaded = jo.offload(step, device_memory=budget, donate_argnums=(1, 2))
+    # Cut although it may fit, to show what a run did.
+    offloaded = jo.offload(step, device_memory=budget, cut="always", donate_argnums=(1, 2))
     start = time.perf_counter()
     plan = offloaded.plan(*args)
     say(
@@ -93,7 +94,7 @@ def main(argv: list[str]) -> None:
         title = (
             f"One LoRA step in {format_bytes(plan.budget or 0)}; jax.jit: {format_bytes(needed)}"
         )
-        assert offloaded.last_run is not None
+        assert isinstance(offloaded.last_run, jo.Run)
         with open(FLAGS.trace, "w") as file:
             file.write(place_map_svg(offloaded.last_run, title))
         say(f"place map: {FLAGS.trace}")
@@ -149,7 +150,7 @@ def _report(
     tokens = FLAGS.batch * FLAGS.length
     rate = ours.tokens_per_second(tokens)
     run = offloaded.last_run
-    assert run is not None
+    assert isinstance(run, jo.Run)
     say()
     say(
         f"loss              {ours.losses[0]:.4f} -> {ours.losses[-1]:.4f}; "

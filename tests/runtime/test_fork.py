@@ -15,7 +15,7 @@ PARENT = """
     import jaxoffload as jo
     faulthandler.enable()
     warnings.simplefilter("ignore")  # JAX warns of forks
-    folder, step = sys.argv[1], jo.offload(lambda x: x * 2 + 1, device_memory=None)
+    folder, step = sys.argv[1], jo.offload(lambda x: x * 2 + 1, device_memory=None, cut="always")
     X = np.arange(1 << 20, dtype=np.float32)
 
     def fork(child):

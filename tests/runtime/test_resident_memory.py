@@ -27,7 +27,7 @@ step = jo.offload(function, device_memory=budget, vertex_memory=1)
 x = np.ones((1024, 2048), np.float32)
 plan = step.plan(x)
 plan.native
-warm = jo.offload(lambda y: y + 1, device_memory=None)(np.ones(8, np.float32))
+warm = jo.offload(lambda y: y + 1, device_memory=None, cut="always")(np.ones(8, np.float32))
 before = resident()
 result = step(x)
 grown = resident() - before
