@@ -551,8 +551,8 @@ class Planner:
         """The program with its scans cut into chunks of so many bytes, or of half as many."""
         if self._unrolled and not self._ordered.program.is_divisible:
             return self._ordered
-        if 0 < piece_bytes < float("inf"):
-            piece_bytes = 2.0 ** math.floor(math.log2(piece_bytes))
+        if piece_bytes < float("inf"):
+            piece_bytes = 2.0 ** math.floor(math.log2(piece_bytes)) if piece_bytes >= 1 else 0.0
         if piece_bytes not in self._unrolled:
             # Whatever the pieces, what a function closes over are the same arguments.
             program = unroll(self._request.jaxpr, piece_bytes, self.constants)

@@ -164,12 +164,13 @@ def _steps(loop: Loop, piece_bytes: float) -> int:
         return 1 if is_worth_all else -(-length // MOST_LAYERS)
     if length * row_bytes + body.largest_bytes <= piece_bytes:
         return length
-    most = MOST_CHUNKS
+    most, is_large = MOST_CHUNKS, body.largest_bytes >= SMALL_STEP
     if piece_bytes == 0:
-        few = FEW_EQUATIONS if body.largest_bytes >= SMALL_STEP else FEWEST_EQUATIONS
-        if length * body.size <= few and (row_bytes or body.largest_bytes >= SMALL_STEP):
+        few = FEW_EQUATIONS if is_large else FEWEST_EQUATIONS
+        if length * body.size <= few and (row_bytes or is_large):
             return 1
         most = min(max(most, length * row_bytes // LARGE_CHUNK), 8 * most)
     if not row_bytes:
         return length
-    return min(max(int(piece_bytes // row_bytes), -(-length // most), 2), length)
+    fewest = 1 if length * body.size <= FEWEST_EQUATIONS else 2
+    return min(max(int(piece_bytes // row_bytes), -(-length // most), fewest), length)
