@@ -4,7 +4,7 @@ import argparse
 import importlib
 
 NAMES = ("ratios", "split", "accuracy", "overhead", "planner", "disk", "simulated", "throttled",
-         "soak")  # fmt: skip
+         "soak", "steady")  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
