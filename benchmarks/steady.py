@@ -21,7 +21,7 @@ from benchmarks.steps import STEPS
 BUDGETS = {"all": None, "half": 1 / 2, "quarter": 1 / 4}
 SMALL = 1 / 8
 """Share of the steps' size in the small mode."""
-SMALL_STEPS = ("residual convolutions", "perceptron, bfloat16", "recommender")
+SMALL_STEPS = ("perceptron, bfloat16", "recommender")
 """Those that the small mode takes: others take long to plan at any size."""
 
 
