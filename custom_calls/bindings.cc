@@ -148,13 +148,14 @@ class HostBuffer {
 };
 
 nb::list Words(const std::vector<HostView>& views) {
+  static char nothing[1];  // where there are no bytes, for which XLA may give no address
+  // Without an owner nanobind would copy them.
+  const nb::capsule owner(nothing, [](void*) noexcept {});
   nb::list found;
   for (const HostView& view : views) {
-    // An address of its own where there are no bytes, for which XLA may give none.
-    static char nothing[1];
     char* const data = view.bytes == 0 ? nothing : view.data;
     found.append(nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(
-        reinterpret_cast<uint8_t*>(data), {static_cast<size_t>(view.bytes)}, nb::handle()));
+        reinterpret_cast<uint8_t*>(data), {static_cast<size_t>(view.bytes)}, owner));
   }
   return found;
 }

@@ -18,6 +18,7 @@ from jaxoffload import transforms
 from jaxoffload.capture.trace import trace
 from jaxoffload.capture.whole import must_run_whole
 from jaxoffload.capture.words import Code, code_of, decoded, encoded
+from jaxoffload.compile import callbacks
 from jaxoffload.errors import PlanError, warn
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.identity import Key
@@ -252,6 +253,8 @@ class Offloaded:
             return results
         if compat.is_jit_disabled():
             return self._function(*_on_device(args), **_on_device(kwargs))
+        if callbacks.is_inside():
+            return self._plain(*_on_device(args), **_on_device(kwargs))
         call = self._spec.bind(args, kwargs)
         program = self._program(call)
         if compat.is_tracing() or program.traced.captured:
@@ -267,6 +270,16 @@ class Offloaded:
             flat = self._run(program, call)
         results = map(_decoded, flat, program.traced.out_codes)
         return jax.tree.unflatten(program.traced.out_tree, results)
+
+    @functools.cached_property
+    def _plain(self) -> Any:
+        """The function jitted, with nothing donated."""
+        spec = self._spec
+        return jax.jit(
+            self._function,
+            static_argnums=sorted(spec.static_positions),
+            static_argnames=sorted(spec.static_names),
+        )
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes (arrays, or `jax.ShapeDtypeStruct`).

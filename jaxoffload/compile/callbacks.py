@@ -64,6 +64,7 @@ class Callback:
 
 _numbers = itertools.count(1)
 _known: weakref.WeakValueDictionary[int, Callback] = weakref.WeakValueDictionary()
+_inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
 _collecting: contextvars.ContextVar[list[Callback] | None] = contextvars.ContextVar(
     "collecting", default=None
 )
@@ -75,11 +76,20 @@ def _seen(words: np.ndarray, aval: Any) -> np.ndarray:
 
 def _run(number: int, operands: list[np.ndarray], results: list[np.ndarray]) -> str:
     """What the runtime calls; says what went wrong, or nothing."""
+    token = _inside.set(True)
     try:
         _known[number].call(operands, results)
     except BaseException as error:
         return f"pure_callback raised {type(error).__name__}: {error}"
+    finally:
+        _inside.reset(token)
     return ""
+
+
+def is_inside() -> bool:
+    """Whether this is called by a callback of a vertex, which keeps the compute lane until it
+    returns: nothing that needs the lane may be waited for."""
+    return _inside.get()
 
 
 def handler() -> tuple[str, Any]:
