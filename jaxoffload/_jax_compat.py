@@ -1,6 +1,6 @@
 """The only file that touches private parts of JAX or asks for its version.
 
-Supported: jax 0.10 and 0.11. What changes between them, or is not public, is wrapped here in a
+Supported: jax 0.10 to 0.12. What changes between them, or is not public, is wrapped here in a
 function whose name says what we need; nothing else in the package imports `jax._src` or `jaxlib`.
 """
 
@@ -26,6 +26,7 @@ from jax._src import traceback_util as _traceback_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lax import lax as _lax
 from jax._src.lib import _jax
@@ -344,7 +345,7 @@ def _pointer(thing: Any, name: str, what: str) -> int:
     if not found:
         raise RuntimeError(
             f"jax {jax.__version__} does not tell {what}. Install a version that jaxoffload "
-            "supports: jax>=0.10,<0.12."
+            "supports: jax>=0.10,<0.13."
         )
     return found
 
@@ -464,6 +465,17 @@ def register_jet(primitive: Any, rule: Any) -> None:
 def jet(function: Any, primals: Sequence[Any], series: Sequence[Any]) -> Any:
     """Taylor coefficients of a function, in the form in which `jet`'s rules have them."""
     return _jet.jet(function, primals, series, factorial_scaled=False)
+
+
+def lowered_operations(closed: Any) -> Any:
+    """The same jaxpr with operations of JAX's own, where it has some that a library or a newer
+    transformation (`jax_remat3`) defines in terms of others; types defined so stay."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    if not getattr(jaxpr, "is_high", False):
+        return closed
+    if any(getattr(aval, "is_high", False) for aval in (*closed.in_avals, *closed.out_avals)):
+        return closed
+    return _partial_eval.lower_jaxpr2(closed)
 
 
 def collect_released_buffers() -> None:

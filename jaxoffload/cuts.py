@@ -7,6 +7,7 @@ is a matter of a second; and none when the first takes hardly longer than the ke
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 from jaxoffload.graphs.memgraph import MemGraph
@@ -17,6 +18,8 @@ from jaxoffload.plan.simulate import simulate
 
 SHARES = (1 / 3, 1 / 5, 1 / 8, 1 / 14, 1 / 24)
 """Working sets of a vertex to try, as shares of the budget, before single operations."""
+PIECE = 0.5
+"""Of such a working set, how much the rows are that a chunk of a scan reads and writes."""
 RECOMPUTED = (0.25, 0.5, 0.75, 1.0)
 """Shares of what is read late to compute again; the best one's neighbours are tried, too."""
 REACHES = (2.0, 0.5)
@@ -25,6 +28,8 @@ _CLOSE = 1.05
 """A plan that takes no longer than so many times the kernels of the whole is not bettered."""
 SAME = 1.03
 """Simulated times that differ by less say nothing."""
+_LITTLE = 200e-6
+"""Seconds beside the kernels of the whole that are not worth a search: what a call costs anyway."""
 _NEAR = 1.1
 """The same where the link is what is short: with less to move it is another time that counts."""
 _WORSE = 1.2
@@ -43,6 +48,7 @@ class Cut:
       max_bytes: the largest working set of a vertex of several operations.
       max_equations: the most operations of a vertex; None for the usual.
       split_bytes: operations with a larger working set are split; None: none are.
+      piece_bytes: what a chunk of a scan may have of the arrays that the scan slices and stacks.
       recomputed: of the bytes of values that are read again late, the share that is computed again
         instead.
       reach: bytes of traffic between two readers from which on a value is read late.
@@ -53,9 +59,10 @@ class Cut:
     split_bytes: float | None = None
     recomputed: float = 0.0
     reach: float = float("inf")
+    piece_bytes: float = float("inf")
 
 
-WHOLE, FINEST = Cut(float("inf")), Cut(0, 1)
+WHOLE, FINEST = Cut(float("inf")), Cut(0, 1, piece_bytes=0)
 
 
 class Ranking:
@@ -87,7 +94,8 @@ class Ranking:
     @functools.cached_property
     def _enough(self) -> float:
         """Seconds; a cut that takes no longer ends the search."""
-        return _CLOSE * float(self._machine.task_seconds(self._captured(WHOLE)).sum())
+        whole = float(self._machine.task_seconds(self._captured(WHOLE)).sum())
+        return max(_CLOSE * whole, whole + _LITTLE)
 
     def feasible(self) -> Iterator[Cut]:
         """Cuts that may work within the budget, coarse ones first, none simulated."""
@@ -123,8 +131,10 @@ class Ranking:
         """Cuts that compute everything once, or all that is read late again."""
         cuts = []
         for share in SHARES:
-            cuts.append(Cut(share * self._budget))
-            cuts.append(Cut(share * self._budget, None, share * self._budget))
+            size = _rounded(share * self._budget)
+            split = split_size(share * self._budget)
+            cuts.append(Cut(size, piece_bytes=PIECE * size))
+            cuts.append(Cut(size, None, split, piece_bytes=PIECE * size))
         cuts.append(FINEST)
         if self._recompute == "always":
             reach = REACHES[-1] * self._budget
@@ -196,6 +206,18 @@ class Ranking:
     def _is_enough(self) -> bool:
         is_fast = bool(self._tried) and min(self._tried)[0] <= self._enough
         return is_fast or self._work > SIMULATED_VERTICES
+
+
+def split_size(size: float) -> float:
+    """A size to split operations down to: the nearest power of two, so that few are ever tried."""
+    return 2.0 ** round(math.log2(size)) if size > 1 else 1.0
+
+
+def _rounded(size: float) -> float:
+    """A size down to four binary places: budgets that hardly differ are cut alike, and what was
+    worked out for one of them, and found not to do, need not be worked out for the next."""
+    fraction, exponent = math.frexp(size)
+    return math.ldexp(math.floor(fraction * 16), exponent - 4)
 
 
 def _by_time(

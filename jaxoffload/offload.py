@@ -74,7 +74,7 @@ class _Program:
         self._first = Once()
         self._whole: Whole | None = None
         if may_run_whole(options, signature.tiers):
-            self._whole = Whole(self.traced.function, self.traced.jaxpr, signature.donated)
+            self._whole = Whole(self.traced.jaxpr, self.params()["donated"], name)
         self._plan: Plan | None = None  # another one than the first, once that is known
         self._tuning = threading.Lock()
         self.verified = False
@@ -266,7 +266,8 @@ class Offloaded:
             self._check_trace(call)
             whole = program.whole
             if whole is not None:
-                flat = whole.inline(*program.as_given(call.leaves))
+                more = program.traced.captured_words()
+                flat = whole.inline(*program.as_given(call.leaves), *more)
             else:
                 leaves = [*call.leaves, *program.traced.captured_words()]
                 flat = bind(leaves, program.traced.jaxpr, **program.params())

@@ -7,14 +7,16 @@ clusters as coarse as the budget allows, coarsest first, until one fits.
 import dataclasses
 import functools
 import logging
+import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
+from jaxoffload import identity
 from jaxoffload.capture import cost
 from jaxoffload.capture.build import Captured, Ordered, build_taskgraph, order_program
 from jaxoffload.capture.flat import Equation
@@ -22,9 +24,9 @@ from jaxoffload.capture.inline import Constant
 from jaxoffload.capture.kernel import Kernel
 from jaxoffload.capture.recompute import recompute
 from jaxoffload.capture.scan import unroll
-from jaxoffload.capture.split import split
+from jaxoffload.capture.split import Tilings, split
 from jaxoffload.compile.cache import CompileReport
-from jaxoffload.cuts import FINEST, SAME, WHOLE, Cut, Ranking
+from jaxoffload.cuts import FINEST, PIECE, SAME, WHOLE, Cut, Ranking, split_size
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
@@ -32,7 +34,12 @@ from jaxoffload.graphs.verify import VerifyError, verify
 from jaxoffload.options import Options, format_bytes
 from jaxoffload.plan.build import QUICK_VARIANTS, VARIANTS, build_memgraph
 from jaxoffload.plan.hardware import Machine
-from jaxoffload.plan.limits import intermediates_peak, min_budget, resident_peak
+from jaxoffload.plan.limits import (
+    intermediates_peak,
+    least_whole,
+    min_budget,
+    resident_peak,
+)
 from jaxoffload.plan.order import orders
 from jaxoffload.plan.simulate import simulate
 from jaxoffload.plan.static import keep_everything
@@ -58,6 +65,10 @@ _GAIN = 0.99
 """Of the simulated time, what another order must come down to."""
 _LOWER = 20
 """Steps down from a feasible budget in search of a smaller one, at most."""
+_FIRST_COMPILED = 4
+"""Kernels of a cut that are compiled first to see whether it works within a budget; then twice as
+many, and so on."""
+_NOTHING = CompileReport(0, 0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -317,13 +328,16 @@ class Planner:
         self._settings = compat.LoweringSettings()
         self.backend = backend or backends.current()
         self.machine = machine or self.backend.machine.with_rates(request.options.rates)
-        program = unroll(request.jaxpr)
-        self._ordered = order_program(program)
-        extra = program.arguments[len(request.jaxpr.in_avals) :]
-        self.constants = [v.array for v in extra if isinstance(v, Constant)]
-        self._kinds = (*request.kinds, *[TensorKind.WEIGHT] * len(self.constants))
+        self.constants: list[Any] = []
+        self._unrolled: dict[float, Ordered] = {}
+        self._ordered = self._ordered_in_pieces(float("inf"))
         self._cuts: dict[Cut, tuple[Captured, list[Any], CompileReport]] = {}
-        self._rewritten: dict[tuple[float | None, float, float], Ordered] = {}
+        self._rewritten: dict[tuple[int, float | None, float, float], Ordered] = {}
+        self._tilings = Tilings()
+        self._graphs: dict[Cut, Captured] = {}
+        self._temp: dict[identity.Key, int] = {}  # workspace by kernel
+        self._too_much: dict[Cut, int] = {}  # what cuts need at least that were given up
+        self._reports: list[CompileReport] = []
 
     def plan(self) -> Plan:
         """The plan for the request's budget.
@@ -333,24 +347,41 @@ class Planner:
         """
         budget = self._request.options.device_memory
         assert budget is None or isinstance(budget, int)
-        whole = self._fixed_cut() or self._compiled(WHOLE)
         if self._request.disk_arguments or self._request.reloads_all:
             if budget is None:
+                whole = self._whole()
                 room = 2 * resident_peak(whole[0].taskgraph)
                 return self._finish(
                     whole, self.build(whole[0].taskgraph, room), budget, resident=False
                 )
-        else:
-            for cut in self._in_other_orders(whole):
+        elif self._may_be_kept(budget):
+            for cut in self._in_other_orders(self._whole()):
                 kept = keep_everything(cut[0].taskgraph, budget)
                 if kept is not None:
                     return self._finish(cut, kept, budget, resident=True)
         assert budget is not None, "without a limit everything is kept"
-        found = self._fixed_cut() or self._chosen(budget) or self._least
+        found = self._fixed_cut() or self._least_or(budget)
         if _needs(found) > budget:
             raise self._refusal(budget)
         best, graph = self._fastest(found, budget)
         return self._finish(best, graph, budget, resident=False)
+
+    def _least_or(self, budget: int) -> tuple[Captured, list[Any], CompileReport]:
+        """The best cut for a budget; where none is known the one that needs least."""
+        # No cut does with less than one operand or result that is there whole.
+        is_hopeless = least_whole(self.graph(FINEST)) > budget
+        return (None if is_hopeless else self._chosen(budget)) or self._least
+
+    def _whole(self) -> tuple[Captured, list[Any], CompileReport]:
+        """The program as it is cut if memory does not matter."""
+        return self._fixed_cut() or self._compiled(WHOLE)
+
+    def _may_be_kept(self, budget: int | None) -> bool:
+        """Whether everything may fit at once, as far as is known before anything is compiled."""
+        if budget is None or self.has_fixed_cut:
+            return True
+        found = self._in_other_orders((Captured(self.graph(WHOLE), ()), [], _NOTHING))
+        return any(resident_peak(cut[0].taskgraph) <= budget for cut in found)
 
     def _fastest(
         self, cut: tuple[Captured, list[Any], CompileReport], budget: int
@@ -404,7 +435,7 @@ class Planner:
 
     def whole(self) -> TaskGraph:
         """The TaskGraph as it would be cut if memory did not matter."""
-        return (self._fixed_cut() or self._compiled(WHOLE))[0].taskgraph
+        return self._whole()[0].taskgraph
 
     def minimum(self) -> tuple[int, TaskGraph, int]:
         """The smallest feasible budget in bytes, and the graph and vertex that set it."""
@@ -419,22 +450,34 @@ class Planner:
         fixed = self._fixed_cut()
         if fixed:
             return fixed
-        best = min(self._compiled(FINEST), self._compiled(WHOLE), key=_needs)
-        tiled = [Cut(0, 1, share * _needs(best)) for share in SPLITS]
-        chosen = min(tiled, key=lambda cut: min_budget(self.graph(cut))[0])
-        best = min(best, self._compiled(chosen), key=_needs)
+        coarse = FINEST, WHOLE
+        least = min(min_budget(self.graph(cut))[0] for cut in coarse)
+        tiled = [Cut(0, 1, split_size(share * least), piece_bytes=0) for share in SPLITS]
+        best = self._lowest([*coarse, *tiled], None)
+        assert best is not None, "without a limit the first one works"
         for _ in range(_LOWER):
-            needs = _needs(best)
-            tried = map(self._compiled, self._ranking(needs - 1).feasible())
-            lower = next((cut for cut in tried if _needs(cut) < needs), None)
+            room = _needs(best) - 1
+            lower = self._lowest(self._ranking(room).feasible(), room)
             if lower is None:
                 break
             best = lower
         return best
 
+    def _lowest(
+        self, cuts: Iterable[Cut], room: int | None
+    ) -> tuple[Captured, list[Any], CompileReport] | None:
+        """The cut that needs least, of those that work within a room; None if none does. Those that
+        promise most are compiled first, and the others as far as they may need less yet."""
+        best = None
+        for cut in sorted(cuts, key=lambda cut: min_budget(self._estimated(cut))[0]):
+            found = self._within(cut, room)
+            if found is not None:
+                best, room = found, _needs(found) - 1
+        return best
+
     def _fixed_cut(self) -> tuple[Captured, list[Any], CompileReport] | None:
         size = self._request.options.vertex_memory
-        return None if size is None else self._compiled(Cut(size))
+        return None if size is None else self._compiled(Cut(size, piece_bytes=PIECE * size))
 
     def _chosen(self, budget: int) -> tuple[Captured, list[Any], CompileReport] | None:
         """The best cut that works within a budget, None if none is found.
@@ -448,8 +491,8 @@ class Planner:
             for cut, expected in self._ranking(budget - reserve).by_time():
                 if best is not None and (expected is None or least <= SAME * expected):
                     break
-                compiled = self._compiled(cut)
-                if _needs(compiled) > budget:
+                compiled = self._within(cut, budget)
+                if compiled is None:
                     continue
                 if expected is None:
                     return compiled
@@ -493,16 +536,30 @@ class Planner:
 
     def _ordered_for(self, cut: Cut) -> Ordered:
         """The program, with large intermediates split and values computed again as the cut asks."""
-        key = (cut.split_bytes, cut.recomputed, cut.reach)
+        ordered = self._ordered_in_pieces(cut.piece_bytes)
+        key = (id(ordered), cut.split_bytes, cut.recomputed, cut.reach)
         if key not in self._rewritten:
-            ordered = self._ordered
             if cut.recomputed:
                 ordered = self._ordered_for(dataclasses.replace(cut, recomputed=0.0))
                 ordered = recompute(ordered, cut.reach, cut.recomputed, self._equation_seconds)
             elif cut.split_bytes is not None:
-                ordered = split(ordered, cut.split_bytes)
+                ordered = split(ordered, cut.split_bytes, self._tilings)
             self._rewritten[key] = ordered
         return self._rewritten[key]
+
+    def _ordered_in_pieces(self, piece_bytes: float) -> Ordered:
+        """The program with its scans cut into chunks of so many bytes, or of half as many."""
+        if self._unrolled and not self._ordered.program.is_divisible:
+            return self._ordered
+        if piece_bytes < float("inf"):
+            piece_bytes = 2.0 ** math.floor(math.log2(piece_bytes)) if piece_bytes >= 1 else 0.0
+        if piece_bytes not in self._unrolled:
+            # Whatever the pieces, what a function closes over are the same arguments.
+            program = unroll(self._request.jaxpr, piece_bytes, self.constants)
+            extra = program.arguments[len(self._request.jaxpr.in_avals) :]
+            self.constants = [v.array for v in extra if isinstance(v, Constant)]
+            self._unrolled[piece_bytes] = order_program(program)
+        return self._unrolled[piece_bytes]
 
     def _equation_seconds(self, equation: Equation) -> float:
         """Time of an operation on the machine that is planned for."""
@@ -514,14 +571,24 @@ class Planner:
         return self._request.options.vertex_memory is not None
 
     def graph(self, cut: Cut) -> TaskGraph:
-        """The TaskGraph of a cut that is only looked at."""
-        return self._captured(cut, kernels=False).taskgraph
+        """The TaskGraph of a cut that is only looked at, workspace counted as nothing."""
+        return self._looked_at(cut).taskgraph
+
+    def _estimated(self, cut: Cut) -> TaskGraph:
+        """The same with workspace as far as it can be told before anything is compiled."""
+        found = self._looked_at(cut)
+        return _with_workspace(found.taskgraph, found.workspace)
+
+    def _looked_at(self, cut: Cut) -> Captured:
+        if cut not in self._graphs:
+            self._graphs[cut] = self._captured(cut, kernels=False)
+        return self._graphs[cut]
 
     def _captured(self, cut: Cut, kernels: bool = True) -> Captured:
         limit = {} if cut.max_equations is None else {"max_equations": cut.max_equations}
         captured = build_taskgraph(
             self._ordered_for(cut),
-            kinds=self._kinds,
+            kinds=(*self._request.kinds, *[TensorKind.WEIGHT] * len(self.constants)),
             donated=self._request.donated,
             max_bytes=cut.max_bytes,
             kernels=kernels,
@@ -532,21 +599,59 @@ class Planner:
             disk_arguments=self._request.disk_arguments,
             disk_results=self._request.disk_results,
         )
-        return Captured(graph, captured.kernels)
+        return Captured(graph, captured.kernels, captured.workspace)
 
     def _compiled(self, cut: Cut) -> tuple[Captured, list[Any], CompileReport]:
         """One cut, its kernels compiled, its vertices' workspace known."""
-        if cut not in self._cuts:
-            captured = self._captured(cut)
-            if not self._compiles:
-                self._cuts[cut] = (captured, [], CompileReport(0, 0, 0.0))
-                return self._cuts[cut]
-            with self._settings.restored():
-                executables, report = self.backend.executables.executables(captured.kernels)
-            logger.debug("%s: %s: %s", self._request.name, cut, report)
-            captured = _with_workspace(captured, captured.kernels, executables)
-            self._cuts[cut] = (captured, executables, report)
-        return self._cuts[cut]
+        found = self._within(cut, None)
+        assert found is not None, "there is no limit"
+        return found
+
+    def _within(
+        self, cut: Cut, budget: int | None
+    ) -> tuple[Captured, list[Any], CompileReport] | None:
+        """The same if it works within a budget, else None: then no more kernels are compiled than
+        it takes to know that, those first that seem to need most workspace."""
+        if cut in self._cuts:
+            return self._cuts[cut] if budget is None or _needs(self._cuts[cut]) <= budget else None
+        if budget is not None and self._too_much.get(cut, 0) > budget:
+            return None
+        captured = self._captured(cut)
+        kernels = captured.kernels
+        if not self._compiles:
+            self._cuts[cut] = (captured, [], _NOTHING)
+            return self._within(cut, budget)
+        tried = []  # stays, so that nothing is compiled twice
+        waiting = _by_workspace(captured) if budget is not None else []
+        number = _FIRST_COMPILED
+        while budget is not None:
+            needs = min_budget(self._with_known_workspace(captured))[0]
+            if needs > budget:
+                self._too_much[cut] = needs
+                return None
+            waiting = [i for i in waiting if kernels[i].key not in self._temp]
+            if not waiting:
+                break
+            tried.append(self._executables([kernels[i] for i in waiting[:number]]))
+            number *= 2
+        executables, report = self._executables(kernels)
+        logger.debug("%s: %s: %s", self._request.name, cut, report)
+        graph = self._with_known_workspace(captured)
+        self._cuts[cut] = (Captured(graph, kernels), executables, report)
+        return self._within(cut, budget)
+
+    def _executables(self, kernels: Sequence[Kernel]) -> tuple[list[Any], CompileReport]:
+        with self._settings.restored():
+            executables, report = self.backend.executables.executables(kernels)
+        self._temp.update((k.key, e.temp_bytes) for k, e in zip(kernels, executables, strict=True))
+        self._reports.append(report)
+        return executables, report
+
+    def _with_known_workspace(self, captured: Captured) -> TaskGraph:
+        """A cut's graph with the workspace of those kernels that have been compiled."""
+        temp = [self._temp.get(kernel.key, 0) for kernel in captured.kernels]
+        graph = captured.taskgraph
+        return _with_workspace(graph, [temp[v.kernel] for v in graph.vertices])
 
     def _finish(
         self,
@@ -558,11 +663,12 @@ class Planner:
         captured, executables, _ = chosen
         report = CompileReport(
             len(captured.kernels),
-            sum(r.compiled for _, _, r in self._cuts.values()),
-            sum(r.seconds for _, _, r in self._cuts.values()),
+            sum(r.compiled for r in self._reports),
+            sum(r.seconds for r in self._reports),
         )
         # What was only tried need not stay compiled for as long as the plan lives.
         self._cuts = {cut: found for cut, found in self._cuts.items() if found[1] is executables}
+        self._graphs.clear()
         plan = Plan(
             self._request, budget, captured, graph, executables, report, resident,
             self.constants, self,
@@ -590,15 +696,21 @@ def _needs(cut: tuple[Captured, list[Any], CompileReport]) -> int:
     return min_budget(cut[0].taskgraph)[0]
 
 
-def _with_workspace(
-    captured: Captured, kernels: Sequence[Kernel], executables: Sequence[Any]
-) -> Captured:
-    temp = [e.temp_bytes for e in executables]
+def _with_workspace(graph: TaskGraph, temp: Sequence[int]) -> TaskGraph:
+    """A graph with the workspace of each vertex."""
     vertices = tuple(
-        dataclasses.replace(v, workspace_bytes=temp[v.kernel]) for v in captured.taskgraph.vertices
+        dataclasses.replace(v, workspace_bytes=count)
+        for v, count in zip(graph.vertices, temp, strict=True)
     )
-    graph = dataclasses.replace(captured.taskgraph, vertices=vertices)
-    return Captured(graph, tuple(kernels))
+    return dataclasses.replace(graph, vertices=vertices)
+
+
+def _by_workspace(captured: Captured) -> list[int]:
+    """Kernels, those first that seem to need most workspace, or then most traffic."""
+    most = [(0, 0.0)] * len(captured.kernels)
+    for vertex, count in zip(captured.taskgraph.vertices, captured.workspace, strict=True):
+        most[vertex.kernel] = max(most[vertex.kernel], (count, vertex.traffic))
+    return sorted(range(len(most)), key=lambda kernel: most[kernel], reverse=True)
 
 
 def make_request(

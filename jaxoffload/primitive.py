@@ -172,7 +172,7 @@ def make_plan(
         request = dataclasses.replace(request, reloads_all=True)
     whole = None
     if may_run_whole(options, tiers):
-        whole = Whole(jex.core.jaxpr_as_fun(jaxpr), jaxpr, donated)
+        whole = Whole(jaxpr, donated, name)
     return plan_request(request, whole, backend)
 
 

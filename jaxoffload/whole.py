@@ -6,10 +6,11 @@ program of JAX's own compiler: its first call costs what jit's costs, and its re
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.extend as jex
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.compile.cache import CompileReport
@@ -33,20 +34,27 @@ class Whole:
     """A function compiled by JAX as it is.
 
     Args:
-      function: takes flat arrays and gives flat arrays.
-      jaxpr: of the same, closed.
+      jaxpr: closed, over arrays.
       donated: for each argument.
+      name: for profiles.
 
     Attributes:
       run: the function, for arrays; donated ones are deleted.
       inline: the function, for tracers.
     """
 
-    def __init__(self, function: Callable[..., Any], jaxpr: Any, donated: Sequence[bool]):
+    def __init__(self, jaxpr: Any, donated: Sequence[bool], name: str):
+        # The jaxpr is traced once more, which is quick, and the user's function is not.
+        body = jex.core.jaxpr_as_fun(jaxpr)
+
+        def function(*flat: Any) -> Any:
+            return body(*flat)
+
+        function.__name__ = name
         positions = [i for i, given in enumerate(donated) if given]
         self.run = jax.jit(function, donate_argnums=positions)
         self.inline = jax.jit(function) if positions else self.run
-        self._jaxpr, self._function = jaxpr, function
+        self._jaxpr = jaxpr
         self._shapes = [
             jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=bool(a.weak_type))
             for a in jaxpr.in_avals

@@ -9,13 +9,14 @@ from jaxoffload.capture.scan import unroll
 from jaxoffload.graphs.taskgraph import TensorKind
 
 
-def capture(function, *args, donate=(), **cut):
-    """A function's Captured and its flat arguments, closed-over arrays included."""
+def capture(function, *args, donate=(), piece_bytes=0, **cut):
+    """A function's Captured and its flat arguments, closed-over arrays included; its scans in
+    pieces as small as they get, unless one says how large they may be."""
     flat, tree = jax.tree.flatten(args)
     closed = jax.make_jaxpr(lambda *f: jax.tree.leaves(function(*jax.tree.unflatten(tree, f))))(
         *flat
     )
-    program = unroll(closed)
+    program = unroll(closed, piece_bytes)
     arrays = [*flat, *(v.array for v in program.arguments[len(flat) :])]
     captured = build_taskgraph(
         order_program(program), kinds=[TensorKind.WEIGHT] * len(arrays), donated=donate, **cut

@@ -2,7 +2,7 @@
 
 Takes the Program and the caller's wishes; gives a `Captured`. An output is written over an operand
 that dies at the vertex when it has that operand's shape and grows out of it element by element or
-by an update in place (accumulators, scatter, dynamic_update_slice, donated arguments).
+by an update in place (accumulators, carries, scatter, dynamic_update_slice, donated arguments).
 """
 
 import dataclasses
@@ -18,8 +18,11 @@ from jaxoffload.capture import cost, slicing
 from jaxoffload.capture.cluster import MAX_EQUATIONS, Cluster, cut
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
 from jaxoffload.capture.kernel import Kernel, kernel_of, main_source
+from jaxoffload.capture.loops import Loop
 from jaxoffload.capture.order import live_equations, serial_order
+from jaxoffload.capture.products import turned_round
 from jaxoffload.capture.rows import gathered_inputs
+from jaxoffload.capture.workspace import estimated_workspace
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, TensorKind, Vertex, VertexKind
 
 _UPDATES = frozenset(
@@ -33,6 +36,9 @@ _UPDATES = frozenset(
         "scatter_max",
     }
 )
+_LARGE_CARRY = 2**16
+"""Smaller carries of a scan are not written in place: that may hold for one chunk and not for the
+next, and chunks are to share an executable."""
 _ACTIVATION_DISTANCE = 0.1
 """A tensor that lives through more than this share of the vertices is called an activation."""
 
@@ -43,10 +49,13 @@ class Captured:
 
     Attributes:
       kernels: indexed by `Vertex.kernel`.
+      workspace: of each vertex, in bytes, as far as can be told before it is compiled; empty where
+        nobody needs it.
     """
 
     taskgraph: TaskGraph
     kernels: tuple[Kernel, ...]
+    workspace: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,8 +72,9 @@ def order_program(program: Program) -> Ordered:
         for i, (part, offset) in enumerate(parts):
             if is_literal(part):
                 parts[i] = (_materialize(part, program), offset)
-    equations = serial_order(live_equations(program, program.equations), program.parents)
-    return Ordered(equations, program)
+    equations = live_equations(program, program.equations)
+    equations = turned_round(equations, program.result_values())
+    return Ordered(serial_order(equations, program.parents), program)
 
 
 def _materialize(literal: Any, program: Program) -> Value:
@@ -182,7 +192,8 @@ class _Builder:
             for value, _ in parts:
                 self.tensor(value, "")
         graph = TaskGraph(tuple(self.tensors), tuple(vertices), donated)
-        return Captured(graph, tuple(kernels))
+        workspace = tuple(map(estimated_workspace, self.clusters))
+        return Captured(graph, tuple(kernels), workspace)
 
     def _merge(self, cluster: Cluster) -> None:
         """Reads each argument part once where several values name it."""
@@ -289,6 +300,16 @@ def _share_again(equations: Sequence[Equation], seconds: Sequence[float]) -> flo
     return again / sum(seconds) if again else 0.0
 
 
+def _carried_into(equation: Equation, out: Value) -> Sequence[Any]:
+    """What a scan's carry starts from."""
+    loop, number = equation.operation, equation.outputs.index(out)
+    assert isinstance(loop, Loop)
+    if number >= loop.num_carry or out.num_bytes() < _LARGE_CARRY:
+        return ()
+    first = loop.num_consts + number
+    return equation.inputs[first : first + 1]
+
+
 def _elementwise_ancestors(cluster: Cluster, out: Value) -> set[Value]:
     """Values of out's shape and dtype from which it grows in place."""
     made = {v: e for e in cluster.equations for v in e.outputs}
@@ -307,5 +328,7 @@ def _elementwise_ancestors(cluster: Cluster, out: Value) -> set[Value]:
             stack.extend(x for x in equation.inputs[:1] if isinstance(x, Value))
         elif slicing.is_elementwise(name) or name.startswith("combine["):
             stack.extend(equation.values())
+        elif isinstance(equation.operation, Loop):
+            stack.extend(x for x in _carried_into(equation, value) if isinstance(x, Value))
     found.discard(out)
     return found

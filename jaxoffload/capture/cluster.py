@@ -84,8 +84,10 @@ def _segments_worth_a_cut(solid: Sequence[Equation], parents: Sequence[int]) -> 
     for segment in range(len(parents) - 1, 0, -1):
         weight[parents[segment]] += weight[segment]
     kept = list(range(len(parents)))
+    # Chunks of a scan share an executable only as vertices of their own.
+    loops = {equation.segment for equation in solid if equation.operation.repeats is not None}
     for segment in range(1, len(parents)):
-        if weight[segment] < SEGMENT_SECONDS:
+        if weight[segment] < SEGMENT_SECONDS and segment not in loops:
             kept[segment] = kept[parents[segment]]
     return [kept[equation.segment] for equation in solid]
 

@@ -7,6 +7,8 @@ from jaxoffload.capture.rows import rows_of
 
 FLOPS_PER_SECOND = 2e11
 BYTES_PER_SECOND = 1e10
+BYTES_OF_A_STEP = 200
+"""What an operation costs in each step of a loop beside its work, as bytes: 20 ns."""
 
 
 def seconds(equation: Equation) -> float:
@@ -17,10 +19,18 @@ def seconds(equation: Equation) -> float:
 def traffic(equation: Equation) -> int:
     """Bytes of device memory that it reads and writes by itself."""
     if equation.traffic < 0:
-        rows = rows_of(equation)
-        read = sum(v.num_bytes() for v in equation.values() if v is not rows)
-        equation.traffic = read + sum(v.num_bytes() for v in equation.outputs)
+        equation.traffic = _traffic(equation)
     return equation.traffic
+
+
+def _traffic(equation: Equation) -> int:
+    operation = equation.operation
+    if operation.repeats is not None:
+        step = sum(BYTES_OF_A_STEP + traffic(e) for e in operation.equations)
+        return operation.repeats * step
+    rows = rows_of(equation)
+    read = sum(v.num_bytes() for v in equation.values() if v is not rows)
+    return read + sum(v.num_bytes() for v in equation.outputs)
 
 
 def flops(equation: Equation) -> float:
@@ -31,9 +41,9 @@ def flops(equation: Equation) -> float:
 
 
 def _flops(equation: Equation) -> float:
-    inner = getattr(equation.operation, "equations", None)
+    inner = equation.operation.equations
     if inner is not None:
-        return sum(flops(e) for e in inner)
+        return (equation.operation.repeats or 1) * sum(flops(e) for e in inner)
     name, params = equation.operation.name, equation.operation.params
     elements = sum(float(np.prod(v.shape, dtype=np.float64)) for v in equation.outputs)
     if name == "dot_general":

@@ -52,9 +52,13 @@ class Operation:
       name: the primitive's name, for reports and rules.
       params: the primitive's params (empty for a function of ours).
       eqn: the JAX equation that it comes from, for its source line and settings; may be None.
+      equations: of an operation that consists of others, those; else None.
+      repeats: of a loop the steps, each of which applies `equations`; else None.
     """
 
     __slots__ = ("_function", "_key", "eqn", "name", "params")
+    equations: Any = None
+    repeats: int | None = None
 
     def __init__(self, eqn: Any, params: dict[str, Any] | None = None):
         self.eqn = eqn
@@ -65,8 +69,8 @@ class Operation:
 
     @classmethod
     def of_function(cls, name: str, function: Any, eqn: Any, *parts: Any) -> "Operation":
-        """An operation that calls `function(*operands) -> array`; name and parts, which are
-        hashable, must tell it apart."""
+        """An operation that calls `function(*operands)`, which gives an array or a list of them;
+        name and parts, which are hashable, must tell it apart."""
         self = cls.__new__(cls)
         self.eqn, self._function, self.params = eqn, function, {}
         self.name, self._key = name, identity.intern("function", name, parts)
@@ -87,7 +91,8 @@ class Operation:
     def apply(self, operands: Sequence[Any]) -> list[Any]:
         """Applies the operation to arrays or tracers."""
         if self._function is not None:
-            return [self._function(*operands)]
+            made = self._function(*operands)
+            return made if isinstance(made, list) else [made]
         return compat.evaluate(self.eqn, operands, self.params)
 
 
@@ -126,12 +131,14 @@ class Program:
       equations: in program order.
       results: for each flat result, the parts that make it up and their first bytes in it.
       parents: the enclosing segment of each segment id; parents[0] is 0.
+      is_divisible: whether some scan could be cut into smaller pieces than it is.
     """
 
     arguments: list[Value]
     equations: list[Equation]
     results: list[list[tuple[Operand, int]]]
     parents: list[int]
+    is_divisible: bool = False
 
     def result_values(self) -> set[Value]:
         """The values that are results or parts of them."""

@@ -2,6 +2,7 @@
 
 `jit`, `closed_call`, `checkpoint`, `custom_jvp_call`, `custom_vjp_call` and our own `offload` exist
 for transformations that have already happened when we see the jaxpr, so only their bodies matter.
+So it is with `compute_on`: it says where XLA computes, which here the planner decides.
 The recomputation that `checkpoint` asks for stays where its backward pass put it: clusters are cut
 in program order, so it is never merged back into the forward pass.
 """
@@ -23,6 +24,8 @@ CALL_BODY = {
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
     "core_closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "compute_on": "jaxpr",
     "remat": "jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",

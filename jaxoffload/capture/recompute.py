@@ -11,13 +11,14 @@ the order; its convex choice of how much, by simulation).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
 
 from jaxoffload.capture import slicing
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.flat import Equation, Value
+from jaxoffload.capture.loops import Loop
 from jaxoffload.capture.order import live_equations
-from jaxoffload.capture.split import TiledOperation
 from jaxoffload.capture.views import is_view, roots
 
 MOST_OPERATIONS = 24
@@ -27,11 +28,13 @@ MOST_OPERATIONS = 24
 _PRICED = frozenset(
     {
         "broadcast_in_dim", "concatenate", "conv_general_dilated", "convert_element_type",
-        "dot_general", "dynamic_slice", "gather", "pad", "random_bits", "slice", "split",
+        "dot_general", "dynamic_slice", "gather", "pad", "random_bits", "slice", "split", "start",
     }
 )  # fmt: skip
-"""Beside elementwise operations and reductions, those of which `cost` tells the time. A loop or a
-sort takes longer than its operands' bytes say."""
+"""Beside elementwise operations and reductions, those of which `cost` tells the time. A `while` or
+a sort takes longer than its operands' bytes say; a scan consists of operations that are priced."""
+_CHECKPOINT = 0.25
+"""Of what a scan stacks, the size up to which its carries are kept for making that again."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,16 +68,25 @@ def recompute(
 
 
 def _is_priced(equation: Equation) -> bool:
-    operation = equation.operation
-    inner = operation.equations if isinstance(operation, TiledOperation) else [equation]
-    names = [e.operation.name for e in inner]
-    return all(
+    name, inner = equation.operation.name, equation.operation.equations
+    if inner is not None:
+        return all(map(_is_priced, inner))
+    return (
         name in _PRICED
         or slicing.is_elementwise(name)
-        or is_view(e)
+        or is_view(equation)
         or name.startswith(("reduce_", "slice[", "combine["))
-        for name, e in zip(names, inner, strict=True)
     )
+
+
+def _checkpoints(equation: Equation) -> tuple[Value, ...]:
+    """The carries of a chunk of a scan which the next chunk could be run again from."""
+    loop = equation.operation
+    if not isinstance(loop, Loop):
+        return ()
+    carried, stacked = equation.outputs[: loop.num_carry], equation.outputs[loop.num_carry :]
+    worth = _CHECKPOINT * sum(v.num_bytes() for v in stacked)
+    return carried if sum(v.num_bytes() for v in carried) <= worth else ()
 
 
 class _Recomputer:
@@ -101,6 +113,7 @@ class _Recomputer:
             for v in read:
                 self.uses.setdefault(v, []).append(i)
         self.late = self._find_late()
+        self.checkpoints = {v for e in self.equations for v in _checkpoints(e)}
 
     def gap(self, before: int, after: int) -> float:
         """Bytes read and written between two positions."""
@@ -132,7 +145,7 @@ class _Recomputer:
             late.repeated = self._repeated(late)
             if late.repeated:
                 spent = sum(self.seconds(self.equations[i]) for i in late.repeated)
-                late.worth = late.value.num_bytes() / max(spent, 1e-12)
+                late.worth = self._made_with(late.value) / max(spent, 1e-12)
                 known.append(late)
         known.sort(key=lambda late: (-late.worth, late.position))
         wanted = share * sum(late.value.num_bytes() for late in self.late.values())
@@ -172,12 +185,40 @@ class _Recomputer:
                     stack.append(self.producer[v])
         return tuple(found)
 
+    def _made_with(self, value: Value) -> int:
+        """Bytes of the late values that making one again makes again."""
+        made = self.equations[self.producer[value]].outputs
+        return sum(v.num_bytes() for v in made if v in self.late)
+
     def _is_there(self, value: Value, position: int) -> bool:
         """Whether a value is read about there anyway, or was made shortly before."""
-        if value in self.late:
+        if value in self.late or value in self.checkpoints:
             return True
         last = self.uses[value][-1]
         return value in self.results or self.gap(min(last, position), position) <= self.reach
+
+
+_T = TypeVar("_T")
+_Steps = Generator[Any, Any, _T]
+"""A function that yields the calls it would make, and is sent their results."""
+
+
+def _finished(steps: "_Steps[_T]") -> _T:
+    """What a function of steps returns. Calls within calls are as deep as the program is long,
+    which is deeper than Python's own may be."""
+    stack: list[Any] = [steps]
+    sent = None
+    while True:
+        try:
+            called = stack[-1].send(sent)
+        except StopIteration as end:
+            stack.pop()
+            if not stack:
+                return end.value
+            sent = end.value
+        else:
+            stack.append(called)
+            sent = None
 
 
 class _Rewriter:
@@ -187,29 +228,32 @@ class _Rewriter:
         self.source = source
         self.starts = {late.value: late.position for late in chosen}
         self.chosen = chosen
+        self.depth = 0  # of copies that are being made for the sake of one another
         self.copies: dict[int, list[tuple[int, dict[Value, Value]]]] = {}  # by position: where
         self.before: dict[int, list[Equation]] = {}
         self.original: dict[int, Equation] = {}  # by the identity of its copy
 
     def run(self) -> list[Equation]:
         for late in self.chosen:
-            self._copy(self.source.producer[late.value], late.position)
+            _finished(self._copy(self.source.producer[late.value], late.position))
         rewritten: list[Equation] = []
         for i, equation in enumerate(self.source.equations):
             is_view = equation.outputs[0] in self.source.view_of
-            made = equation if is_view else self._rewired(equation, i)
+            made = equation if is_view else _finished(self._rewired(equation, i))
             rewritten += self.before.get(i, [])
             rewritten.append(made)
         return self._live(rewritten)
 
-    def _copy(self, i: int, position: int) -> dict[Value, Value]:
+    def _copy(self, i: int, position: int) -> "_Steps[dict[Value, Value]]":
         """The outputs of equation i made again before a position."""
         source = self.source
         for where, made in self.copies.get(i, ()):
             if 0 <= source.traffic[position] - source.traffic[where] <= source.reach:
                 return made
         equation = source.equations[i]
-        copied = self._rewired(equation, position, repeats=True)
+        self.depth += 1
+        copied = yield self._rewired(equation, position, repeats=True)
+        self.depth -= 1
         outputs = tuple(Value(v.aval) for v in equation.outputs)
         made = dict(zip(equation.outputs, outputs, strict=True))
         copied = dataclasses.replace(
@@ -220,16 +264,18 @@ class _Rewriter:
         self.copies.setdefault(i, []).append((position, made))
         return made
 
-    def _rewired(self, equation: Equation, position: int, repeats: bool = False) -> Equation:
+    def _rewired(
+        self, equation: Equation, position: int, repeats: bool = False
+    ) -> "_Steps[Equation]":
         """An equation at a position, reading what is there."""
-        inputs = tuple(
-            self._at(x, position, repeats) if isinstance(x, Value) else x for x in equation.inputs
-        )
+        inputs = []
+        for x in equation.inputs:
+            inputs.append((yield self._at(x, position, repeats)) if isinstance(x, Value) else x)
         if all(x is y for x, y in zip(inputs, equation.inputs, strict=True)):
             return equation
-        return dataclasses.replace(equation, inputs=inputs)
+        return dataclasses.replace(equation, inputs=tuple(inputs))
 
-    def _at(self, value: Value, position: int, repeats: bool) -> Value:
+    def _at(self, value: Value, position: int, repeats: bool) -> "_Steps[Value]":
         """What stands for a value at a position: itself, or a copy."""
         source = self.source
         i = source.producer.get(value)
@@ -237,7 +283,7 @@ class _Rewriter:
             return value
         equation = source.equations[i]
         if value in source.view_of:
-            moved = self._rewired(equation, position, repeats)
+            moved = yield self._rewired(equation, position, repeats)
             if moved is equation:
                 return value
             outputs = tuple(Value(v.aval) for v in equation.outputs)
@@ -246,11 +292,13 @@ class _Rewriter:
                 dataclasses.replace(moved, outputs=outputs, segment=segment)
             )
             return outputs[equation.outputs.index(value)]
+        if self.depth >= MOST_OPERATIONS:
+            return value  # kept after all: what it is made from is too far away here
         start = self.starts.get(value)
-        if start is not None and position >= start:
-            return self._copy(i, position)[value]
-        if repeats and (start is not None or not source._is_there(value, position)):
-            return self._copy(i, position)[value]
+        is_late = start is not None and position >= start
+        if is_late or (repeats and (start is not None or not source._is_there(value, position))):
+            made = yield self._copy(i, position)
+            return made[value]
         return value
 
     def _live(self, equations: list[Equation]) -> list[Equation]:

@@ -1,16 +1,17 @@
-"""Unrolls scans, so that each iteration reads its own slice of `xs` and writes its own of `ys`.
+"""Cuts scans into steps or chunks of steps, each of which reads its own rows of `xs` and writes its
+own of `ys`.
 
 Takes the inlined equations and gives a `Program`. Two passes over each level of nesting:
 
-- *demand*: a value that a scan slices or stacks is wanted as a stack of that scan's length, and so
-  is every value that elementwise work ties to it. An argument that is wanted as a stack is then
-  read in slices, straight from the caller's memory.
-- *unrolling*: an operation with a stack among its operands works slice by slice where it
+- *demand*: a value that a scan slices or stacks is wanted as a stack, in pieces of as many rows as
+  the scan is worth being cut into (`loops.rows_for`), and so is every value that elementwise work
+  ties to it: scans whose arrays meet agree on their pieces. An argument that is wanted as a stack
+  is then read in pieces, straight from the caller's memory.
+- *unrolling*: an operation with a stack among its operands works piece by piece where it
   can (`slicing.map_over_stack`), which carries the stacks through gradients and optimizers;
   elsewhere the stack is joined first.
 
-A scan whose unrolling would give more than `MAX_EQUATIONS` equations stays one vertex, as `while`
-and `cond` always do.
+A scan that is not worth being cut stays one vertex, as `while` and `cond` always do.
 """
 
 import dataclasses
@@ -24,24 +25,43 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import slicing
 from jaxoffload.capture.flat import Equation, Operand, Program, Value, is_literal
 from jaxoffload.capture.inline import Constant, inline
+from jaxoffload.capture.loops import Body, Loop, Rows, rows_for
+from jaxoffload.capture.views import is_view
 from jaxoffload.graphs.taskgraph import Span
 
-MAX_EQUATIONS = 200_000
-"""Unrolled equations of one scan beyond which it stays whole: planning takes seconds then."""
+_SHARED = 3
+"""Chunks from which on it is worth a vertex that they all have one executable, the first, too."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Stack:
-    """An array of shape (L, ...) kept as L operands of shape (...)."""
+    """An array that is kept in pieces along its leading axis."""
 
-    slices: list[Operand]
+    pieces: list[Operand]
+    rows: Rows
 
 
-def unroll(jaxpr: Any) -> Program:
-    """A closed jaxpr, flat and unrolled.
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Level:
+    """The equations of a program or of a step, and how its arrays are cut.
+
+    Attributes:
+      wanted: for each value that is to be a stack, its pieces.
+      cuts: for each scan that is to be cut, by the identity of its equation, its pieces.
+    """
+
+    equations: list[Equation]
+    wanted: dict[Value, Rows]
+    cuts: dict[int, Rows]
+
+
+def unroll(jaxpr: Any, piece_bytes: float = float("inf"), known: Sequence[Any] = ()) -> Program:
+    """A closed jaxpr, flat and with its scans cut.
 
     Args:
       jaxpr: a closed jaxpr over arrays.
+      piece_bytes: see `loops.rows_for`.
+      known: arrays that the function closes over which are arguments in any case, the first.
 
     Returns:
       The Program; its arguments are the jaxpr's own, then one for each array that it closes over
@@ -55,73 +75,151 @@ def unroll(jaxpr: Any) -> Program:
     ]
     constants = [Constant(c) for c in jaxpr.consts]
     equations, results = inline(jaxpr.jaxpr, constants, arguments)
-    unroller = _Unroller(arguments)
+    unroller = _Unroller(arguments, piece_bytes, known)
     environment: dict[Value, Operand | Stack] = {}
-    unroller.run(equations, _demand(equations), environment, segment=0)
+    unroller.run(unroller.level(equations), environment, segment=0)
     parts = [unroller.result_parts(unroller.look_up(environment, r)) for r in results]
-    return Program(unroller.arguments, unroller.equations, parts, unroller.parents)
+    return Program(
+        unroller.arguments,
+        unroller.equations,
+        parts,
+        unroller.parents,
+        is_divisible=unroller.is_divisible,
+    )
 
 
-def _unrolls(equation: Equation) -> bool:
-    if equation.operation.name != "scan":
-        return False
-    params = equation.operation.params
-    size = _size(params["jaxpr"].jaxpr)
-    return params["length"] > 0 and params["length"] * size <= MAX_EQUATIONS
+class _Ties:
+    """Values that are to be stacks, and which of them are to have the same pieces."""
+
+    def __init__(self) -> None:
+        self.length: dict[Value, int] = {}
+        self._leader: dict[Any, Any] = {}
+
+    def leader(self, x: Any) -> Any:
+        """The same for all that are tied."""
+        while self._leader.setdefault(x, x) is not x:
+            self._leader[x] = self._leader[self._leader[x]]
+            x = self._leader[x]
+        return x
+
+    def want(self, values: Sequence[Operand], length: int, tie: Any = None) -> Any:
+        """Wants values as stacks and ties those that are; returns one of them."""
+        for value in values:
+            if isinstance(value, Value) and self.length.setdefault(value, length) == length:
+                if tie is not None:
+                    self._leader[self.leader(value)] = self.leader(tie)
+                tie = value
+        return tie
 
 
-def _size(jaxpr: Any) -> int:
-    total = 0
-    for eqn in jaxpr.eqns:
-        inner = [p for p in eqn.params.values() if isinstance(p, compat.ClosedJaxpr)]
-        bare = [p for p in eqn.params.values() if isinstance(p, compat.Jaxpr)]
-        repeat = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        total += max(1, repeat * sum(_size(j) for j in [p.jaxpr for p in inner] + bare))
-    return total
+def _demand(equations: Sequence[Equation]) -> _Ties:
+    """The values that are to be kept as stacks, where that costs nothing.
 
-
-def _demand(equations: Sequence[Equation]) -> dict[Value, int]:
-    """Stack length of each value that is to be kept as a stack, where that costs nothing.
-
-    Scans make and want stacks; operations that work slice by slice spread them both ways.
+    Scans make and want stacks; operations that work piece by piece spread them both ways.
     """
-    wanted: dict[Value, int] = {}
+    ties = _Ties()
     for equation in equations:
-        if _unrolls(equation):
-            num_consts, num_carry = compat.scan_counts(equation.operation.eqn)
-            stacked = equation.inputs[num_consts + num_carry :] + equation.outputs[num_carry:]
-            length = equation.operation.params["length"]
-            wanted.update((v, length) for v in stacked if isinstance(v, Value))
-    todo = [e for e in equations if len(e.outputs) == 1 and not _unrolls(e)]
+        loop = equation.operation
+        if isinstance(loop, Loop) and loop.repeats:
+            stacked = equation.inputs[loop.num_consts + loop.num_carry :]
+            stacked += equation.outputs[loop.num_carry :]
+            ties.want(stacked, loop.repeats, loop)
+    todo = [e for e in equations if len(e.outputs) == 1 and not isinstance(e.operation, Loop)]
+    wanted = ties.length
     before = -1
+    done: set[int] = set()
     while before != len(wanted):
         before = len(wanted)
         for equation in (*todo, *reversed(todo)):
+            if id(equation) in done:
+                continue
             touched = (*equation.outputs, *equation.values())
             length = next((wanted[v] for v in touched if v in wanted), 0)
             mapped = slicing.map_over_stack(equation, length) if length else None
             if mapped is None:
                 continue
-            for operand, sliced in zip(equation.inputs, mapped.sliced, strict=True):
-                if sliced and isinstance(operand, Value):
-                    wanted.setdefault(operand, length)
+            done.add(id(equation))
+            pairs = zip(equation.inputs, mapped.sliced, strict=True)
+            spread = [x for x, sliced in pairs if sliced]
             if mapped.combine is None:
-                wanted.setdefault(equation.outputs[0], length)
-    return wanted
+                spread += equation.outputs
+            ties.want(spread, length)
+    return ties
 
 
 class _Unroller:
-    """Emits equations; one instance for a whole program."""
+    """Emits equations; one instance for a whole program.
 
-    def __init__(self, arguments: list[Value]):
+    Attributes:
+      is_divisible: whether some scan could be in smaller pieces.
+    """
+
+    def __init__(self, arguments: list[Value], piece_bytes: float, known: Sequence[Any]):
         self.arguments = arguments
         self.equations: list[Equation] = []
         self.parents = [0]
+        self.is_divisible = False
+        self._piece_bytes = piece_bytes
         self._segment = 0
-        self._bodies: dict[int, tuple[Any, list, list, list, dict]] = {}
-        self._slices: dict[Value, list[Operand]] = {}
+        self._bodies: dict[int, tuple[Body, _Level | None]] = {}
+        self._pieces: dict[tuple[Value, Rows], list[Operand]] = {}
         self._joined: dict[Stack, Value] = {}
+        self._numbers: dict[Rows, tuple[Value, ...]] = {}
+        self._views: set[Value] = set()
         self._constants: dict[int, Value] = {}
+        for array in known:
+            self._constant(Constant(array))
+
+    def _constant(self, value: Constant) -> Value:
+        known = self._constants.get(id(value.array))
+        if known is None:
+            value.argument = Span(len(self.arguments), 0)
+            self.arguments.append(value)
+            known = self._constants[id(value.array)] = value
+        return known
+
+    def level(self, equations: Sequence[Equation]) -> _Level:
+        """A level's equations, scans as `Loop`s, and into which pieces its arrays are cut."""
+        made = [self._with_loop(equation) for equation in equations]
+        ties = _demand(made)
+        groups: dict[Any, list[Equation]] = {}
+        for equation in made:
+            if isinstance(equation.operation, Loop):
+                groups.setdefault(ties.leader(equation.operation), []).append(equation)
+        rows: dict[Any, Rows] = {}
+        cuts = {}
+        for leader, group in groups.items():
+            loops: list[Any] = [equation.operation for equation in group]
+            found = rows_for(loops, self._piece_bytes)
+            self.is_divisible |= self._piece_bytes > 0 and found != rows_for(loops, 0)
+            if found is not None:
+                rows[leader] = found
+                cuts.update((id(equation), found) for equation in group)
+        wanted = {v: rows[at] for v in ties.length if (at := ties.leader(v)) in rows}
+        return _Level(made, wanted, cuts)
+
+    def _with_loop(self, equation: Equation) -> Equation:
+        operation = equation.operation
+        if operation.name != "scan":
+            return equation
+        closed = operation.params["jaxpr"]
+        if id(closed) not in self._bodies:
+            inputs = [Value(var.aval) for var in closed.jaxpr.invars]
+            constants = [Constant(c) for c in closed.consts]
+            inner, outputs = inline(closed.jaxpr, constants, inputs)
+            body = Body(closed, inputs, [self._with_loop(e) for e in inner], outputs)
+            self._bodies[id(closed)] = (body, None)
+        body, _ = self._bodies[id(closed)]
+        loop = Loop(operation.eqn, body, operation.params["length"])
+        return dataclasses.replace(equation, operation=loop)
+
+    def _step(self, loop: Loop) -> _Level:
+        """The level of a step that is unrolled."""
+        body, level = self._bodies[id(loop.body.closed)]
+        if level is None:
+            level = self.level(body.equations)
+            self._bodies[id(body.closed)] = (body, level)
+        return level
 
     # Reading -----------------------------------------------------------------------------------
 
@@ -131,36 +229,40 @@ class _Unroller:
             return operand
         if operand in environment:
             return environment[operand]
-        if isinstance(operand, Constant):
-            known = self._constants.get(id(operand.array))
-            if known is None:
-                operand.argument = Span(len(self.arguments), 0)
-                self.arguments.append(operand)
-                known = self._constants[id(operand.array)] = operand
-            return known
-        return operand
+        return self._constant(operand) if isinstance(operand, Constant) else operand
 
-    def slices_of(self, operand: Operand | Stack, length: int, eqn: Any) -> list[Operand]:
-        """The slices of an array along its leading axis: parts of an argument, or computed."""
-        if isinstance(operand, Stack):
-            return operand.slices
+    def pieces_of(self, operand: Operand | Stack, rows: Rows, eqn: Any) -> list[Operand]:
+        """The pieces of an array: parts of an argument, or computed."""
+        if isinstance(operand, Stack) and operand.rows == rows:
+            return operand.pieces
+        operand = self.join(operand, eqn)
         if is_literal(operand):
             raise AssertionError("a literal is a scalar")
-        found = self._slices.get(operand)
+        found = self._pieces.get((operand, rows))
         if found is None:
-            aval = compat.ShapedArray(operand.aval.shape[1:], operand.aval.dtype)
-            if operand.argument is not None:
-                span, step = operand.argument, Value(aval).num_bytes()
-                found = [
-                    Value(aval, Span(span.index, span.offset + i * step)) for i in range(length)
-                ]
-            else:
-                found = [
-                    self.emit(slicing.slice_operation(i, eqn), (operand,), aval)
-                    for i in range(length)
-                ]
-            self._slices[operand] = found
+            shape, dtype = operand.aval.shape, operand.aval.dtype
+            found, step = [], operand.num_bytes() // rows.length
+            for number, (first, stop) in enumerate(rows.spans()):
+                aval = compat.ShapedArray(rows.piece_shape(first, stop, shape), dtype)
+                if operand.argument is not None:
+                    span = operand.argument
+                    piece = Value(aval, Span(span.index, span.offset + first * step))
+                elif rows.are_slices:
+                    piece = self.emit(slicing.slice_operation(first, eqn), (operand,), aval)
+                else:
+                    operation = slicing.rows_operation(stop - first, eqn)
+                    piece = self.emit(operation, (operand, self._first_rows(rows)[number]), aval)
+                found.append(piece)
+            self._pieces[operand, rows] = found
         return found
+
+    def _first_rows(self, rows: Rows) -> tuple[Value, ...]:
+        """The first row of each piece, as values, so that all are taken by one executable."""
+        if rows not in self._numbers:
+            operation = slicing.numbers_operation([first for first, _ in rows.spans()])
+            avals = [compat.ShapedArray((), np.dtype(np.int32))] * len(rows.spans())
+            self._numbers[rows] = self.emit_all(operation, (), avals)
+        return self._numbers[rows]
 
     def join(self, operand: Operand | Stack, eqn: Any) -> Operand:
         """The whole array."""
@@ -168,9 +270,11 @@ class _Unroller:
             return operand
         found = self._joined.get(operand)
         if found is None:
-            head = operand.slices[0].aval
-            aval = compat.ShapedArray((len(operand.slices), *head.shape), head.dtype)
-            found = self.emit(slicing.stack_operation(eqn), tuple(operand.slices), aval)
+            rows, head = operand.rows, operand.pieces[0].aval
+            rest = head.shape if rows.are_slices else head.shape[1:]
+            aval = compat.ShapedArray((rows.length, *rest), head.dtype)
+            operation = slicing.stack_operation(eqn, rows.are_slices)
+            found = self.emit(operation, tuple(operand.pieces), aval)
             self._joined[operand] = found
         return found
 
@@ -178,31 +282,36 @@ class _Unroller:
         """The parts of a result and their first bytes in it."""
         if not isinstance(operand, Stack):
             return [(operand, 0)]
-        step = Value(operand.slices[0].aval).num_bytes()
-        return [(part, i * step) for i, part in enumerate(operand.slices)]
+        sizes = [Value(piece.aval).num_bytes() for piece in operand.pieces]
+        starts = (sizes[0] * number for number in range(len(sizes)))
+        return list(zip(operand.pieces, starts, strict=True))
 
     # Writing -----------------------------------------------------------------------------------
 
     def emit(self, operation: Any, inputs: tuple[Operand, ...], *avals: Any) -> Value:
-        outputs = tuple(Value(aval) for aval in avals)
-        self.equations.append(Equation(operation, inputs, outputs, self._segment))
-        return outputs[0]
+        return self.emit_all(operation, inputs, avals)[0]
 
-    def run(
-        self,
-        equations: Sequence[Equation],
-        wanted: dict[Value, int],
-        environment: dict[Value, Operand | Stack],
-        segment: int,
-    ) -> None:
+    def emit_all(
+        self, operation: Any, inputs: tuple[Operand, ...], avals: Sequence[Any]
+    ) -> tuple[Value, ...]:
+        outputs = tuple(Value(aval) for aval in avals)
+        equation = Equation(operation, inputs, outputs, self._segment)
+        if is_view(equation):
+            self._views.update(outputs)
+        self.equations.append(equation)
+        return outputs
+
+    def run(self, level: _Level, environment: dict[Value, Operand | Stack], segment: int) -> None:
         """Emits one level's equations; results of the level are found in `environment`."""
         outer, self._segment = self._segment, segment
-        for equation in equations:
+        for equation in level.equations:
             operands = [self.look_up(environment, x) for x in equation.inputs]
-            if _unrolls(equation):
-                outs = self._scan(equation, operands)
+            rows = level.cuts.get(id(equation))
+            if rows is not None:
+                cut = self._steps if rows.are_slices else self._chunks
+                outs = cut(equation, operands, rows)
                 environment.update(zip(equation.outputs, outs, strict=True))
-            elif not self._slice_by_slice(equation, operands, wanted, environment):
+            elif not self._piece_by_piece(equation, operands, level.wanted, environment):
                 self._whole(equation, operands, environment)
         self._segment = outer
 
@@ -213,19 +322,22 @@ class _Unroller:
         if part is not None:
             environment[equation.outputs[0]] = part
             return
-        outputs = tuple(Value(v.aval) for v in equation.outputs)
-        self.equations.append(Equation(equation.operation, inputs, outputs, self._segment))
+        outputs = self.emit_all(equation.operation, inputs, [v.aval for v in equation.outputs])
         environment.update(zip(equation.outputs, outputs, strict=True))
 
-    def _slice_by_slice(
+    def _piece_by_piece(
         self, equation: Equation, operands: list[Any], wanted: dict, environment: dict
     ) -> bool:
-        length = next((len(x.slices) for x in operands if isinstance(x, Stack)), 0)
-        asked = not length
-        if asked:
+        if isinstance(equation.operation, Loop):
+            return False
+        rows = next((x.rows for x in operands if isinstance(x, Stack)), None)
+        asked = rows is None
+        if rows is None:
             touched = (*equation.outputs, *equation.values())
-            length = next((wanted[v] for v in touched if v in wanted), 0)
-        mapped = slicing.map_over_stack(equation, length) if length else None
+            rows = next((wanted[v] for v in touched if v in wanted), None)
+            if rows is None:
+                return False
+        mapped = slicing.map_over_stack(equation, rows.length)
         if mapped is None:
             return False
         if asked and not all(
@@ -235,42 +347,56 @@ class _Unroller:
         ):
             return False  # Slicing what is computed whole anyway would gain nothing.
         eqn = equation.operation.eqn
+        spans = rows.spans()
         columns = [
-            self.slices_of(x, length, eqn) if sliced else [self.join(x, eqn)] * length
+            self.pieces_of(x, rows, eqn) if sliced else [self.join(x, eqn)] * len(spans)
             for x, sliced in zip(operands, mapped.sliced, strict=True)
         ]
         out = equation.outputs[0].aval
         if mapped.combine is None:
-            aval = compat.ShapedArray(out.shape[1:], out.dtype)
-            rows = list(self._rows(mapped, columns, aval))
-            environment[equation.outputs[0]] = Stack(rows)
+            shapes = [rows.piece_shape(first, stop, out.shape) for first, stop in spans]
+            avals = [compat.ShapedArray(shape, out.dtype) for shape in shapes]
+            pieces = list(self._rows(equation, rows, columns, avals))
+            environment[equation.outputs[0]] = Stack(pieces, rows)
             return True
-        environment[equation.outputs[0]] = self._reduce(equation, mapped, columns)
+        environment[equation.outputs[0]] = self._reduce(equation, mapped, rows, columns)
         return True
 
     def _rows(
-        self, mapped: slicing.Mapped, columns: list[list[Operand]], aval: Any
+        self, equation: Equation, rows: Rows, columns: list[list[Operand]], avals: Sequence[Any]
     ) -> Iterator[Operand]:
-        """The operation's result on each slice, emitted when it is asked for."""
-        for row in zip(*columns, strict=True):
-            yield row[0] if mapped.operation is None else self.emit(mapped.operation, row, aval)
+        """The operation's result on each piece, emitted when it is asked for."""
+        by_size: dict[int, Any] = {}
+        pieces = zip(rows.spans(), zip(*columns, strict=True), avals, strict=True)
+        for (first, stop), row, aval in pieces:
+            size = stop - first
+            if size not in by_size:
+                by_size[size] = slicing.map_over_stack(
+                    equation, rows.length, None if rows.are_slices else size
+                )
+            operation = by_size[size].operation
+            yield row[0] if operation is None else self.emit(operation, row, aval)
 
     def _reduce(
-        self, equation: Equation, mapped: slicing.Mapped, columns: list[list[Operand]]
+        self,
+        equation: Equation,
+        mapped: slicing.Mapped,
+        rows: Rows,
+        columns: list[list[Operand]],
     ) -> Operand:
-        """A reduction over the slices of a stack, in a dtype wide enough for so many."""
+        """A reduction over the pieces of a stack, in a dtype wide enough for so many."""
         operation, out = equation.operation, equation.outputs[0].aval
         combine = slicing.combine_operation(operation.name, mapped.combine, operation.eqn)
         rounds = mapped.combine in slicing.ROUNDED
         dtype = slicing.wider(out.dtype) if rounds else out.dtype
         aval = compat.ShapedArray(out.shape, dtype)
         columns = [[self._converted(x, dtype, operation.eqn) for x in columns[0]]]
-        rows = self._rows(mapped, columns, aval)
+        parts = self._rows(equation, rows, columns, [aval] * len(columns[0]))
 
         def join(total: Operand, row: Operand) -> Operand:
             return self.emit(combine, (total, row), aval)
 
-        total = slicing.add_up(rows, join) if rounds else functools.reduce(join, rows)
+        total = slicing.add_up(parts, join) if rounds else functools.reduce(join, parts)
         return self._converted(total, out.dtype, operation.eqn)
 
     def _converted(self, operand: Operand, dtype: Any, eqn: Any) -> Operand:
@@ -280,38 +406,70 @@ class _Unroller:
         conversion = slicing.conversion(operand.aval.dtype, dtype, eqn)
         return self.emit(conversion, (operand,), compat.ShapedArray(operand.aval.shape, dtype))
 
-    def _scan(self, equation: Equation, operands: list[Any]) -> list[Operand | Stack]:
-        params, eqn = equation.operation.params, equation.operation.eqn
-        num_consts, num_carry = compat.scan_counts(eqn)
-        length = params["length"]
-        body, inputs, equations, outputs, wanted = self._body(params["jaxpr"])
+    def _steps(self, equation: Equation, operands: list[Any], rows: Rows) -> list[Operand | Stack]:
+        """Every step of a scan for itself."""
+        loop, eqn = equation.operation, equation.operation.eqn
+        assert isinstance(loop, Loop)
+        num_consts, num_carry = loop.num_consts, loop.num_carry
+        body, level = loop.body, self._step(loop)
         consts = operands[:num_consts]
         carry: list[Any] = operands[num_consts : num_consts + num_carry]
-        xs = [self.slices_of(x, length, eqn) for x in operands[num_consts + num_carry :]]
-        ys: list[list[Operand]] = [[None] * length for _ in outputs[num_carry:]]
-        order = range(length - 1, -1, -1) if params["reverse"] else range(length)
+        xs = [self.pieces_of(x, rows, eqn) for x in operands[num_consts + num_carry :]]
+        ys: list[list[Operand]] = [[None] * rows.length for _ in body.outputs[num_carry:]]
         parent = self._segment
-        for i in order:
+        for i in _in_order(rows.length, loop):
             self.parents.append(parent)
             environment: dict[Value, Operand | Stack] = dict(
-                zip(inputs, [*consts, *carry, *(x[i] for x in xs)], strict=True)
+                zip(body.inputs, [*consts, *carry, *(x[i] for x in xs)], strict=True)
             )
-            self.run(equations, wanted, environment, len(self.parents) - 1)
-            outs = [self.look_up(environment, x) for x in outputs]
+            self.run(level, environment, len(self.parents) - 1)
+            outs = [self.look_up(environment, x) for x in body.outputs]
             carry = outs[:num_carry]
             for column, out in zip(ys, outs[num_carry:], strict=True):
                 column[i] = self.join(out, eqn)
-        return [*carry, *(Stack(column) for column in ys)]
+        return [*carry, *(Stack(column, rows) for column in ys)]
 
-    def _body(self, closed: Any) -> tuple[Any, list[Value], list[Equation], list[Operand], dict]:
-        found = self._bodies.get(id(closed))
-        if found is None:
-            inputs = [Value(var.aval) for var in closed.jaxpr.invars]
-            constants = [Constant(c) for c in closed.consts]
-            equations, outputs = inline(closed.jaxpr, constants, inputs)
-            found = (closed, inputs, equations, outputs, _demand(equations))
-            self._bodies[id(closed)] = found
-        return found
+    def _chunks(self, equation: Equation, operands: list[Any], rows: Rows) -> list[Operand | Stack]:
+        """Scans over some steps each, one after the other."""
+        loop, eqn = equation.operation, equation.operation.eqn
+        assert isinstance(loop, Loop)
+        num_consts, num_carry = loop.num_consts, loop.num_carry
+        whole = [self.join(x, eqn) for x in operands[: num_consts + num_carry]]
+        consts, carry = whole[:num_consts], whole[num_consts:]
+        xs = [self.pieces_of(x, rows, eqn) for x in operands[num_consts + num_carry :]]
+        spans = rows.spans()
+        if len(spans) >= _SHARED:
+            carry = [self._written_down(x, eqn) for x in carry]
+        stacked = [v.aval for v in equation.outputs[num_carry:]]
+        ys: list[list[Operand]] = [[None] * len(spans) for _ in stacked]
+        chunks = {stop - first: loop.of_length(stop - first) for first, stop in spans}
+        parent = self._segment
+        for i in _in_order(len(spans), loop):
+            self.parents.append(parent)
+            self._segment = len(self.parents) - 1
+            first, stop = spans[i]
+            shapes = (rows.piece_shape(first, stop, aval.shape) for aval in stacked)
+            avals = [v.aval for v in equation.outputs[:num_carry]]
+            avals += map(compat.ShapedArray, shapes, (aval.dtype for aval in stacked))
+            inputs = (*consts, *carry, *(x[i] for x in xs))
+            outs = self.emit_all(chunks[stop - first], inputs, avals)
+            carry = list(outs[:num_carry])
+            for column, out in zip(ys, outs[num_carry:], strict=True):
+                column[i] = out
+        self._segment = parent
+        return [*carry, *(Stack(column, rows) for column in ys)]
+
+    def _written_down(self, operand: Operand, eqn: Any) -> Operand:
+        """A value in memory: who reads a literal or a view has its own copy of how it is made."""
+        if not is_literal(operand) and operand not in self._views:
+            return operand
+        aval = compat.ShapedArray(operand.aval.shape, operand.aval.dtype)
+        return self.emit(slicing.start_operation(aval, eqn), (operand,), aval)
+
+
+def _in_order(number: int, loop: Loop) -> Sequence[int]:
+    """The steps or pieces of a scan in its order."""
+    return range(number - 1, -1, -1) if loop.params["reverse"] else range(number)
 
 
 def _part_of_argument(equation: Equation, inputs: tuple[Operand, ...]) -> Value | None:

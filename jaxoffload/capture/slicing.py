@@ -1,8 +1,9 @@
-"""Which operations can work on a stack slice by slice, and how.
+"""Which operations can work on a stack piece by piece, and how.
 
-A stack is an array of shape (L, ...) kept as L values of shape (...). An operation maps over a
-stack when slice i of its output needs only slice i of its operands. For such an operation
-`map_over_stack` gives the operation on one slice, and says which operands are sliced.
+A stack is an array of shape (L, ...) kept as L slices of shape (...), or as pieces of some rows of
+shape (rows, ...). An operation maps over a stack when row i of its output needs only row i of its
+operands. For such an operation `map_over_stack` gives the operation on one piece, and says which
+operands are cut.
 
 The order of a reduction over the leading axis is fixed, so results are the same in every run; they
 may differ from XLA's own order by the dtype's rounding. Sums and products of halves and float8 are
@@ -10,7 +11,7 @@ kept in float32 until they are complete.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -51,10 +52,10 @@ class Mapped:
     """How to apply an operation to a stack.
 
     Attributes:
-      operation: the operation on one slice; None when the slice itself is the answer.
-      sliced: for each operand, whether slice i of it is passed, or the whole.
-      combine: joins the slices' results into one array, for a reduction over the leading axis;
-        None when the results form a stack. One that rounds takes slices in the `wider` dtype.
+      operation: the operation on one piece; None when the piece itself is the answer.
+      sliced: for each operand, whether piece i of it is passed, or the whole.
+      combine: joins the pieces' results into one array, for a reduction over the leading axis;
+        None when the results form a stack. One that rounds takes pieces in the `wider` dtype.
     """
 
     operation: Operation | None
@@ -96,8 +97,12 @@ def add_up(parts: Iterable[Any], add: Callable[[Any, Any], Any]) -> Any:
     return total
 
 
-def map_over_stack(equation: Equation, length: int) -> Mapped | None:
-    """The operation on one slice of (length, ...), or None when it cannot be had slice by slice."""
+def map_over_stack(equation: Equation, length: int, rows: int | None = None) -> Mapped | None:
+    """The operation on one piece of (length, ...), or None when it cannot be had piece by piece.
+
+    Args:
+      rows: of the piece; None: it is a slice, without the leading axis.
+    """
     operation, operands = equation.operation, equation.inputs
     name, params, eqn = operation.name, operation.params, operation.eqn
     if len(equation.outputs) != 1:
@@ -110,47 +115,80 @@ def map_over_stack(equation: Equation, length: int) -> Mapped | None:
         scalar = all(s or x.aval.shape == () for s, x in zip(sliced, operands, strict=True))
         return Mapped(operation, sliced) if scalar and any(sliced) else None
     first = tuple(operands[0].aval.shape) if operands else ()
+    lead = () if rows is None else (rows,)
     if name == "broadcast_in_dim" and len(operands) == 1 and shape and shape[0] == length:
-        dims = params["broadcast_dimensions"]
+        dims, sliced = tuple(params["broadcast_dimensions"]), False
         if 0 in dims:
             if first[dims.index(0)] != length or dims.index(0) != 0:
                 return None
-            dims, sliced = dims[1:], True
-        else:
-            sliced = False
-        new = {**params, "shape": shape[1:], "broadcast_dimensions": tuple(d - 1 for d in dims)}
+            sliced = True
+        if rows is None:
+            dims = tuple(d - 1 for d in dims if d)
+        new = {**params, "shape": (*lead, *shape[1:]), "broadcast_dimensions": dims}
         new["sharding"] = None
         return Mapped(Operation(eqn, new), (sliced,))
     if not first or first[0] != length:
         return None
     if name in REDUCTIONS and len(operands) == 1:
         axes = tuple(params["axes"])
+        combine = REDUCTIONS[name] if 0 in axes else None
+        if rows is not None:
+            return Mapped(operation, (True,), combine)
         inner = tuple(a - 1 for a in axes if a)
-        new = {**params, "axes": inner}
-        mapped = Operation(eqn, new) if inner else None
-        return Mapped(mapped, (True,), REDUCTIONS[name] if 0 in axes else None)
-    if name == "transpose" and params["permutation"][0] == 0:
-        new = {**params, "permutation": tuple(d - 1 for d in params["permutation"][1:])}
-        return Mapped(Operation(eqn, new), (True,))
+        mapped = Operation(eqn, {**params, "axes": inner}) if inner else None
+        return Mapped(mapped, (True,), combine)
     if name == "reshape" and len(operands) == 1 and shape and shape[0] == length:
         if params.get("dimensions") is not None:
             return None
-        return Mapped(Operation(eqn, {**params, "new_sizes": shape[1:], "sharding": None}), (True,))
-    if name == "squeeze" and 0 not in params["dimensions"]:
-        new = {**params, "dimensions": tuple(d - 1 for d in params["dimensions"])}
+        new = {**params, "new_sizes": (*lead, *shape[1:]), "sharding": None}
         return Mapped(Operation(eqn, new), (True,))
-    return None
+    along = {"transpose": "permutation", "squeeze": "dimensions"}.get(name)
+    if along is None:
+        return None
+    dims = tuple(params[along])
+    if dims[0] != 0 if name == "transpose" else 0 in dims:
+        return None
+    if rows is None:
+        dims = tuple(d - 1 for d in (dims[1:] if name == "transpose" else dims))
+        operation = Operation(eqn, {**params, along: dims})
+    return Mapped(operation, (True,))
 
 
-def stack_operation(eqn: Any) -> Operation:
-    """The operation that joins the slices of a stack into one array."""
-    return Operation.of_function("stack", lambda *slices: jax.numpy.stack(slices), eqn)
+def stack_operation(eqn: Any, are_slices: bool) -> Operation:
+    """The operation that joins the pieces of a stack into one array."""
+    if are_slices:
+        return Operation.of_function("stack", lambda *slices: jax.numpy.stack(slices), eqn)
+    return Operation.of_function("join", lambda *pieces: lax.concatenate(pieces, 0), eqn)
 
 
 def slice_operation(index: int, eqn: Any) -> Operation:
     """The operation that takes slice `index` along the leading axis."""
     return Operation.of_function(
         f"slice[{index}]", lambda x: lax.index_in_dim(x, index, keepdims=False), eqn
+    )
+
+
+def rows_operation(rows: int, eqn: Any) -> Operation:
+    """The operation (array, first row) that takes some rows: one for all places."""
+    return Operation.of_function(
+        f"slice[{rows} rows]", lambda x, first: lax.dynamic_slice_in_dim(x, first, rows), eqn
+    )
+
+
+def numbers_operation(numbers: Sequence[int]) -> Operation:
+    """The operation without operands whose results are scalars of some values."""
+    return Operation.of_function(
+        "numbers", lambda: [jax.numpy.int32(n) for n in numbers], None, *numbers
+    )
+
+
+def start_operation(aval: Any, eqn: Any) -> Operation:
+    """The operation that writes down a value of which there is only a recipe."""
+    return Operation.of_function(
+        "start",
+        lambda x: x if isinstance(x, jax.Array) else jax.numpy.asarray(x, aval.dtype),
+        eqn,
+        str(aval.dtype),
     )
 
 

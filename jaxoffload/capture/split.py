@@ -13,9 +13,10 @@ Where a large value was made long before (probabilities kept for a backward pass
 made again, tile by tile, from smaller values that are there: recomputation inside the loop.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -29,8 +30,14 @@ from jaxoffload.capture.tile import Tiling, tilings
 MAX_TILES = 4096
 _LARGE = 0.25
 """Of the limit: values from this size on are not to exist whole."""
+_FLOOR = 0.5
+"""Of the largest working set that cannot be split further: what needs less is left as it is."""
 _SPAN = 400
 """Equations between the first and the last of a group, at most."""
+STEPS = 100_000
+"""Times that an equation joins a group, in the search for the best groups of one split, about a
+second's work; and for each equation of the program `_STEPS_EACH` more."""
+_STEPS_EACH = 50
 
 Key = tuple[Value, int | None]
 """A value, and the dimension along which the group cuts it (None: it is there whole)."""
@@ -44,6 +51,11 @@ class _Member:
     equation: Equation
     tiling: Tiling
     is_copy: bool
+    uses: list[Key] = dataclasses.field(init=False)  # what it reads
+
+    def __post_init__(self) -> None:
+        pairs = zip(self.equation.inputs, self.tiling.inputs, strict=True)
+        self.uses = [(x, d) for x, d in pairs if isinstance(x, Value)]
 
     @property
     def fold(self) -> Value | None:
@@ -75,23 +87,40 @@ class TiledOperation(Operation):
         return self._run(operands)
 
 
-def split(ordered: Ordered, limit: float) -> Ordered:
+class Tilings:
+    """The tilings of a program's equations, worked out once for however many splits of it."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Equation, int], list[Tiling]] = {}
+
+    def of(self, equation: Equation, count: int) -> list[Tiling]:
+        """As `tile.tilings`."""
+        found = self._known.get((equation, count))
+        if found is None:
+            found = self._known[equation, count] = tilings(equation, count)
+        return found
+
+
+def split(ordered: Ordered, limit: float, known: Tilings | None = None) -> Ordered:
     """The same program with groups in the place of equations whose working set is over the limit.
 
     Args:
       limit: bytes. Groups keep their tiles, all of one equation's operands and outputs, below half
         of it where the dimensions allow that.
+      known: of earlier splits of the same program.
     """
-    return _Splitter(ordered, limit).run()
+    return _Splitter(ordered, limit, known or Tilings()).run()
 
 
 class _Splitter:
-    def __init__(self, ordered: Ordered, limit: float):
+    def __init__(self, ordered: Ordered, limit: float, known: Tilings):
+        self.tilings = known.of
         self.program: Program = ordered.program
         self.equations = list(ordered.equations)
         self.limit = limit
         self.results = self.program.result_values()
         self.groups: dict[int, _Group] = {}  # by the identity of their equations
+        self.steps = STEPS + _STEPS_EACH * len(self.equations)  # that are left
         # What was best for an equation of this operation and these shapes: tiles, which tiling.
         self.choices: dict[Any, tuple[int, int] | None] = {}
         self._index()
@@ -110,6 +139,38 @@ class _Splitter:
         for i, e in enumerate(self.equations):
             for v in e.values():
                 self.readers.setdefault(v, []).append(i)
+        self._index_paths()
+
+    def _index_paths(self) -> None:
+        """Who depends on whom within a span, as bits: what makes a group a block is asked for at
+        every step of its growth.
+
+        Bit k of `after[i]`: equation i + k depends on equation i; of `before[i]`: equation i
+        depends on equation i - _SPAN + k. Bit i of `open[segment]`: equation i may join a group.
+        """
+        count, window = len(self.equations), (2 << _SPAN) - 1
+        self.before = [0] * count
+        self.after = [0] * count
+        self.open: dict[int, int] = {}
+        bits: dict[int, bytearray] = {}
+        for i, e in enumerate(self.equations):
+            if not isinstance(e.operation, TiledOperation):
+                mine = bits.setdefault(e.segment, bytearray((count >> 3) + 1))
+                mine[i >> 3] |= 1 << (i & 7)
+            found = 0
+            for p in {self.producer[v] for v in e.values() if v in self.producer}:
+                if i - p <= _SPAN:
+                    found |= (self.before[p] >> (i - p)) | 1 << (_SPAN + p - i)
+            self.before[i] = found
+        for segment, mine in bits.items():
+            self.open[segment] = int.from_bytes(mine, "little")
+        for i in range(count - 1, -1, -1):
+            found = 0
+            for v in self.equations[i].outputs:
+                for r in self.readers.get(v, ()):
+                    if r - i <= _SPAN:
+                        found |= (self.after[r] | 1) << (r - i)
+            self.after[i] = found & window
 
     def is_large(self, value: Value) -> bool:
         return value.num_bytes() > _LARGE * self.limit
@@ -117,11 +178,19 @@ class _Splitter:
     def run(self) -> Ordered:
         heavy = [(_working_set(e), -i, e) for i, e in enumerate(self.equations)]
         heavy = [found for found in heavy if found[0] > self.limit]
-        for _, _, equation in sorted(heavy, key=lambda found: found[:2], reverse=True):
+        stay: list[tuple[float, Equation]] = []  # what could not be made smaller, and how large
+        for size, _, equation in sorted(heavy, key=lambda found: found[:2], reverse=True):
+            floor = max((s for s, e in stay if id(e) in self.position), default=0.0)
+            if size < _FLOOR * floor:
+                break
             seed = self.position.get(id(equation))
-            group = None if seed is None else self._best_group(seed)
-            if group is not None:
-                self._replace(group)
+            if seed is None:
+                continue
+            group = self._best_group(seed)
+            if group is None:
+                stay.append((size, equation))
+            else:
+                stay.append((group.working_set(), self._replace(group)))
                 self._index()
         self._drop_needless_outputs()
         return Ordered(self.equations, self.program)
@@ -138,14 +207,18 @@ class _Splitter:
             if choice is None:
                 return None
             count, number = choice
-            group = _Group(self, seed, tilings(equation, count)[number], count)
+            group = _Group(self, seed, self.tilings(equation, count)[number], count)
             if group.grow() and group.working_set() < before:
                 return group
         self.choices[known] = None
+        if self.steps < 0:
+            return None
         largest = max((*equation.values(), *equation.outputs), key=lambda v: v.num_bytes())
         for size in sorted(set(largest.shape), reverse=True):
             for count in _counts(size, 2 * before / self.limit):
-                for number, tiling in enumerate(tilings(equation, count)):
+                for number, tiling in enumerate(self.tilings(equation, count)):
+                    if self.steps < 0:
+                        return best
                     group = _Group(self, seed, tiling, count)
                     if group.grow() and group.working_set() < (
                         before if best is None else best.working_set()
@@ -154,7 +227,7 @@ class _Splitter:
                         self.choices[known] = (count, number)
         return best
 
-    def _replace(self, group: "_Group") -> None:
+    def _replace(self, group: "_Group") -> Equation:
         """Puts the group's equation in the place of its members."""
         members = group.positions()
         first, last = min(members), max(members)
@@ -167,6 +240,7 @@ class _Splitter:
             made,
             *(self.equations[i] for i in block if i in behind),
         ]
+        return made
 
     def _drop_needless_outputs(self) -> None:
         """Where copies have taken the place of reading, what they copy need not be there."""
@@ -213,35 +287,114 @@ def _counts(size: int, wanted: float) -> list[int]:
     return enough[:1] or divisors[-1:]
 
 
+class _Bits(NamedTuple):
+    """Positions, as a group sees them.
+
+    Attributes:
+      members: where they stand, but for copies.
+      behind: what depends on a member.
+      needs: what a member depends on, or a copy.
+      sources: what makes something that one of them reads.
+    """
+
+    members: int
+    behind: int
+    needs: int
+    sources: int
+
+
+def _shifted(bits: int, places: int) -> int:
+    return bits << places if places >= 0 else bits >> -places
+
+
 class _Group:
-    """A group that grows from one equation and its tiling."""
+    """A group that grows from one equation and its tiling.
+
+    What is asked at every step is kept as it grows: of positions as bits, of which bit 0 stands for
+    the position `_SPAN` before the seed's; the group never reaches further.
+    """
 
     def __init__(self, splitter: _Splitter, seed: int, tiling: Tiling, count: int):
-        self.splitter, self.count = splitter, count
+        self.splitter, self.count, self.seed = splitter, count, seed
         equation = splitter.equations[seed]
         self.segment = equation.segment
         self.members: dict[tuple[int, Any], _Member] = {}
         self.cut: dict[Value, int | None] = {}  # of values that members make; None: a sum's part
         self.copies: set[Key] = set()
+        self.used: dict[Value, dict[int | None, int]] = {}  # by how many members, in which cut
+        self.made_of: list[tuple[tuple[int, Any], _Member | None]] = []  # what it was, to go back
+        self.bits = _Bits(0, 0, 0, 0)
+        base = seed - _SPAN
+        joinable = splitter.open.get(self.segment, 0)
+        self.joinable = joinable >> base if base > 0 else joinable << -base
         self._add(_Member(seed, equation, tiling, False))
 
     def _add(self, member: _Member) -> None:
-        dims = member.tiling.outputs if member.is_copy else None
-        self.members[member.position, dims] = member
+        self.splitter.steps -= 1
+        key = (member.position, member.tiling.outputs if member.is_copy else None)
+        before = self.members.get(key)
+        self.made_of.append((key, before))
+        if before is not None:
+            self._count_uses(before, -1)
+        self._put(key, member)
+        at, seed, splitter = member.position, self.seed, self.splitter
+        bits = self.bits
+        needs, sources = bits.needs, bits.sources
+        if member.is_copy:
+            for v in member.equation.values():
+                p = splitter.producer.get(v)
+                if p is not None and 0 <= p - seed + _SPAN <= 2 * _SPAN:
+                    sources |= 1 << (p - seed + _SPAN)
+                    needs |= _shifted(splitter.before[p], p - seed)
+            self.bits = _Bits(bits.members, bits.behind, needs | sources, sources)
+            return
+        for v in member.equation.values():
+            p = splitter.producer.get(v)
+            if p is not None and p >= seed - _SPAN:
+                sources |= 1 << (p - seed + _SPAN)
+        self.bits = _Bits(
+            bits.members | 1 << (at - seed + _SPAN),
+            bits.behind | splitter.after[at] << (at - seed + _SPAN),
+            needs | _shifted(splitter.before[at], at - seed),
+            sources,
+        )
+
+    def _put(self, key: tuple[int, Any], member: _Member) -> None:
+        self.members[key] = member
         for v, d in zip(member.equation.outputs, member.tiling.outputs, strict=True):
             if member.is_copy:
                 self.copies.add((v, d))
             else:
                 self.cut[v] = d
+        self._count_uses(member, 1)
+
+    def _count_uses(self, member: _Member, change: int) -> None:
+        for v, d in member.uses:
+            cuts = self.used.setdefault(v, {})
+            cuts[d] = cuts.get(d, 0) + change
+            if not cuts[d]:
+                del cuts[d]
+
+    def _go_back(self, length: int, bits: "_Bits") -> None:
+        """Takes out what has been added since `made_of` had a length."""
+        self.bits = bits
+        while len(self.made_of) > length:
+            key, before = self.made_of.pop()
+            member = self.members[key]
+            self._count_uses(member, -1)
+            if before is not None:
+                self._put(key, before)
+                continue
+            del self.members[key]
+            for v, d in zip(member.equation.outputs, member.tiling.outputs, strict=True):
+                if member.is_copy:
+                    self.copies.discard((v, d))
+                else:
+                    del self.cut[v]
 
     def positions(self) -> set[int]:
         """Where the members stand that are no copies."""
         return {m.position for m in self.members.values() if not m.is_copy}
-
-    def uses(self, member: _Member) -> list[Key]:
-        """What a member reads."""
-        pairs = zip(member.equation.inputs, member.tiling.inputs, strict=True)
-        return [(x, d) for x, d in pairs if isinstance(x, Value)]
 
     def grow(self) -> bool:
         """Adds producers and readers of large values until there are no more that can join.
@@ -249,11 +402,11 @@ class _Group:
         Returns:
           Whether all that the group reads can be had.
         """
-        queue = list(self.members.values())
+        queue = collections.deque(self.members.values())
         tried: set[int] = set()
         while queue:
-            member = queue.pop(0)
-            for value, d in self.uses(member):
+            member = queue.popleft()
+            for value, d in member.uses:
                 is_there = value.argument is not None or value in self.splitter.producer
                 if self.has(value, d) or (is_there and not self.splitter.is_large(value)):
                     continue
@@ -285,7 +438,7 @@ class _Group:
         return self._join(position) or self._copy(self.splitter.equations[position], d)
 
     def _copy(self, equation: Equation, d: int | None) -> list[_Member]:
-        for tiling in tilings(equation, self.count):
+        for tiling in self.splitter.tilings(equation, self.count):
             if tiling.combine is None and set(tiling.outputs) == {d}:
                 member = _Member(-id(equation), equation, tiling, True)
                 self._add(member)
@@ -294,24 +447,39 @@ class _Group:
 
     def _join(self, position: int) -> list[_Member]:
         """Makes an equation a member, if one of its tilings fits and the group stays a block."""
-        positions = self.positions() | {position}
-        if max(positions) - min(positions) > _SPAN:
+        place = position - self.seed + _SPAN
+        taken = self.bits.members
+        if place < 0 or place > 2 * _SPAN:
+            return []
+        first = (taken & -taken).bit_length() - 1
+        if max(place, taken.bit_length() - 1) - min(place, first) > _SPAN:
+            return []
+        splitter, bits = self.splitter, self.bits
+        behind = bits.behind | splitter.after[position] << place
+        needs = bits.needs | _shifted(splitter.before[position], position - self.seed)
+        # All that leads from member to member has to join.
+        if behind & needs & ~(taken | 1 << place) & ~self.joinable:
             return []
         for member in self._fitting(position):
-            before = dict(self.members), dict(self.cut), set(self.copies)
+            length, bits = len(self.made_of), self.bits
             self._add(member)
             if self._close():
-                return [m for key, m in self.members.items() if key not in before[0]]
-            self.members, self.cut, self.copies = before
+                return [self.members[key] for key, was in self.made_of[length:] if was is None]
+            self._go_back(length, bits)
         return []
 
     def _close(self) -> bool:
         """Makes the group a block again: small values that lead from member to member join."""
         for _ in range(_SPAN):
-            between = self._between()
+            # Outside, needs something of the group's, and makes something for it.
+            bits = self.bits
+            between = bits.sources & bits.behind & ~bits.members
             if not between:
                 return True
-            member = next(self._fitting(min(between)), None)
+            if between & ~self.joinable:
+                return False
+            first = (between & -between).bit_length() - 1 + self.seed - _SPAN
+            member = next(self._fitting(first), None)
             if member is None:
                 return False
             self._add(member)
@@ -322,50 +490,33 @@ class _Group:
         equation = self.splitter.equations[position]
         if equation.segment != self.segment or isinstance(equation.operation, TiledOperation):
             return
-        for tiling in tilings(equation, self.count):
+        for tiling in self.splitter.tilings(equation, self.count):
             if self._fits(equation, tiling):
                 yield _Member(position, equation, tiling, False)
 
     def _fits(self, equation: Equation, tiling: Tiling) -> bool:
         """Whether a tiling agrees with how the group cuts what the equation reads and makes."""
+        cut = self.cut
         for x, d in zip(equation.inputs, tiling.inputs, strict=True):
-            if isinstance(x, Value) and x in self.cut and (d is None or self.cut[x] != d):
+            if isinstance(x, Value) and x in cut and (d is None or cut[x] != d):
                 return False  # it is cut otherwise, or is a sum that is not complete
         for v, d in zip(equation.outputs, tiling.outputs, strict=True):
-            for member in self.members.values():
-                for used, cut in self.uses(member):
-                    if used is v and (cut != d or d is None):
-                        return False
+            used = self.used.get(v)
+            if used and (d is None or len(used) > 1 or d not in used):
+                return False
         return any(d is not None for d in (*tiling.inputs, *tiling.outputs))
-
-    def _between(self) -> set[int]:
-        """Equations outside that need something of the group's and make something for it."""
-        members = self.positions()
-        behind = self.dependents(min(members), max(members))
-        return {
-            self.splitter.producer.get(v, -1)
-            for m in self.members.values()
-            for v in m.equation.values()
-            if v not in self.cut
-        } & behind
 
     def dependents(self, first: int, last: int) -> set[int]:
         """Equations of a stretch that are no members and need something that the group makes."""
-        members = self.positions()
-        made = set(self.cut)
-        behind = set()
-        for i in range(first, last + 1):
-            equation = self.splitter.equations[i]
-            if i not in members and any(v in made for v in equation.values()):
-                behind.add(i)
-                made.update(equation.outputs)
-        return behind
+        bits = self.bits.behind & ~self.bits.members
+        base = self.seed - _SPAN
+        return {i for i in range(first, last + 1) if bits >> (i - base) & 1}
 
     def inputs(self) -> list[Key]:
         """What the group reads from outside, in order."""
         return list(
             dict.fromkeys(
-                key for member in self.ordered() for key in self.uses(member) if not self.has(*key)
+                key for member in self.ordered() for key in member.uses if not self.has(*key)
             )
         )
 
@@ -394,7 +545,7 @@ class _Group:
             if id(member) in done:
                 return
             done.add(id(member))
-            for key in self.uses(member):
+            for key in member.uses:
                 if key in producer:
                     visit(producer[key])
             found.append(member)

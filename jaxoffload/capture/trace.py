@@ -19,7 +19,6 @@ class Traced:
     """A jaxpr over flat arrays.
 
     Attributes:
-      function: what was traced, of flat arrays (words).
       jaxpr: closed, over words (words.py); what the function closes over of outer transformations
         follows its own arguments.
       out_tree: the results' pytree structure.
@@ -30,7 +29,6 @@ class Traced:
         those, so that a `Traced` which has any serves one call.
     """
 
-    function: Callable[..., tuple[Any, ...]]
     jaxpr: Any
     out_tree: Any
     out_avals: tuple[Any, ...]
@@ -71,12 +69,12 @@ def trace(
 
     if tree is not None:
         compat.name_arguments(on_words, call, *jax.tree.unflatten(tree, avals))
-    closed = compat.without_internal_refs(jax.make_jaxpr(on_words)(*avals))
-    closed, captured = _over_captured(closed, avals)
+    closed = compat.lowered_operations(jax.make_jaxpr(on_words)(*avals))
+    closed, captured = _over_captured(compat.without_internal_refs(closed), avals)
     closed = _with_own_constants(closed)
     outs = tuple(jax.ShapeDtypeStruct(*compat.physical(a)) for a in closed.out_avals)
     weak = tuple(bool(getattr(a, "weak_type", False)) for a in closed.out_avals)
-    return Traced(on_words, closed, trees[-1], outs, tuple(out_codes), weak, captured)
+    return Traced(closed, trees[-1], outs, tuple(out_codes), weak, captured)
 
 
 def _check_results(call: Any, paths: Sequence[Any]) -> None:

@@ -14,8 +14,9 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.kernel import Kernel
 from jaxoffload.capture.words import code_of, decoded, encoded
-from jaxoffload.compile import callbacks
-from jaxoffload.compile.reductions import RULES
+from jaxoffload.compile import callbacks, convolutions, products, reductions
+
+RULES = {**reductions.RULES, **products.RULES, **convolutions.RULES, **callbacks.RULES}
 
 
 def lower(kernel: Kernel, platform: str) -> Any:
@@ -36,9 +37,7 @@ def lower(kernel: Kernel, platform: str) -> Any:
         for a in (*kernel.inputs, *places)
     ]
     # Every output finds its donor, so that JAX has nothing to warn of.
-    rules = (
-        {**RULES, **callbacks.RULES} if platform == "cpu" else {}
-    )  # GPUs add in a tree of their own
+    rules = RULES if platform == "cpu" else {}  # for GPUs XLA has better of its own
     return compat.lower(function.trace(*shapes), platform, rules)
 
 

@@ -4,7 +4,7 @@ XLA's CPU compiler writes a sum as one loop with a few accumulators. The error o
 with the terms: the sum of 2**27 times 0.1 in float32 is 1.7% off. jaxlib has a library for
 reductions, which adds in blocks; in the plugin the same library adds term after term. The plugin's
 own remedy, the pass `tree_reduction_rewriter`, makes window reductions of them, in which a softmax
-takes 16 times as long, and does not see products of vectors at all.
+takes 16 times as long, and does not see products of vectors at all (products.py).
 
 So sums are lowered here in blocks: each block is a loop, short enough to be exact to a rounding or
 two and, as it stays within the first cache, vectorized; the blocks' sums are added pairwise.
@@ -41,7 +41,7 @@ def reduce_sum(x: Any, *, axes: Sequence[int], **_: Any) -> Any:
       x: an array.
       axes: the dimensions that are summed over.
     """
-    return _converted(_sum(_converted(x, wider(x.dtype)), axes), x.dtype)
+    return converted(block_sum(converted(x, wider(x.dtype)), axes), x.dtype)
 
 
 def is_inexact(x: Any, _: dict[str, Any]) -> bool:
@@ -67,57 +67,15 @@ def adds(*avals_and_params: Any) -> bool:
     )
 
 
-def dot_general(
-    x: Any, y: Any, *, dimension_numbers: Any, preferred_element_type: Any, **_: Any
-) -> Any:
-    """What `dot_general` computes where its results are few (`is_long_product`)."""
-    dtype = preferred_element_type or x.dtype
-    terms = math.prod(x.shape[i] for i in dimension_numbers[0][0])
-    sides = zip((x, y), *dimension_numbers, (1, 0), strict=True)
-    factors, shape = [], [x.shape[i] for i in dimension_numbers[1][0]]
-    for factor, contract, batch, other in sides:
-        free = _free(factor, contract, batch)
-        shape += [factor.shape[i] for i in free]
-        factor = lax.transpose(factor, (*batch, *free, *contract))
-        # Each factor has the other's free dimensions as one of size 1.
-        results = math.prod(factor.shape[len(batch) : len(batch) + len(free)])
-        factor = factor.reshape(*factor.shape[: len(batch)], results, terms)
-        factor = lax.expand_dims(factor, (len(batch) + other,))
-        factors.append(_converted(factor, wider(dtype)))
-    product = jnp.multiply(*factors)
-    return _converted(_sum(product, (product.ndim - 1,)).reshape(shape), dtype)
-
-
-def is_long_product(x: Any, y: Any, params: dict[str, Any]) -> bool:
-    """Whether a `dot_general` of two abstract values sums long rows into a few numbers a batch.
-
-    The plugin computes those in loops with one accumulator for each.
-    """
-    contract, batch = params["dimension_numbers"]
-    terms = math.prod(x.shape[i] for i in contract[0])
-    results = math.prod(
-        aval.shape[i]
-        for aval, over, along in zip((x, y), contract, batch, strict=True)
-        for i in _free(aval, over, along)
-    )
-    dtype = params["preferred_element_type"] or x.dtype
-    is_long = results == 1 or (results <= 4 and terms >= SHORTEST_ROW)
-    return is_long and terms > 0 and jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _free(x: Any, contract: Sequence[int], batch: Sequence[int]) -> list[int]:
-    return [i for i in range(len(x.shape)) if i not in (*contract, *batch)]
-
-
-def _converted(x: Any, dtype: Any) -> Any:
+def converted(x: Any, dtype: Any) -> Any:
     """The array in a dtype. JAX would narrow float64 where 64 bits are not enabled any more."""
     return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
 
 
-def _sum(x: Any, axes: Sequence[int]) -> Any:
+def block_sum(x: Any, axes: Sequence[int]) -> Any:
     """The sum over some dimensions, neighbours as one and the minor one first."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):  # a loop of them has one accumulator
-        return lax.complex(_sum(lax.real(x), axes), _sum(lax.imag(x), axes))
+        return lax.complex(block_sum(lax.real(x), axes), block_sum(lax.imag(x), axes))
     reduced = {axis % x.ndim for axis in axes}
     if math.prod(x.shape[axis] for axis in reduced) < FEW:
         return lax.reduce_sum(x, tuple(reduced))
@@ -181,6 +139,5 @@ def _pairwise(x: Any, axis: int) -> Any:
 RULES: dict[Any, tuple[Callable[..., Any], Callable[..., bool]]] = {
     lax.reduce_sum_p: (reduce_sum, is_inexact),
     lax.reduce_p: (reduce, adds),
-    lax.dot_general_p: (dot_general, is_long_product),
 }
 """For each primitive what it is lowered as, and whether that holds for (*avals, params)."""

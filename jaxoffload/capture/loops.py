@@ -1,0 +1,176 @@
+"""Scans as operations: what one step costs, and into how many pieces a scan is worth cutting.
+
+A scan of L steps is one of three things, by the steps c in a piece:
+
+- *layers* (c = 1): every step is unrolled into vertices of its own. Worth it where a step has
+  large slices or much work, as the layers of a network have.
+- *chunks* (1 < c < L): each piece is itself a scan over c consecutive steps; carries are handed
+  from one to the next. Chunks of a length share one executable, so their cost follows the
+  program's text. What the scan reads and stacks exists in pieces of c rows, which the planner
+  keeps, moves or makes again.
+- *whole* (c = L): one vertex.
+
+Which one follows from how many bytes a piece may have (`piece_bytes`), and so from the budget:
+without one everything but layers stays whole.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture import cost
+from jaxoffload.capture.flat import Equation, Operand, Operation, Value
+
+LAYER_BYTES = 2**20
+"""Slices of one step from which on it is a layer: moving them takes as long as a vertex's work."""
+LAYER_SECONDS = 2e-3
+"""Estimated time of one step from which on it is a layer, whatever its slices."""
+MOST_LAYERS = 128
+"""Steps that become vertices of their own because they are layers, at most."""
+MOST_CHUNKS = 32
+"""Pieces of any other scan, at most."""
+LARGE_CHUNK = 4 * 2**20
+"""Bytes of rows in a chunk for which, where the least memory is wanted, there are more of them."""
+SMALL_STEP = 2**16
+"""Where no operation of a step has so many bytes, less than a chunk of two is hardly less."""
+FEWEST_EQUATIONS, FEW_EQUATIONS, MAX_EQUATIONS = 300, 4_000, 50_000
+"""Unrolled equations that are not too many where the least memory is wanted: in any case, of steps
+with large operations, and of layers."""
+_LONGER = 1.3
+"""A piece may be so many times as long if then all have one length."""
+_ALIGNED = 16
+"""Rows of longer pieces are a multiple of this, so that pieces of arguments begin where XLA can
+read them in place."""
+
+
+class Body:
+    """One step of a scan, inlined.
+
+    Attributes:
+      closed: its jaxpr.
+      inputs: consts, carries, then slices.
+      outputs: carries, then what is stacked.
+      size: operations, those of loops inside included once.
+      seconds: a rough time.
+      largest_bytes: operands and results of its largest operation.
+    """
+
+    def __init__(
+        self,
+        closed: Any,
+        inputs: list[Value],
+        equations: list[Equation],
+        outputs: list[Operand],
+    ):
+        self.closed, self.inputs = closed, inputs
+        self.equations, self.outputs = equations, outputs
+        self.size, self.seconds, self.largest_bytes = len(equations), 0.0, 0
+        for equation in equations:
+            moved = sum(v.num_bytes() for v in (*equation.values(), *equation.outputs))
+            if isinstance(equation.operation, Loop):
+                self.size += equation.operation.body.size
+                moved = max(moved, equation.operation.body.largest_bytes)
+            self.seconds += cost.seconds(equation)
+            self.largest_bytes = max(self.largest_bytes, moved)
+
+
+class Loop(Operation):
+    """A scan, or some consecutive steps of one.
+
+    Attributes:
+      body: one step.
+      length: the steps.
+      num_consts, num_carry: of its operands, in this order; slices follow.
+    """
+
+    __slots__ = ("body", "equations", "length", "num_carry", "num_consts", "repeats")
+
+    def __init__(self, eqn: Any, body: Body, length: int):
+        super().__init__(eqn, {**eqn.params, "length": length})
+        self.body, self.equations = body, body.equations
+        self.length = self.repeats = length
+        self.num_consts, self.num_carry = compat.scan_counts(eqn)
+
+    @property
+    def row_bytes(self) -> int:
+        """What one step reads and writes of the arrays that the scan slices and stacks."""
+        rows = (
+            *self.body.inputs[self.num_consts + self.num_carry :],
+            *self.body.outputs[self.num_carry :],
+        )
+        return sum(Value(x.aval).num_bytes() for x in rows)
+
+    def of_length(self, length: int) -> "Loop":
+        """The same steps, fewer or more."""
+        return Loop(self.eqn, self.body, length)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rows:
+    """How the leading axis of an array is cut into pieces.
+
+    Attributes:
+      length: of the axis.
+      steps: rows of a piece, of which the last may have fewer. A piece of one row, where all are,
+        is a slice: it has no such axis.
+    """
+
+    length: int
+    steps: int
+
+    @property
+    def are_slices(self) -> bool:
+        """Whether pieces are slices."""
+        return self.steps == 1
+
+    def spans(self) -> list[tuple[int, int]]:
+        """First row and end of each piece."""
+        return [
+            (first, min(first + self.steps, self.length))
+            for first in range(0, self.length, self.steps)
+        ]
+
+    def piece_shape(self, first: int, stop: int, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a piece of an array of some shape."""
+        return tuple(shape[1:]) if self.are_slices else (stop - first, *shape[1:])
+
+
+def rows_for(loops: Sequence[Loop], piece_bytes: float) -> Rows | None:
+    """How scans of one length, whose arrays meet, are to be cut; None: not at all.
+
+    Args:
+      piece_bytes: what a chunk may have of the arrays that are sliced and stacked. 0: pieces as
+        small as they are worth being.
+    """
+    length = loops[0].length
+    if length == 0:
+        return None
+    steps = min(_steps(loop, piece_bytes) for loop in loops)
+    if steps > 1:
+        steps = -(-length // -(-length // steps))  # pieces of about one length
+        even = (n for n in range(steps, int(_LONGER * steps) + 1) if length % n == 0)
+        aligned = steps if steps <= _ALIGNED else -(-steps // _ALIGNED) * _ALIGNED
+        steps = next(even, aligned)
+    return Rows(length, steps) if steps < length or steps == 1 else None
+
+
+def _steps(loop: Loop, piece_bytes: float) -> int:
+    length, body, row_bytes = loop.length, loop.body, loop.row_bytes
+    if length == 1:
+        return 1
+    if row_bytes >= LAYER_BYTES or body.seconds >= LAYER_SECONDS:
+        is_worth_all = piece_bytes == 0 and length * body.size <= MAX_EQUATIONS
+        return 1 if is_worth_all else -(-length // MOST_LAYERS)
+    if length * row_bytes + body.largest_bytes <= piece_bytes:
+        return length
+    most, is_large = MOST_CHUNKS, body.largest_bytes >= SMALL_STEP
+    if piece_bytes == 0:
+        few = FEW_EQUATIONS if is_large else FEWEST_EQUATIONS
+        if length * body.size <= few and (row_bytes or is_large):
+            return 1
+        most = min(max(most, length * row_bytes // LARGE_CHUNK), 8 * most)
+    if not row_bytes:
+        return length
+    fewest = 1 if length * body.size <= FEWEST_EQUATIONS else 2
+    return min(max(int(piece_bytes // row_bytes), -(-length // most), fewest), length)

@@ -1,0 +1,53 @@
+"""What workspace a vertex will take, roughly: for choices, and before anything is compiled.
+
+XLA's own figure is known once a kernel is compiled; plans rely on that alone.
+"""
+
+from collections.abc import Sequence
+
+from jaxoffload.capture import slicing
+from jaxoffload.capture.cluster import Cluster
+from jaxoffload.capture.flat import Equation, Value
+from jaxoffload.capture.views import is_view
+
+
+def estimated_workspace(cluster: Cluster) -> int:
+    """Bytes of what one vertex holds beside its operands and results: values that XLA does not
+    fuse away, while they are needed, and of a loop over tiles one tile of all."""
+    outputs = set(cluster.outputs)
+    last: dict[Value, int] = {}
+    unfused: set[Value] = set()
+    for i, equation in enumerate(cluster.equations):
+        fuses = _fuses(equation)
+        for v in equation.values():
+            last[v] = i
+            if not fuses:
+                unfused.add(v)
+        if not (fuses or is_view(equation)):
+            unfused.update(equation.outputs)
+    held = most = 0
+    free: dict[int, int] = {}
+    for i, equation in enumerate(cluster.equations):
+        for v in equation.outputs:
+            if v in unfused and v not in outputs and v in last:
+                held += v.num_bytes()
+                free[last[v]] = free.get(last[v], 0) + v.num_bytes()
+        most = max(most, held + _inside(equation))
+        held -= free.pop(i, 0)
+    return most
+
+
+def _fuses(equation: Equation) -> bool:
+    name = equation.operation.name
+    return slicing.is_elementwise(name) or name in slicing.REDUCTIONS or is_view(equation)
+
+
+def _inside(equation: Equation) -> int:
+    """Bytes that one operation holds by itself."""
+    inner = getattr(equation.operation, "equations", None) or ()
+    tiles = getattr(equation.operation, "count", 1)
+    return max((_bytes((*e.values(), *e.outputs)) for e in inner), default=0) // tiles
+
+
+def _bytes(values: Sequence[Value]) -> int:
+    return sum(v.num_bytes() for v in values)

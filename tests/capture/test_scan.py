@@ -1,0 +1,281 @@
+"""Scans whole, in chunks and in steps compute what jit's scan does, by graphs of bounded size."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxoffload.capture.scan import unroll
+from tests.helpers import capture, interpret_taskgraph
+
+ALL = float("inf")
+
+
+def rows(*shape, seed=0, dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def assert_same(function, args, piece_bytes, rtol=2e-6, **cut):
+    captured, arrays = capture(function, *args, piece_bytes=piece_bytes, **cut)
+    wanted = jax.tree.leaves(jax.jit(function)(*args))
+    got = iter(interpret_taskgraph(captured, arrays))
+    for want in map(np.asarray, wanted):
+        if want.size:
+            found = next(got).view(want.dtype).reshape(want.shape)
+            if want.dtype.kind in "iub":
+                np.testing.assert_array_equal(found, want)
+            else:
+                found, want = found.astype(np.float64), want.astype(np.float64)
+                scale = np.abs(want).max()
+                np.testing.assert_allclose(found, want, rtol=0, atol=rtol * scale)
+    return captured
+
+
+def scans_in(captured):
+    """The lengths of the scans that each vertex runs."""
+    return [
+        step.operation.length
+        for vertex in captured.taskgraph.vertices
+        for step in captured.kernels[vertex.kernel].steps
+        if step.operation.name == "scan"
+    ]
+
+
+def recurrence(x):
+    return lax.scan(lambda c, r: (jnp.tanh(c * 0.9 + r), c * r), x[0], x)
+
+
+def nested(w, x):
+    def layer(h, row):
+        last, seen = lax.scan(lambda c, r: (jnp.tanh(c * 0.5 + r), c), h[0], h, reverse=True)
+        return jnp.tanh(seen * row[None]) + last[None], last
+
+    h, lasts = lax.scan(layer, x, w)
+    return jnp.sum(h * h) + jnp.sum(lasts)
+
+
+def keys(x):
+    def body(key, row):
+        key, now = jax.random.split(key)
+        return key, row + jax.random.normal(now, row.shape)
+
+    key, ys = lax.scan(body, jax.random.key(3), x)
+    return jax.random.key_data(key), ys
+
+
+def two_lengths(x):
+    first = lax.scan(lambda c, r: (c + r, c * r), x[0], x)[1]
+    second = lax.scan(lambda c, r: (c - r, jnp.sin(c)), x[0], x[: x.shape[0] // 2])[1]
+    return jnp.sum(jnp.concatenate([first, second]) ** 2)
+
+
+def carries(x):
+    """Of several dtypes, weak and strong, one of them passed through, a constant among them."""
+    table = np.arange(8, dtype=np.float32)
+
+    def body(c, row):
+        count, total, weak, same, half = c
+        half = (half * row.astype(jnp.bfloat16)).astype(jnp.bfloat16)
+        return (count + 1, total + row * weak + table, weak * 1.0, same, half + 1), count
+
+    start = (0, x[0], 0.5, x[1], jnp.zeros(8, jnp.bfloat16))
+    return lax.scan(body, start, x)
+
+
+def stacks(x):
+    """What is done with a stack row by row, or to all rows."""
+    ys = lax.scan(lambda c, r: (c + r, jnp.outer(c, r)), x[0], x)[1]
+    flat = jnp.tanh(ys).reshape(x.shape[0], -1) * 0.5
+    turned = jnp.transpose(ys, (0, 2, 1))
+    return (
+        flat, turned, ys.max(axis=0), turned.sum(axis=(0, 1)), flat.sum(axis=1), flat.min(),
+        jnp.cumsum(flat, 0), ys[-1],
+    )  # fmt: skip
+
+
+X = rows(37, 8)
+PROGRAMS = {
+    "forward": (recurrence, (X,)),
+    "gradient": (jax.grad(lambda x: jnp.sum(recurrence(x)[1] ** 2)), (X,)),
+    "reverse": (lambda x: lax.scan(lambda c, r: (c * 0.5 + r, c), x[0], x, reverse=True), (X,)),
+    "both ways": (
+        lambda x: lax.scan(lambda c, r: (c + r, c * r), x[0], recurrence(x)[1], reverse=True),
+        (X,),
+    ),
+    "no xs": (lambda x: lax.scan(lambda c, _: (jnp.sin(c) + 1, c), x[0], None, length=41), (X,)),
+    "no ys": (lambda x: lax.scan(lambda c, r: (jnp.sin(c) + r, None), x[0], x)[0], (X,)),
+    "no carry": (lambda x: lax.map(lambda r: jnp.sin(r) * r.sum(), x), (X,)),
+    "length 0": (lambda x: lax.scan(lambda c, r: (c + r, c), x[0], x[:0]), (X,)),
+    "length 1": (lambda x: lax.scan(lambda c, r: (c + r, c), x[0], x[:1]), (X,)),
+    "nested": (jax.grad(nested), (rows(6, 8), X)),
+    "keys": (keys, (X,)),
+    "two lengths": (jax.grad(two_lengths), (X,)),
+    "carries": (carries, (X,)),
+    "stacks": (stacks, (X,)),
+    "unrolled by hand": (
+        lambda x: lax.scan(lambda c, r: (jnp.tanh(c + r), c), x[0], x, unroll=5),
+        (X,),
+    ),
+    "associative": (lambda x: lax.associative_scan(jnp.multiply, recurrence(x)[1]), (X,)),
+    "computed xs": (lambda x: recurrence(jnp.cumsum(x, 0)), (X,)),
+    "vmapped": (jax.vmap(lambda x: recurrence(x)), (rows(3, 37, 8),)),
+    "forward mode": (lambda x: jax.jvp(lambda y: recurrence(y)[1], (x,), (x * 2,)), (X,)),
+}
+
+
+@pytest.mark.parametrize("piece_bytes", [ALL, 700, 0])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_whole_in_chunks_and_in_steps_match(name, piece_bytes):
+    function, args = PROGRAMS[name]
+    assert_same(function, args, piece_bytes)
+
+
+def test_a_small_scan_stays_whole_without_a_limit():
+    for name, (function, args) in PROGRAMS.items():
+        if name not in ("length 0", "length 1"):
+            captured, _ = capture(function, *args, piece_bytes=ALL)
+            assert len(captured.taskgraph.vertices) <= 8, name
+            assert not unroll(jax.make_jaxpr(function)(*args)).parents[1:], name
+
+
+def test_chunks_share_executables():
+    captured = assert_same(jax.grad(lambda x: recurrence(x)[1].sum()), (rows(960, 8),), 10_000)
+    lengths = scans_in(captured)
+    assert 8 <= len(lengths) and len(set(lengths)) == 1
+    chunks = {k for k, kernel in enumerate(captured.kernels)
+              if any(step.operation.name == "scan" for step in kernel.steps)}  # fmt: skip
+    assert len(chunks) == 3  # forward, the last one forward (whose carry nobody reads), backward
+
+
+@pytest.mark.parametrize("length", [100, 1_000, 10_000])
+def test_the_graph_does_not_grow_with_the_trips(length):
+    function = jax.grad(lambda x: jnp.sum(recurrence(x)[1] ** 2))
+    for piece_bytes in (ALL, 2_000, 0):
+        captured, _ = capture(function, rows(length, 8), piece_bytes=piece_bytes)
+        assert len(captured.taskgraph.vertices) <= 6 * 33
+        assert len(captured.kernels) <= 64
+
+
+def test_layers_are_steps_of_their_own_whatever_the_limit():
+    weights = rows(3, 512, 512)  # 1 MiB each
+    function = jax.grad(lambda w, x: lax.scan(lambda h, m: (jnp.tanh(h @ m), None), x, w)[0].sum())
+    captured = assert_same(function, (weights, rows(4, 512)), ALL, rtol=1e-4, max_equations=1)
+    assert scans_in(captured) == []
+    sizes = {t.bytes for t in captured.taskgraph.tensors if t.argument and t.argument.index == 0}
+    assert sizes == {512 * 512 * 4}
+
+
+def test_work_makes_a_layer_too():
+    x = jnp.zeros((256, 1024))
+    m = jax.ShapeDtypeStruct((1024, 1024), np.float32)
+    body = lambda h, _: (jnp.tanh(h @ m_ @ m_), None)  # noqa: E731
+
+    def function(x, w):
+        nonlocal m_
+        m_ = w
+        return lax.scan(body, x, None, length=5)[0]
+
+    m_ = None
+    program = unroll(jax.make_jaxpr(function)(x, m))
+    assert len(program.parents) == 1 + 5
+
+
+def test_a_nested_scan_stays_a_loop_where_its_layer_is_a_vertex():
+    def function(w, x):
+        def layer(h, m):
+            inner = lax.scan(lambda c, r: (jnp.tanh(c * 0.5 + r), c), h[0], h)[1]
+            return jnp.tanh(inner @ m), None
+
+        return lax.scan(layer, x, w)[0]
+
+    captured = assert_same(function, (rows(3, 512, 512) / 23, rows(16, 512)), ALL, rtol=1e-5)
+    assert scans_in(captured) == [16] * 3
+
+
+def test_scans_that_meet_agree_on_their_pieces():
+    def function(x, y):  # the second has much larger rows
+        first = lax.scan(lambda c, r: (c + r, c * r), x[0], x)[1]
+        second = lax.scan(lambda c, r: (c + r[0].sum(), c * r[1][0]), x[0], (y, first * 2.0))[1]
+        return second + first
+
+    captured = assert_same(function, (rows(64, 8), rows(64, 40, 8)), 16_000)
+    lengths = scans_in(captured)
+    assert lengths == [11, 11, 11, 11, 11, 9] * 2
+    names = {s.operation.name for k in captured.kernels for s in k.steps}
+    assert "join" not in names and not any(name.startswith("slice[") for name in names)
+
+
+@pytest.mark.parametrize("piece_bytes", [ALL, 600, 0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_sums_over_pieces_keep_their_accuracy(dtype, piece_bytes):
+    def function(bias, x):
+        stack = lax.scan(lambda c, r: (c, jax.nn.relu(r)), 0.0, x + bias[None])[1]
+        return stack.sum(dtype=jnp.float32)
+
+    args = jnp.zeros(8, dtype), jnp.ones((1000, 8), dtype)
+    captured, arrays = capture(jax.grad(function), *args, piece_bytes=piece_bytes)
+    found = interpret_taskgraph(captured, arrays)[0].view(np.dtype(args[0].dtype))
+    np.testing.assert_array_equal(found.astype(np.float32), 1000)
+
+
+@st.composite
+def scans(draw):
+    """(function, args): a scan of drawn length and direction over drawn consts, carries, xs, ys."""
+    length = draw(st.integers(1, 50))
+    num = {k: draw(st.integers(0, 3)) for k in ("consts", "carry", "xs", "ys")}
+    dtypes = st.sampled_from([np.float32, jnp.bfloat16, np.int32])
+    avals = {
+        kind: [((draw(st.integers(1, 5)),), draw(dtypes)) for _ in range(count)]
+        for kind, count in num.items()
+    }
+    weights = draw(st.lists(st.integers(-3, 3), min_size=4, max_size=4))
+    reverse, unrolled = draw(st.booleans()), draw(st.sampled_from([1, 1, 3]))
+    after = draw(st.sampled_from(["nothing", "rows", "sum", "again"]))
+
+    def mixed(values, shape, dtype):
+        total = jnp.zeros(shape, np.float32)
+        for weight, value in zip(weights, values, strict=False):
+            total = total + weight * jnp.mean(value.astype(np.float32))
+        return (jnp.tanh(total) * 3).astype(dtype)
+
+    def function(consts, carry, xs):
+        def body(c, x):
+            seen = [*c, *(x or ()), *consts]
+            new = [mixed(seen[i:] + seen[:i], *aval) for i, aval in enumerate(avals["carry"])]
+            new = [n + old for n, old in zip(new, c, strict=True)]
+            return new, [mixed(seen[::-1], *aval) for aval in avals["ys"]]
+
+        options = {"length": length, "reverse": reverse, "unroll": unrolled}
+        carry, ys = lax.scan(body, carry, xs or None, **options)
+        if after == "rows":
+            ys = [y * 2 for y in ys]
+        if after == "sum":
+            ys = [y.astype(np.float32).sum(0) for y in ys]
+        if after == "again" and ys:
+            carry, more = lax.scan(
+                lambda c, y: (c, y[0] + y[0]), carry, ys, reverse=not reverse, length=length
+            )
+            ys = [more]
+        return carry, ys
+
+    def made(kind, lead=()):
+        return [
+            (rows(*lead, *shape, seed=i) * 4).astype(dtype)
+            for i, (shape, dtype) in enumerate(avals[kind])
+        ]
+
+    return function, (made("consts"), made("carry"), made("xs", (length,)))
+
+
+@hypothesis.settings(max_examples=60, deadline=None,
+                     suppress_health_check=list(hypothesis.HealthCheck))  # fmt: skip
+@hypothesis.given(program=scans(), piece_bytes=st.sampled_from([0, 1, 60, 250, 1000, ALL]),
+                  max_equations=st.sampled_from([1, 12]))  # fmt: skip
+def test_any_scan_in_any_pieces(program, piece_bytes, max_equations):
+    function, args = program
+    if jax.tree.leaves(jax.eval_shape(function, *args)):
+        tolerance = 1e-2  # a bfloat16's rounding, carried on
+        assert_same(function, args, piece_bytes, rtol=tolerance, max_equations=max_equations)

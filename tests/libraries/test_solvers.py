@@ -1,0 +1,53 @@
+"""JAXopt, Lineax and Optimistix: minimizers, linear and nonlinear systems, implicit gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.libraries import library
+from tests.libraries.agree import assert_as_jit, normal
+
+A = normal(6, 6)
+SYSTEM = A @ A.T / 6 + np.eye(6, dtype=np.float32)
+
+
+def test_ridge_regression_by_jaxopt():
+    jaxopt = library("jaxopt")
+
+    def solution(strength, x, y):
+        def loss(w):
+            return jnp.mean((x @ w - y) ** 2) + strength * w @ w
+
+        # The loop as one of JAX's: what "auto" does depends on who is asking.
+        solver = jaxopt.GradientDescent(loss, maxiter=40, jit=True, unroll=False)
+        return solver.run(jnp.zeros(3)).params
+
+    assert_as_jit(solution, np.float32(0.1), normal(12, 3), normal(12))
+    gradient = jax.grad(lambda s, x, y: jnp.sum(solution(s, x, y)))
+    assert_as_jit(gradient, np.float32(0.1), normal(12, 3), normal(12))
+
+
+def test_a_linear_system_by_lineax():
+    lineax = library("lineax")
+
+    def solution(a, b):
+        return lineax.linear_solve(lineax.MatrixLinearOperator(a), b).value
+
+    assert_as_jit(solution, SYSTEM, normal(6), in_jit=True)
+    assert_as_jit(jax.grad(lambda a, b: jnp.sum(solution(a, b) ** 2)), SYSTEM, normal(6))
+
+
+def test_a_root_and_least_squares_by_optimistix():
+    optimistix = library("optimistix")
+
+    def root(a):
+        solver = optimistix.Newton(rtol=1e-5, atol=1e-5)
+        return optimistix.root_find(lambda y, a: a @ y + y**3 - 1, solver, jnp.zeros(6), a).value
+
+    def squares(a):
+        solver = optimistix.LevenbergMarquardt(rtol=1e-4, atol=1e-4)
+        start = jnp.ones(6)
+        return optimistix.least_squares(lambda y, a: jnp.tanh(a @ y) - 0.1, solver, start, a).value
+
+    assert_as_jit(root, SYSTEM)
+    assert_as_jit(squares, SYSTEM)
