@@ -600,7 +600,7 @@ class Planner:
     def _estimated(self, cut: Cut) -> TaskGraph:
         """The same with workspace as far as it can be told before anything is compiled."""
         found = self._looked_at(cut)
-        return _with_workspace(found.taskgraph, found.workspace)
+        return _with_workspace(found.taskgraph, found.workspace())
 
     def _looked_at(self, cut: Cut) -> Captured:
         if cut not in self._graphs:
@@ -622,7 +622,7 @@ class Planner:
             disk_arguments=self._request.disk_arguments,
             disk_results=self._request.disk_results,
         )
-        return Captured(graph, captured.kernels, captured.workspace)
+        return Captured(graph, captured.kernels, captured.clusters)
 
     def _compiled(self, cut: Cut) -> tuple[Captured, list[Any], CompileReport]:
         """One cut, its kernels compiled, its vertices' workspace known."""
@@ -676,7 +676,7 @@ class Planner:
         self.has_estimated |= None in known
         temp = [
             guess if (executable := known[vertex.kernel]) is None else executable.temp_bytes
-            for vertex, guess in zip(captured.taskgraph.vertices, captured.workspace, strict=True)
+            for vertex, guess in zip(captured.taskgraph.vertices, captured.workspace(), strict=True)
         ]
         return Captured(_with_workspace(captured.taskgraph, temp), ())
 
@@ -708,7 +708,8 @@ class Planner:
         )
         # What was only tried need not stay compiled for as long as the plan lives.
         self._cuts = {cut: found for cut, found in self._cuts.items() if found[1] is executables}
-        self._graphs.clear()
+        if self._compiles:
+            self._graphs.clear()
         plan = Plan(
             self._request, budget, captured, graph, executables, report, resident,
             self.constants, self,
@@ -748,7 +749,7 @@ def _with_workspace(graph: TaskGraph, temp: Sequence[int]) -> TaskGraph:
 def _by_workspace(captured: Captured) -> list[int]:
     """Kernels, those first that seem to need most workspace, or then most traffic."""
     most = [(0, 0.0)] * len(captured.kernels)
-    for vertex, count in zip(captured.taskgraph.vertices, captured.workspace, strict=True):
+    for vertex, count in zip(captured.taskgraph.vertices, captured.workspace(), strict=True):
         most[vertex.kernel] = max(most[vertex.kernel], (count, vertex.traffic))
     return sorted(range(len(most)), key=lambda kernel: most[kernel], reverse=True)
 

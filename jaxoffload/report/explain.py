@@ -139,7 +139,7 @@ class Explanation:
             peak_bytes=peak,
             peak_source=_where(graph, found.peak_vertex),
             min_device_memory=least,
-            min_source=f"{vertex.name} at {vertex.source}" if vertex else "nothing",
+            min_source=_where(least_graph, least_vertex) if vertex else "nothing",
             budget=budget,
             plan=plan,
             has_estimates=planner.has_estimated,
