@@ -27,6 +27,7 @@
 #include "base/mutex.h"
 #include "cuda/driver.h"
 #include "ffi.h"
+#include "host_callback.h"
 #include "pjrt/client.h"
 #include "pjrt/plan.h"
 #include "plan/order_check.h"
@@ -67,6 +68,29 @@ class WithoutGil {
 
  private:
   PyThreadState* const state_;
+};
+
+// Holds the GIL for a scope of a thread that Python may not know.
+class WithGil {
+ public:
+  WithGil() {
+    ++exit_state.num_returning;
+    held_ = !exit_state.exiting;
+    if (held_) state_ = PyGILState_Ensure();
+    --exit_state.num_returning;
+  }
+  ~WithGil() {
+    if (held_) PyGILState_Release(state_);
+  }
+  WithGil(const WithGil&) = delete;
+  WithGil& operator=(const WithGil&) = delete;
+
+  // False once the interpreter has begun to end.
+  bool held() const { return held_; }
+
+ private:
+  bool held_;
+  PyGILState_STATE state_;
 };
 
 template <typename T>
@@ -122,6 +146,36 @@ class HostBuffer {
   const int64_t bytes_;
   std::shared_ptr<char> data_;
 };
+
+nb::list Words(const std::vector<HostView>& views) {
+  static char nothing[1];  // where there are no bytes, for which XLA may give no address
+  // Without an owner nanobind would copy them.
+  const nb::capsule owner(nothing, [](void*) noexcept {});
+  nb::list found;
+  for (const HostView& view : views) {
+    char* const data = view.bytes == 0 ? nothing : view.data;
+    found.append(nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(
+        reinterpret_cast<uint8_t*>(data), {static_cast<size_t>(view.bytes)}, owner));
+  }
+  return found;
+}
+
+// Has programs' callbacks call `function(number, operands, results)`, which gets their bytes for as
+// long as it runs, and returns what went wrong, or "".
+void CallBack(nb::callable function) {
+  // Never released: threads may call it until the process ends.
+  SetHostCallback([function = function.release()](int64_t number,
+                                                  const std::vector<HostView>& operands,
+                                                  const std::vector<HostView>& results) {
+    const WithGil gil;
+    if (!gil.held()) return std::string("the interpreter is ending");
+    try {
+      return nb::cast<std::string>(function(number, Words(operands), Words(results)));
+    } catch (const std::exception& e) {
+      return std::string(e.what());
+    }
+  });
+}
 
 // For classes that a function makes (nb::new_): object.__new__ would make one with nothing in it,
 // on which nanobind ends the process. It alone asks the type for memory.
@@ -723,6 +777,8 @@ NB_MODULE(_native, m) {
     }
     return found;
   });
+  m.def("set_host_callback", &CallBack, "function"_a);
+  m.def("host_callback_handler", [] { return nb::capsule(HostCallbackHandler()); });
   m.attr("ffi_api_version") = nb::cast(FfiApiVersion());
   m.def("_shutdown", &ShutdownClients);
   nb::module_::import_("atexit").attr("register")(m.attr("_shutdown"));

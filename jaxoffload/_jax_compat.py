@@ -14,16 +14,24 @@ from typing import Any
 import jax
 import jax.extend as jex
 import numpy as np
+from jax._src import api_util as _api_util
+from jax._src import callback as _callback
+from jax._src import checkify as _checkify
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import dtypes as _dtypes
+from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.interpreters import pxla as _pxla
 from jax._src.lax import lax as _lax
 from jax._src.lib import _jax
 from jax._src.lib import xla_client as _xla_client
+from jax.experimental import jet as _jet
 from jaxlib.mlir.dialects import stablehlo as _stablehlo
 
 ClosedJaxpr = jex.core.ClosedJaxpr
@@ -55,7 +63,9 @@ def source_line(source_info: Any) -> str:
 
 
 def physical(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of an abstract value's bytes (a PRNG key is uint32 words)."""
+    """Shape and dtype of the bytes of an array or abstract value (a PRNG key is uint32 words)."""
+    if not isinstance(aval, ShapedArray):
+        aval = ShapedArray(aval.shape, aval.dtype)
     aval = _core.physical_aval(aval)
     return tuple(aval.shape), np.dtype(aval.dtype)
 
@@ -63,6 +73,27 @@ def physical(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
 def is_key(dtype: Any) -> bool:
     """Whether a dtype is that of typed PRNG keys."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def name_arguments(function: Any, call: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Has JAX's messages about a function of flat arrays speak of the arguments of another.
+
+    Args:
+      call: what the user knows, or what wraps it.
+      args, kwargs: pytrees of as many leaves as the function has arguments.
+    """
+    info = _api_util.debug_info("jit", call, args, kwargs)
+    _api_util.save_wrapped_fun_debug_info(function, info)
+
+
+def bits(dtype: Any) -> int:
+    """Bits of an element, which below eight are fewer than those of NumPy's elements."""
+    return _dtypes.itemsize_bits(dtype)
+
+
+def is_array_like(x: Any) -> bool:
+    """Whether a function of arrays may return it."""
+    return _core.valid_jaxtype(x)
 
 
 def is_extended(aval: Any) -> bool:
@@ -82,6 +113,92 @@ def evaluate(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> 
 def _bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     found = primitive.get_bind_params(params)
     return found if isinstance(found, tuple) else ((), found)
+
+
+def effect_kind(effect: Any) -> str | None:
+    """What an effect is: "named axis", "check", "ref", "other"; None where it is the function's own
+    affair."""
+    if isinstance(effect, _core.InternalMutableArrayEffect):
+        return None
+    kinds = {
+        "named axis": _core.NamedAxisEffect,
+        "check": _checkify.ErrorEffect,
+        "ref": _effects.JaxprInputEffect,
+    }
+    return next((name for name, kind in kinds.items() if isinstance(effect, kind)), "other")
+
+
+def in_manual_region() -> bool:
+    """Whether what is called now is a device's part of a `shard_map`."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def devices_of_constraint(eqn: JaxprEqn) -> int:
+    """Over how many devices an equation constrains its operand to be spread."""
+    sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
+    return len(getattr(sharding, "device_set", ())) or getattr(
+        getattr(sharding, "mesh", None), "size", 1
+    )
+
+
+pure_callback_p = _callback.pure_callback_p
+
+
+def call_back(callback: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """What a `pure_callback` gives for arrays in host memory, called as JAX calls it."""
+    return _callback.pure_callback_impl(
+        *operands, result_avals=None, callback=callback, sharding=None, vmap_method=None
+    )
+
+
+def without_internal_refs(closed: Any) -> Any:
+    """The same closed jaxpr, with the Refs that it makes for itself replaced by values."""
+    if any(isinstance(e, _core.InternalMutableArrayEffect) for e in closed.effects):
+        return _pxla._discharge_internal_refs(closed)
+    return closed
+
+
+def committed_to(arrays: Sequence[Any]) -> Any:
+    """The device to which the first array that is committed is; None if none is."""
+    found = (x for x in arrays if isinstance(x, jax.Array) and x.committed)
+    return next((next(iter(x.devices())) for x in found), None)
+
+
+def is_ref(x: Any) -> bool:
+    """Whether a leaf is a mutable array."""
+    return isinstance(x, jax.Ref)
+
+
+def is_symbolic(x: Any) -> bool:
+    """Whether a leaf's shape is not known yet."""
+    return not all(isinstance(size, int) for size in getattr(x, "shape", ()))
+
+
+def is_export(lowering_context: Any) -> bool:
+    """Whether what is lowered is to be serialized."""
+    return lowering_context.module_context.lowering_parameters.for_export
+
+
+def is_jit_disabled() -> bool:
+    """Whether functions are to be called as they are, to be looked at."""
+    return _config.disable_jit.value
+
+
+def refuses_transfers_to_device() -> bool:
+    """Whether `jax.transfer_guard` disallows transfers that nobody asked for."""
+    return _config.transfer_guard_host_to_device.value in ("disallow", "disallow_explicit")
+
+
+def transfers_allowed() -> contextlib.AbstractContextManager[Any]:
+    """Within it `jax.transfer_guard` allows what moves nothing."""
+    if _config.transfer_guard_host_to_device.value is None:
+        return contextlib.nullcontext()
+    return jax.transfer_guard_host_to_device("allow")
+
+
+def is_tracing() -> bool:
+    """Whether what is called now is staged or transformed, and not computed at once."""
+    return not isinstance(_core.trace_ctx.trace, _core.EvalTrace)
 
 
 def equation_context(eqn: JaxprEqn) -> tuple[Any, ...]:
@@ -297,10 +414,57 @@ def int64_attribute(value: int) -> Any:
     return np.int64(value)
 
 
-def jaxpr_of(function: Any, operands: Sequence[Any]) -> Any:
-    """A function's closed jaxpr at the shapes of some operands (tracers or arrays)."""
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    return jax.make_jaxpr(function)(*shapes)
+def batched(jaxpr: Any, axis: Any, in_axes: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A closed jaxpr mapped over an axis, as batching rules are given it.
+
+    Args:
+      in_axes: for each operand the mapped dimension, or None.
+
+    Returns:
+      The mapped jaxpr, and the mapped dimension of each result, None where the axis makes no
+      difference to it.
+    """
+    return _batching.batch_jaxpr2(jaxpr, axis, in_axes)
+
+
+def register_batcher(primitive: Any, rule: Any) -> None:
+    """Has `vmap` call `rule(axis, operands, dims, **params)`, which sees named axes."""
+    _batching.fancy_primitive_batchers[primitive] = rule
+
+
+def checked(
+    jaxpr: Any, error: Any, enabled: Any, operands: Sequence[Any]
+) -> tuple[list[Any], Any, Any]:
+    """A closed jaxpr with `checkify`'s checks.
+
+    Args:
+      error: what has failed before.
+      enabled: kinds of checks.
+      operands: arrays or tracers, for their shapes.
+
+    Returns:
+      The values of `error`, which come before the operands; the checked jaxpr; and the structure
+      of its results, (error, results).
+    """
+    values, tree = jax.tree.flatten(error)
+    avals = [_core.typeof(x) for x in (*values, *operands)]
+    found, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(jaxpr, enabled, tree, *avals)
+    return values, found, out_tree
+
+
+def register_check(primitive: Any, rule: Any) -> None:
+    """Has `checkify` call `rule(error, enabled, *operands, **params)`."""
+    _checkify.error_checks[primitive] = rule
+
+
+def register_jet(primitive: Any, rule: Any) -> None:
+    """Has `jet` call `rule(primals, series, **params)`."""
+    _jet.jet_rules[primitive] = rule
+
+
+def jet(function: Any, primals: Sequence[Any], series: Sequence[Any]) -> Any:
+    """Taylor coefficients of a function, in the form in which `jet`'s rules have them."""
+    return _jet.jet(function, primals, series, factorial_scaled=False)
 
 
 def lowered_operations(closed: Any) -> Any:

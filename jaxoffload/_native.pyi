@@ -401,5 +401,19 @@ def host_release() -> None:
 def host_set_cap(nbytes: int) -> None:
     """How many bytes of free pages may stay in memory."""
 
+def set_host_callback(
+    function: Callable[[int, list[np.ndarray], list[np.ndarray]], str],
+) -> None:
+    """Has the custom call "jaxoffload_callback" of the CPU plugin call a function, for good.
+
+    Args:
+      function: takes the call's attribute `number` and the bytes of its operands and its results,
+        which it fills; both are there for as long as it runs. Returns what went wrong, or "". Any
+        thread, with the GIL.
+    """
+
+def host_callback_handler() -> Any:
+    """The call's FFI handler, for `Client.register_ffi_handlers`."""
+
 ffi_api_version: tuple[int, int]
 """XLA FFI API of the headers that this was built with: (major, minor)."""

@@ -132,8 +132,9 @@ class Ranking:
         cuts = []
         for share in SHARES:
             size = _rounded(share * self._budget)
+            split = split_size(share * self._budget)
             cuts.append(Cut(size, piece_bytes=PIECE * size))
-            cuts.append(Cut(size, None, size, piece_bytes=PIECE * size))
+            cuts.append(Cut(size, None, split, piece_bytes=PIECE * size))
         cuts.append(FINEST)
         if self._recompute == "always":
             reach = REACHES[-1] * self._budget
@@ -205,6 +206,11 @@ class Ranking:
     def _is_enough(self) -> bool:
         is_fast = bool(self._tried) and min(self._tried)[0] <= self._enough
         return is_fast or self._work > SIMULATED_VERTICES
+
+
+def split_size(size: float) -> float:
+    """A size to split operations down to: the nearest power of two, so that few are ever tried."""
+    return 2.0 ** round(math.log2(size)) if size > 1 else 1.0
 
 
 def _rounded(size: float) -> float:

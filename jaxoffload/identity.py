@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
@@ -82,6 +83,9 @@ class _ById:
 
 def array_key(array: Any) -> Any:
     """Dtype, shape and bytes of an array or a number of a certain dtype."""
+    dtype = getattr(array, "dtype", None)
+    if dtype is not None and compat.is_key(dtype):
+        return ("keys", dtype, array_key(jax.random.key_data(array)))
     array = np.asarray(array)
     words = np.ascontiguousarray(array).tobytes()
     if len(words) > _DIGESTED:

@@ -10,11 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
+from jaxoffload import transforms
 from jaxoffload.capture.trace import trace
-from jaxoffload.errors import warn
+from jaxoffload.capture.whole import must_run_whole
+from jaxoffload.capture.words import Code, code_of, decoded, encoded
+from jaxoffload.compile import callbacks
+from jaxoffload.errors import PlanError, warn
+from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.identity import Key
 from jaxoffload.once import Once
 from jaxoffload.options import Options, format_bytes, make_options
@@ -29,10 +35,10 @@ from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.profile import Profile
 from jaxoffload.runtime.run import Run, make_run, run_plan
-from jaxoffload.signature import ArgumentSpec, Call, Signature, shapes_of
+from jaxoffload.signature import ArgumentSpec, BeyondPlans, Call, Signature, shapes_of
 from jaxoffload.tuner import Tuner
 from jaxoffload.verification import check_special_values, compare_with_jit
-from jaxoffload.whole import Whole, WholePlan, WholeRun, make_plan, runs_whole
+from jaxoffload.whole import Whole, WholePlan, WholeRun, is_always_cut, make_plan, may_run_whole
 
 AUTO_MARGIN = 0.1
 """Share of the free memory that device_memory="auto" leaves. Beside arena, workspace, host tier and
@@ -61,46 +67,53 @@ class _Program:
     ):
         self._profile = profile
         self._tuner = Tuner(profile, options)
-        self.traced = trace(call, shapes_of(signature), signature.key_impls)
+        self.traced = trace(call, shapes_of(signature), signature.codes, signature.tree)
         self._derived = Derived()
         self.options, self._asked = options, asked
         self._name, self._signature = name, signature
         self._first = Once()
         self._whole: Whole | None = None
-        if runs_whole(options, signature.tiers):
-            self._whole = Whole(self.traced.function, self.traced.jaxpr, signature.donated)
+        if may_run_whole(options, signature.tiers):
+            self._whole = Whole(self.traced.jaxpr, self.params()["donated"], name)
         self._plan: Plan | None = None  # another one than the first, once that is known
         self._tuning = threading.Lock()
         self.verified = False
 
     def params(self) -> dict[str, Any]:
         """What the primitive takes beside operands and jaxpr."""
+        more = len(self.traced.captured)
         return {
             "derived": self._derived.link,
             "name": self._name,
-            "kinds": self._signature.kinds,
-            "donated": self._signature.donated,
+            "kinds": self._signature.kinds + (TensorKind.WEIGHT,) * more,
+            "donated": self._signature.donated + (False,) * more,
             "options": self.options,
         }
 
     def request(self) -> Request:
         """What is planned for direct calls."""
-        signature = self._signature
+        params = self.params()
         return make_request(
             self.traced.jaxpr,
             self._name,
-            signature.kinds,
-            signature.donated,
+            params["kinds"],
+            params["donated"],
             self.options,
-            signature.tiers,
+            self._signature.tiers,
         )
 
     @property
     def whole(self) -> Whole | None:
-        """The function as it is, where it is clear that it fits."""
+        """The function as it is, where that is how it runs and it is clear that it fits."""
         budget = self.options.device_memory
         assert budget is None or isinstance(budget, int)
-        return self._whole if self._whole and self._whole.surely_fits(budget) else None
+        if self._whole is None or not self._whole.surely_fits(budget):
+            return None
+        return None if is_always_cut(self.options) and not self._must_run_whole else self._whole
+
+    @functools.cached_property
+    def _must_run_whole(self) -> bool:
+        return must_run_whole(self.traced.jaxpr)
 
     def plan(self) -> Plan:
         return self._plan or self._first.get(self._make_plan)
@@ -114,13 +127,17 @@ class _Program:
         self._say_if_idle(plan)
         return self._tuner.start(plan)
 
-    def run(self, operands: Sequence[Any]) -> tuple[list[Any], Run | WholeRun]:
-        """Calls the plan; measures, and may change the plan for the next call."""
+    def run(self, operands: Sequence[Any], device: Any) -> tuple[list[Any], Run | WholeRun]:
+        """Calls the plan; measures, and may change the plan for the next call.
+
+        Args:
+          device: to which results are committed, or None.
+        """
         plan, donated = self.plan(), self._signature.donated
         if isinstance(plan, WholePlan):
             return list(plan.whole.run(*self.as_given(operands))), WholeRun()
         before = plan.backend.used_memory() if self._tuner.measures else None
-        results, run = run_plan(plan, operands, self.options, donated)
+        results, run = run_plan(plan, operands, self.options, donated, device)
         results = [
             compat.weakly_typed(x) if weak and isinstance(x, jax.Array) else x
             for x, weak in zip(results, self.traced.out_weak_types, strict=True)
@@ -136,6 +153,36 @@ class _Program:
             finally:
                 self._tuning.release()
         return results, run
+
+    def run_spread(self, operands: Sequence[Any], name: str) -> tuple[list[Any], WholeRun]:
+        """Runs whole on arrays that are spread over several devices, as jit would.
+
+        Args:
+          name: of such an argument.
+
+        Raises:
+          PlanError: that takes more of each device than the budget.
+        """
+        budget, arguments = self.options.device_memory, self.as_given(operands)
+        assert budget is None or isinstance(budget, int)
+        if self._whole is None:
+            raise PlanError(
+                f"offload({self._name}): {name} is spread over several devices, and a plan that "
+                "has arguments or results below the device is for one. Put it on one with "
+                "jax.device_put, or in host memory with jaxoffload.host_put."
+            )
+        if not self._whole.surely_fits(budget):
+            needed = self._whole.needed_bytes_for(arguments)
+            assert budget is not None
+            if needed > budget:
+                raise PlanError(
+                    f"offload({self._name}): {name} is spread over several devices, and plans are "
+                    f"for one. The function as it is takes {format_bytes(needed)} of each, and "
+                    f"device_memory is {format_bytes(budget)}. Pass device_memory={needed} or "
+                    "more, put the argument on one device with jax.device_put, or offload what "
+                    "each device computes: jax.shard_map(offload(f), ...)."
+                )
+        return list(self._whole.run(*arguments)), WholeRun()
 
     def as_given(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves, numbers of Python's as such again: under jit they give way in promotions."""
@@ -188,7 +235,8 @@ class Offloaded:
         self._last_run: Run | WholeRun | None = None
         self._last_ended = -1  # on the runtime's clock
         self._as_it_is: Any = None
-        if options.device_memory is None and runs_whole(options, ()):
+        is_whole = may_run_whole(options, ()) and not is_always_cut(options)
+        if options.device_memory is None and is_whole:
             self._as_it_is = jax.jit(
                 function,
                 static_argnums=sorted(spec.static_positions),
@@ -203,23 +251,40 @@ class Offloaded:
             results = self._as_it_is(*args, **kwargs)
             self._note(WholeRun())
             return results
-        call = self._spec.bind(args, kwargs)
+        if compat.is_jit_disabled():
+            return self._function(*_on_device(args), **_on_device(kwargs))
+        if callbacks.is_inside():
+            return self._plain(*_on_device(args), **_on_device(kwargs))
+        try:
+            call = self._spec.bind(args, kwargs)
+        except BeyondPlans:
+            if self._options.device_memory is not None:
+                raise
+            return self._plain(*_on_device(args), **_on_device(kwargs))
         program = self._program(call)
-        if any(isinstance(leaf, compat.Tracer) for leaf in call.leaves):
+        if compat.is_tracing() or program.traced.captured:
             self._check_trace(call)
             whole = program.whole
             if whole is not None:
-                flat = whole.inline(*program.as_given(call.leaves))
+                more = program.traced.captured_words()
+                flat = whole.inline(*program.as_given(call.leaves), *more)
             else:
-                flat = bind(call.leaves, program.traced.jaxpr, **program.params())
+                leaves = [*call.leaves, *program.traced.captured_words()]
+                flat = bind(leaves, program.traced.jaxpr, **program.params())
         else:
             flat = self._run(program, call)
-        impls = program.traced.out_key_impls
-        wrapped = [
-            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
-            for x, impl in zip(flat, impls, strict=True)
-        ]
-        return jax.tree.unflatten(program.traced.out_tree, wrapped)
+        results = map(_decoded, flat, program.traced.out_codes)
+        return jax.tree.unflatten(program.traced.out_tree, results)
+
+    @functools.cached_property
+    def _plain(self) -> Any:
+        """The function jitted, with nothing donated."""
+        spec = self._spec
+        return jax.jit(
+            self._function,
+            static_argnums=sorted(spec.static_positions),
+            static_argnames=sorted(spec.static_names),
+        )
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes (arrays, or `jax.ShapeDtypeStruct`).
@@ -306,8 +371,9 @@ class Offloaded:
         program = self._programs.get(key)
         if program is None:
             # Under no lock: tracing runs the user's code, which may call this very function.
-            made = self._make_program(call)
-            program = self._programs.setdefault(key, made)  # atomic; the first one stays
+            program = self._make_program(call)
+            if not program.traced.captured:  # tracers are not to outlive their transformation
+                program = self._programs.setdefault(key, program)  # atomic; the first one stays
         return program
 
     def _make_program(self, call: Call) -> _Program:
@@ -328,18 +394,63 @@ class Offloaded:
                     f"offload({self._spec.name}) was called with a ShapeDtypeStruct, which has no "
                     "data. Pass arrays, or call .plan() or .explain() with shapes."
                 )
+        spread, device = self._placed(call)
+        if spread is not None:
+            flat, run = program.run_spread(call.leaves, self._spec.name_of(call, spread))
+            self._note(run)
+            return flat
         plan = program.plan()  # what cannot run is refused before anything runs
         expected = None
         if not isinstance(plan, WholePlan) and program.options.verify and not program.verified:
-            leaves = [np.asarray(x) if isinstance(x, TierArray) else x for x in call.leaves]
+            leaves = [_read(x) if isinstance(x, TierArray) else x for x in call.leaves]
             expected = compare_with_jit(program.traced.jaxpr, leaves)
-        flat, run = program.run(call.leaves)
+        if not isinstance(plan, WholePlan):
+            self._check_transfers(call)
+        flat, run = program.run(call.leaves, device)
         self._note(run)
         if expected is not None:
             expected.check(self._spec.name, flat)
             program.verified = True
         check_special_values(self._spec.name, flat)
         return flat
+
+    def _placed(self, call: Call) -> tuple[int | None, Any]:
+        """A leaf that is spread over several devices, if there is one; and the device to which
+        arguments, and so results, are committed, None if none is.
+
+        Raises:
+          ValueError: there are two, as under jit.
+        """
+        first, device, seen = 0, None, None
+        for i, leaf in enumerate(call.leaves):
+            if isinstance(leaf, np.ndarray | TierArray) or leaf.sharding is seen:
+                continue
+            if not leaf.committed:
+                continue
+            seen = leaf.sharding
+            if len(seen.device_set) > 1:
+                return i, None
+            if device is None:
+                first, (device,) = i, seen.device_set
+            elif device not in seen.device_set:
+                (other,) = seen.device_set
+                raise ValueError(
+                    f"offload({self._spec.name}): {self._spec.name_of(call, first)} is committed "
+                    f"to {device} and {self._spec.name_of(call, i)} to {other}. Put both on one "
+                    "device with jax.device_put, as for jax.jit."
+                )
+        return None, device
+
+    def _check_transfers(self, call: Call) -> None:
+        if not compat.refuses_transfers_to_device():
+            return
+        for i, leaf in enumerate(call.leaves):
+            if isinstance(leaf, np.ndarray):
+                raise RuntimeError(
+                    f"offload({self._spec.name}): {self._spec.name_of(call, i)} is in NumPy's "
+                    "memory, and jax.transfer_guard disallows its transfer to the device. Pass it "
+                    "through jax.device_put first."
+                )
 
     def _note(self, run: Run | WholeRun) -> None:
         self._last_run, self._last_ended = run, time.monotonic_ns()
@@ -364,6 +475,27 @@ class Offloaded:
 
     def __repr__(self) -> str:
         return f"offload({self._spec.name}, device_memory={self._options.device_memory!r})"
+
+
+def _on_device(tree: Any) -> Any:
+    """A pytree with arrays of JAX's instead of those below the device."""
+    return jax.tree.map(
+        lambda x: jnp.asarray(np.asarray(x)) if isinstance(x, TierArray) else x, tree
+    )
+
+
+def _read(array: TierArray) -> np.ndarray:
+    """The words of an array below the device."""
+    return encoded(np.asarray(array), code_of(array))
+
+
+def _decoded(x: Any, code: Code) -> Any:
+    """A result of what it is the words of. Keys are arrays of JAX's wherever results go."""
+    if isinstance(x, TierArray) and code is not None:
+        return (
+            decoded(jnp.asarray(np.asarray(x)), code) if isinstance(code, str) else x.seen_as(code)
+        )
+    return decoded(x, code)
 
 
 def offload(
@@ -469,4 +601,5 @@ def _any_below(tree: Any) -> bool:
     return any(isinstance(leaf, TierArray) for leaf in jax.tree.leaves(tree))
 
 
+transforms.register()
 compat.hide_frames_of(__file__)

@@ -26,7 +26,7 @@ from jaxoffload.capture.recompute import recompute
 from jaxoffload.capture.scan import unroll
 from jaxoffload.capture.split import Tilings, split
 from jaxoffload.compile.cache import CompileReport
-from jaxoffload.cuts import FINEST, PIECE, SAME, WHOLE, Cut, Ranking
+from jaxoffload.cuts import FINEST, PIECE, SAME, WHOLE, Cut, Ranking, split_size
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
@@ -34,7 +34,12 @@ from jaxoffload.graphs.verify import VerifyError, verify
 from jaxoffload.options import Options, format_bytes
 from jaxoffload.plan.build import QUICK_VARIANTS, VARIANTS, build_memgraph
 from jaxoffload.plan.hardware import Machine
-from jaxoffload.plan.limits import intermediates_peak, min_budget, resident_peak
+from jaxoffload.plan.limits import (
+    intermediates_peak,
+    least_whole,
+    min_budget,
+    resident_peak,
+)
 from jaxoffload.plan.order import orders
 from jaxoffload.plan.simulate import simulate
 from jaxoffload.plan.static import keep_everything
@@ -355,11 +360,17 @@ class Planner:
                 if kept is not None:
                     return self._finish(cut, kept, budget, resident=True)
         assert budget is not None, "without a limit everything is kept"
-        found = self._fixed_cut() or self._chosen(budget) or self._least
+        found = self._fixed_cut() or self._least_or(budget)
         if _needs(found) > budget:
             raise self._refusal(budget)
         best, graph = self._fastest(found, budget)
         return self._finish(best, graph, budget, resident=False)
+
+    def _least_or(self, budget: int) -> tuple[Captured, list[Any], CompileReport]:
+        """The best cut for a budget; where none is known the one that needs least."""
+        # No cut does with less than one operand or result that is there whole.
+        is_hopeless = least_whole(self.graph(FINEST)) > budget
+        return (None if is_hopeless else self._chosen(budget)) or self._least
 
     def _whole(self) -> tuple[Captured, list[Any], CompileReport]:
         """The program as it is cut if memory does not matter."""
@@ -441,7 +452,7 @@ class Planner:
             return fixed
         coarse = FINEST, WHOLE
         least = min(min_budget(self.graph(cut))[0] for cut in coarse)
-        tiled = [Cut(0, 1, share * least, piece_bytes=0) for share in SPLITS]
+        tiled = [Cut(0, 1, split_size(share * least), piece_bytes=0) for share in SPLITS]
         best = self._lowest([*coarse, *tiled], None)
         assert best is not None, "without a limit the first one works"
         for _ in range(_LOWER):

@@ -1,8 +1,7 @@
-"""The primitive behind `offload` inside a transformation, and its rules.
+"""The primitive behind `offload` inside a transformation, and its lowering.
 
-Under `jit` it becomes one XLA FFI custom call whose handler enters the launcher.
-`vmap` gives an offloaded batched function. Differentiating it from outside cannot offload what it
-never saw, so `jvp` evaluates the body in plain JAX: right, not offloaded, and said so.
+Under `jit` it becomes one XLA FFI custom call whose handler enters the launcher. What other
+transformations make of it is in transforms.py.
 """
 
 import bisect
@@ -15,10 +14,11 @@ from typing import Any
 import jax
 import jax.extend as jex
 import numpy as np
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
+from jaxoffload.capture.words import code_of, encoded
 from jaxoffload.errors import warn
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.once import OnceEach
@@ -28,7 +28,7 @@ from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.callers import place_below
 from jaxoffload.runtime.run import run_plan
-from jaxoffload.whole import Whole, WholePlan, runs_whole
+from jaxoffload.whole import Whole, WholePlan, may_run_whole
 from jaxoffload.whole import make_plan as plan_request
 
 offload_p = compat.Primitive("jaxoffload")
@@ -58,12 +58,28 @@ class Derived:
     def made_plans(self) -> list[Plan]:
         """Every plan made so far, of what was batched, too."""
         own = [plan for _, plan in self.plans.made()]
-        return own + [p for _, _, inner in self.batched.made() for p in inner.made_plans()]
+        return own + [p for *_, inner in self.batched.made() for p in inner.made_plans()]
 
     def clear(self) -> None:
         """Forgets it; programs that are compiled keep what they have."""
         self.plans.clear()
         self.batched.clear()
+
+
+class Held:
+    """What a compiled program keeps alive."""
+
+    __slots__ = ("_name", "_thing")
+
+    def __init__(self, name: str, thing: Any):
+        self._name, self._thing = name, thing
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"offload({self._name}): the program holds a plan, which lives in the process that "
+            "made it, and cannot be serialized. Serialize the function itself, or compile it in "
+            "each process."
+        )
 
 
 class Link:
@@ -117,7 +133,7 @@ def bind(
     )  # fmt: skip
 
 
-def _leaves(operands: Sequence[Any], below: Sequence[tuple[int, Any]]) -> list[Any]:
+def leaves_of(operands: Sequence[Any], below: Sequence[tuple[int, Any]]) -> list[Any]:
     """All leaves, in order."""
     found = list(operands)
     for i, array in below:
@@ -155,36 +171,43 @@ def make_plan(
     if below and backend is not None and backend.name != "cpu":
         request = dataclasses.replace(request, reloads_all=True)
     whole = None
-    if runs_whole(options, tiers):
-        whole = Whole(jex.core.jaxpr_as_fun(jaxpr), jaxpr, donated)
+    if may_run_whole(options, tiers):
+        whole = Whole(jaxpr, donated, name)
     return plan_request(request, whole, backend)
 
 
 @offload_p.def_impl
 def _impl(*operands: Any, **params: Any) -> list[Any]:
-    leaves = _leaves(operands, params["below"])
+    leaves = leaves_of(operands, params["below"])
     backend = backends.current()
     plan = _plan({**params, "donated": (False,) * len(leaves)}, backend)
     if isinstance(plan, WholePlan):
         return plan.whole.run(*leaves)
-    return run_plan(plan, leaves, params["options"])[0]
+    return run_plan(plan, leaves, params["options"], device=compat.committed_to(leaves))[0]
 
 
-@offload_p.def_abstract_eval
-def _abstract_eval(*avals: Any, jaxpr: Any, **params: Any) -> list[Any]:
-    return list(jaxpr.out_avals)
+@offload_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, jaxpr: Any, **params: Any) -> tuple[list[Any], Any]:
+    return list(jaxpr.out_avals), jaxpr.effects
 
 
 def _lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> Any:
     register_target(backend_name)
-    plan = _plan(params, backends.get(backend_name))
-    if isinstance(plan, WholePlan):
-        return mlir.lower_fun(_whole(params), multiple_results=True)(context, *operands)
+    is_exported = compat.is_export(context)
+    if is_exported and params["options"].device_memory is not None:
+        raise NotImplementedError(
+            f"offload({params['name']}) is exported with a budget, and a plan lives in the process "
+            "that made it. Export the function itself, jax.export.export(jax.jit(f)), and offload "
+            "what is deserialized: offload(exported.call, device_memory=...)."
+        )
+    plan = None if is_exported else _plan(params, backends.get(backend_name))
+    if plan is None or isinstance(plan, WholePlan):
+        return mlir.lower_fun(in_plain_jax(params), multiple_results=True)(context, *operands)
     below = params["below"]
     for _, array in below:
         array.check_alive()
     registration = _native.PlanRegistration(plan.native, [(i, place_below(x)) for i, x in below])
-    compat.keep_alive(context, registration)  # until the call is instantiated
+    compat.keep_alive(context, Held(params["name"], registration))  # until it is instantiated
     operands = (*operands, *(mlir.ir_constant(c) for c in plan.constants))
     if plan.constants:
         extra = [compat.ShapedArray(c.shape, c.dtype) for c in plan.constants]
@@ -209,7 +232,7 @@ def _lower_elsewhere(context: Any, *operands: Any, **params: Any) -> Any:
         f"offload({params['name']}): offloading is available on CPU and CUDA only; the function "
         "runs whole on this platform."
     )
-    return mlir.lower_fun(_whole(params), multiple_results=True)(context, *operands)
+    return mlir.lower_fun(in_plain_jax(params), multiple_results=True)(context, *operands)
 
 
 mlir.register_lowering(offload_p, _lower_elsewhere)
@@ -234,44 +257,12 @@ def _evaluate(jaxpr: Any, *operands: Any) -> list[Any]:
     return list(jex.core.jaxpr_as_fun(jaxpr)(*operands))
 
 
-def _whole(params: dict[str, Any]) -> Any:
+def in_plain_jax(params: dict[str, Any]) -> Any:
     """The function in plain JAX, of its operands."""
 
     def body(*operands: Any) -> list[Any]:
-        below = tuple((i, np.asarray(array)) for i, array in params["below"])
-        return _evaluate(params["jaxpr"], *_leaves(operands, below))
+        arrays = ((i, np.asarray(array)) for i, array in params["below"])
+        below = tuple((i, encoded(array, code_of(array))) for i, array in arrays)
+        return _evaluate(params["jaxpr"], *leaves_of(operands, below))
 
     return body
-
-
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-    warn(
-        f"offload({params['name']}) is differentiated from outside, so it is not offloaded. "
-        "Write offload(jax.grad(f)) instead of jax.grad(offload(f))."
-    )
-    return jax.jvp(
-        jax.jit(_whole(params)), list(primals), [ad.instantiate_zeros(t) for t in tangents]
-    )
-
-
-ad.primitive_jvps[offload_p] = _jvp
-
-
-def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    below = params["below"]
-    axes = tuple(_leaves(dims, tuple((i, None) for i, _ in below)))
-    leaves = _leaves(operands, below)
-    shapes = tuple((x.shape, x.dtype) for x in leaves)
-
-    def make() -> tuple[Any, Any, Derived]:
-        body = jax.vmap(functools.partial(_evaluate, params["jaxpr"]), in_axes=axes)
-        return params["jaxpr"], compat.jaxpr_of(body, leaves), Derived()
-
-    key = (id(params["jaxpr"]), axes, shapes, compat.trace_context())
-    _, jaxpr, derived = params["derived"].get().batched.get(key, make)
-    others = {k: v for k, v in params.items() if k not in ("jaxpr", "derived", "below")}
-    outs = bind(leaves, jaxpr, derived=derived.link, **others)
-    return outs, [0] * len(outs)
-
-
-batching.primitive_batchers[offload_p] = _batch

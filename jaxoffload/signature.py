@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import identity
-from jaxoffload.capture.trace import key_impl
+from jaxoffload.capture.words import Code, code_of, encoded, moved_dtype
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.runtime.arrays import TierArray
 
@@ -43,8 +43,8 @@ class Signature:
     Attributes:
       tree: structure of the dynamic arguments, (args, kwargs).
       static: (positions and names, values) of the static arguments.
-      avals: (shape, dtype, weak type) of each leaf; keys as their words.
-      key_impls: for each leaf the PRNG implementation of the key that it is, or None.
+      avals: (shape, dtype, weak type) of each leaf, as words (capture/words.py).
+      codes: what each leaf is the words of.
       donated: for each leaf.
       kinds: for each leaf.
       tiers: for each leaf "host", "disk", or "" for an array of JAX's or NumPy's.
@@ -53,7 +53,7 @@ class Signature:
     tree: Any
     static: tuple[Any, ...]
     avals: tuple[tuple[tuple[int, ...], np.dtype, bool], ...]
-    key_impls: tuple[Any, ...]
+    codes: tuple[Code, ...]
     donated: tuple[bool, ...]
     kinds: tuple[TensorKind, ...]
     tiers: tuple[str, ...]
@@ -62,9 +62,13 @@ class Signature:
         """What tells it from others, under further circumstances (hashable)."""
         static = tuple((where, identity.static_key(value)) for where, value in self.static)
         return identity.intern(
-            self.tree, static, self.avals, self.key_impls, self.donated, self.kinds, self.tiers,
+            self.tree, static, self.avals, self.codes, self.donated, self.kinds, self.tiers,
             *parts,
         )  # fmt: skip
+
+
+class BeyondPlans(TypeError):
+    """An argument is such as plans cannot be made for, and jit takes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,6 +103,7 @@ class ArgumentSpec:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):
             parameters = []
+        self._parameters = parameters
         self.names = [
             p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
@@ -164,17 +169,14 @@ class ArgumentSpec:
                 dynamic_kwargs[name] = value
         positions = [i for i in range(len(args)) if i not in self.static_positions]
         paths, tree = jax.tree_util.tree_flatten_with_path((dynamic_args, dynamic_kwargs))
-        leaves, avals, impls, donated, kinds, tiers = [], [], [], [], [], []
+        leaves, avals, codes, donated, kinds, tiers = [], [], [], [], [], []
         for path, leaf in paths:
             by_name = path[0].idx == 1
             where = path[1].key if by_name else positions[path[1].idx]
-            impl = key_impl(leaf)
-            if impl is not None and not isinstance(leaf, jax.ShapeDtypeStruct):
-                leaf = jax.random.key_data(leaf)
-            leaf, aval = self._array(leaf, path, positions)
+            leaf, code, aval = self._array(leaf, path, positions)
             leaves.append(leaf)
             avals.append(aval)
-            impls.append(impl)
+            codes.append(code)
             tiers.append(leaf.tier if isinstance(leaf, TierArray) else "")
             donated.append(
                 where in self.donated_names if by_name else where in self.donated_positions
@@ -191,7 +193,7 @@ class ArgumentSpec:
                 tree,
                 tuple(static),
                 tuple(avals),
-                tuple(impls),
+                tuple(codes),
                 tuple(donated),
                 tuple(kinds),
                 tuple(tiers),
@@ -212,6 +214,11 @@ class ArgumentSpec:
                 args.insert(position, value)
             return function(*args, **kwargs, **named)
 
+        call.__name__ = self.name
+        if self._parameters:
+            hidden = {self.names[w] for w, _ in static if w < len(self.names)} | named.keys()
+            dynamic = [p for p in self._parameters if p.name not in hidden]
+            call.__signature__ = inspect.Signature(dynamic)  # pyrefly: ignore[missing-attribute]
         return call
 
     def _hashable(self, value: Any, where: str) -> Any:
@@ -224,6 +231,15 @@ class ArgumentSpec:
             ) from None
         return value
 
+    def name_of(self, call: Call, leaf: int) -> str:
+        """What the user calls a leaf of a call."""
+        signature = call.signature
+        numbered = jax.tree.unflatten(signature.tree, range(len(call.leaves)))
+        static = {where for where, _ in signature.static if isinstance(where, int)}
+        positions = [i for i in range(len(numbered[0]) + len(static)) if i not in static]
+        path, _ = jax.tree_util.tree_leaves_with_path(numbered)[leaf]
+        return self._path_text(path, positions)
+
     def _path_text(self, path: Any, positions: Sequence[int]) -> str:
         if path[0].idx == 1:
             return f"{path[1].key}{jax.tree_util.keystr(path[2:])}"
@@ -231,14 +247,15 @@ class ArgumentSpec:
         name = self.names[position] if position < len(self.names) else f"argument {position}"
         return f"{name}{jax.tree_util.keystr(path[2:])}"
 
-    def _array(self, leaf: Any, path: Any, positions: Sequence[int]) -> tuple[Any, Any]:
+    def _array(self, leaf: Any, path: Any, positions: Sequence[int]) -> tuple[Any, Code, Any]:
+        """A leaf as it is moved, what that is the words of, and (shape, dtype, weak type)."""
         if isinstance(leaf, TierArray):
             if leaf.is_deleted():
                 raise RuntimeError(
                     f"offload({self.name}): {self._path_text(path, positions)} is {leaf!r}: it was "
                     "donated or deleted. Pass the result that took its place."
                 )
-            return leaf, (leaf.shape, leaf.dtype, False)
+            return leaf, code_of(leaf), (leaf.shape, moved_dtype(leaf.dtype), False)
         if isinstance(leaf, jax.ShapeDtypeStruct | compat.Tracer | jax.Array):
             if isinstance(leaf, jax.Array) and compat.is_deleted(leaf):
                 raise RuntimeError(
@@ -246,11 +263,26 @@ class ArgumentSpec:
                     f"shape {leaf.shape} that was donated or deleted. Pass the result that took "
                     "its place."
                 )
+            if isinstance(leaf, compat.Tracer) and compat.is_symbolic(leaf):
+                raise BeyondPlans(
+                    f"offload({self.name}): {self._path_text(path, positions)} has the shape "
+                    f"{leaf.shape}, and plans are for shapes that are known. Export the function "
+                    "itself, or pass device_memory=None."
+                )
+            weak, code = bool(getattr(leaf, "weak_type", False)), code_of(leaf)
             shape, dtype = compat.physical(leaf)
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-            return leaf, (shape, dtype, bool(getattr(leaf, "weak_type", False)))
+            else:
+                leaf = encoded(leaf, code)
+            return leaf, code, (shape, moved_dtype(dtype), weak)
         weak = isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic)
+        if compat.is_ref(leaf):
+            raise BeyondPlans(
+                f"offload({self.name}): {self._path_text(path, positions)} is a Ref, and vertices "
+                "read and write at times that nobody chose. Pass its value, ref[...], and return "
+                "the new one; or pass device_memory=None."
+            )
         if not weak and not isinstance(leaf, np.ndarray | np.generic):
             raise TypeError(
                 f"offload({self.name}): {self._path_text(path, positions)} is a "
@@ -269,7 +301,8 @@ class ArgumentSpec:
                 "an array of numbers."
             )
         array = np.ascontiguousarray(np.asarray(leaf, dtype=dtype)).reshape(np.shape(leaf))
-        return array, (array.shape, dtype, weak)
+        code = code_of(array)
+        return encoded(array, code), code, (array.shape, moved_dtype(dtype), weak)
 
 
 def shapes_of(signature: Signature) -> list[Any]:

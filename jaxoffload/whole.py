@@ -6,10 +6,11 @@ program of JAX's own compiler: its first call costs what jit's costs, and its re
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.extend as jex
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.compile.cache import CompileReport
@@ -33,20 +34,27 @@ class Whole:
     """A function compiled by JAX as it is.
 
     Args:
-      function: takes flat arrays and gives flat arrays.
-      jaxpr: of the same, closed.
+      jaxpr: closed, over arrays.
       donated: for each argument.
+      name: for profiles.
 
     Attributes:
       run: the function, for arrays; donated ones are deleted.
       inline: the function, for tracers.
     """
 
-    def __init__(self, function: Callable[..., Any], jaxpr: Any, donated: Sequence[bool]):
+    def __init__(self, jaxpr: Any, donated: Sequence[bool], name: str):
+        # The jaxpr is traced once more, which is quick, and the user's function is not.
+        body = jex.core.jaxpr_as_fun(jaxpr)
+
+        def function(*flat: Any) -> Any:
+            return body(*flat)
+
+        function.__name__ = name
         positions = [i for i, given in enumerate(donated) if given]
         self.run = jax.jit(function, donate_argnums=positions)
         self.inline = jax.jit(function) if positions else self.run
-        self._jaxpr, self._function = jaxpr, function
+        self._jaxpr = jaxpr
         self._shapes = [
             jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=bool(a.weak_type))
             for a in jaxpr.in_avals
@@ -68,6 +76,12 @@ class Whole:
         arrays = stats.argument_size_in_bytes + stats.output_size_in_bytes
         constants = sum(map(_bytes, self._jaxpr.consts))
         return arrays - stats.alias_size_in_bytes + stats.temp_size_in_bytes + constants
+
+    def needed_bytes_for(self, arguments: Sequence[Any]) -> int:
+        """Bytes that a run takes of each device over which arrays are spread."""
+        stats: Any = self.run.lower(*arguments).compile().memory_analysis()
+        arrays = stats.argument_size_in_bytes + stats.output_size_in_bytes
+        return arrays - stats.alias_size_in_bytes + stats.temp_size_in_bytes
 
     @functools.cached_property
     def _all_bytes(self) -> int:
@@ -187,14 +201,18 @@ class WholeRun:
         return "Run(whole, as jax.jit runs it: everything fits, nothing was moved)"
 
 
-def runs_whole(options: Options, tiers: Sequence[str]) -> bool:
-    """Whether a function may run whole at all.
+def may_run_whole(options: Options, tiers: Sequence[str]) -> bool:
+    """Whether a function may run whole at all, because it must or because it fits.
 
     Args:
       tiers: of each argument; what is below the device has to be brought there.
     """
-    asked = options.cut == "always" or options.vertex_memory is not None
-    return not asked and options.results == "device" and not any(tiers)
+    return options.results == "device" and not any(tiers)
+
+
+def is_always_cut(options: Options) -> bool:
+    """Whether a function is cut although it fits, if it can be."""
+    return options.cut == "always" or options.vertex_memory is not None
 
 
 def make_plan(
@@ -213,19 +231,34 @@ def make_plan(
     assert budget is None or isinstance(budget, int)
     if whole is None:
         return Planner(request, backend).plan()
-    if whole.surely_fits(budget):
+    is_cut = is_always_cut(request.options)
+    if not is_cut and whole.surely_fits(budget):
         return WholePlan(request, whole, backend)
-    assert budget is not None
     try:
         planner = Planner(request, backend)
-        least = _HOPEFUL * resident_peak(planner.graph(WHOLE))
+        if not is_cut:
+            assert budget is not None
+            least = _HOPEFUL * resident_peak(planner.graph(WHOLE))
+            if least <= budget and whole.needed_bytes <= budget:
+                return WholePlan(request, whole, backend)
+        return planner.plan()
     except CaptureError as error:
-        if whole.needed_bytes > budget:
-            raise CaptureError(
-                f"{error} Or let it run whole, which takes device_memory={whole.needed_bytes} "
-                f"({format_bytes(whole.needed_bytes)})."
-            ) from None
+        if not whole.surely_fits(budget):
+            _refuse(request, whole, error)
         return WholePlan(request, whole, backend)
-    if least <= budget and whole.needed_bytes <= budget:
-        return WholePlan(request, whole, backend)
-    return planner.plan()
+
+
+def _refuse(request: Request, whole: Whole, error: CaptureError) -> None:
+    """Refuses what cannot be cut, unless it fits as it is."""
+    kinds = set(map(compat.effect_kind, request.jaxpr.effects))
+    if "check" in kinds:
+        raise error
+    if "named axis" in kinds:  # nobody can compile it apart from what is around it
+        raise CaptureError(f"{error} Or let it run whole: device_memory=None.") from None
+    budget = request.options.device_memory
+    assert isinstance(budget, int)
+    if whole.needed_bytes > budget:
+        raise CaptureError(
+            f"{error} Or let it run whole, which takes device_memory={whole.needed_bytes} "
+            f"({format_bytes(whole.needed_bytes)})."
+        ) from None

@@ -10,8 +10,12 @@ in program order, so it is never merged back into the forward pass.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value
+from jaxoffload.capture.whole import reason_of
+from jaxoffload.capture.words import code_of, encoded
 from jaxoffload.errors import CaptureError
 
 CALL_BODY = {
@@ -32,7 +36,6 @@ CALL_BODY = {
     "jaxoffload": "jaxpr",
 }
 _IDENTITIES = frozenset({"sharding_constraint", "mesh_cast", "name", "copy", "stop_gradient"})
-_CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print", "infeed"})
 
 
 def inline(
@@ -68,6 +71,7 @@ def _inline(jaxpr: Any, constants: Any, operands: Any, equations: list[Equation]
         name = eqn.primitive.name
         inputs = tuple(read(atom) for atom in eqn.invars)
         if name in _IDENTITIES and len(inputs) == 1:
+            _refuse_what_cannot_be_cut(eqn)
             environment[eqn.outvars[0]] = inputs[0]
             continue
         body = eqn.params.get(CALL_BODY.get(name, ""))
@@ -77,7 +81,7 @@ def _inline(jaxpr: Any, constants: Any, operands: Any, equations: list[Equation]
             outs = _inline(body.jaxpr if closed else body, consts, inputs, equations)
             environment.update(zip(eqn.outvars, outs, strict=True))
             continue
-        _refuse_effects(eqn)
+        _refuse_what_cannot_be_cut(eqn)
         outputs = tuple(Value(var.aval) for var in eqn.outvars)
         environment.update(zip(eqn.outvars, outputs, strict=True))
         equations.append(Equation(Operation(eqn), inputs, outputs))
@@ -85,32 +89,14 @@ def _inline(jaxpr: Any, constants: Any, operands: Any, equations: list[Equation]
 
 
 class Constant(Value):
-    """An array that the function closes over; it becomes an argument of its own."""
+    """An array that the function closes over; it becomes an argument of its own, in words."""
 
     def __init__(self, array: Any):
         super().__init__(compat.ShapedArray(array.shape, array.dtype))
-        self.array = array
+        code = code_of(array)
+        self.array = array if code is None else np.asarray(encoded(array, code))
 
 
-def _refuse_effects(eqn: Any) -> None:
-    found = _callback_in(eqn)
-    if found or eqn.effects:
-        what = found or ", ".join(sorted(str(effect) for effect in eqn.effects))
-        raise CaptureError(
-            f"offload: {what} at {compat.source_line(eqn.source_info)} has an effect outside the "
-            "function, and vertices run at times that nobody chose. Move it out of the offloaded "
-            "function: return the value and use it after the call."
-        )
-
-
-def _callback_in(eqn: Any) -> str:
-    if eqn.primitive.name in _CALLBACKS:
-        return eqn.primitive.name
-    for param in eqn.params.values():
-        for item in param if isinstance(param, tuple | list) else (param,):
-            body = item.jaxpr if isinstance(item, compat.ClosedJaxpr) else item
-            if isinstance(body, compat.Jaxpr):
-                for inner in body.eqns:
-                    if found := _callback_in(inner):
-                        return found
-    return ""
+def _refuse_what_cannot_be_cut(eqn: Any) -> None:
+    if (reason := reason_of(eqn)) is not None:
+        raise CaptureError(f"offload: {reason}")

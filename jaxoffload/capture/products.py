@@ -6,6 +6,7 @@ own, or read against the grain by whatever follows.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from jaxoffload.capture.flat import Equation, Operation, Value
 
@@ -52,7 +53,7 @@ def _swaps_sides(transposition: Equation, product: Equation) -> bool:
 
 
 def _swapped(product: Equation, output: Value) -> Equation:
-    params = product.operation.params
+    params: dict[str, Any] = product.operation.params
     if params.get("out_sharding") is not None:
         params = {**params, "out_sharding": None}
     over, batch = params["dimension_numbers"]

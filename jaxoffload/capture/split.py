@@ -30,6 +30,8 @@ from jaxoffload.capture.tile import Tiling, tilings
 MAX_TILES = 4096
 _LARGE = 0.25
 """Of the limit: values from this size on are not to exist whole."""
+_FLOOR = 0.5
+"""Of the largest working set that cannot be split further: what needs less is left as it is."""
 _SPAN = 400
 """Equations between the first and the last of a group, at most."""
 STEPS = 100_000
@@ -176,11 +178,19 @@ class _Splitter:
     def run(self) -> Ordered:
         heavy = [(_working_set(e), -i, e) for i, e in enumerate(self.equations)]
         heavy = [found for found in heavy if found[0] > self.limit]
-        for _, _, equation in sorted(heavy, key=lambda found: found[:2], reverse=True):
+        stay: list[tuple[float, Equation]] = []  # what could not be made smaller, and how large
+        for size, _, equation in sorted(heavy, key=lambda found: found[:2], reverse=True):
+            floor = max((s for s, e in stay if id(e) in self.position), default=0.0)
+            if size < _FLOOR * floor:
+                break
             seed = self.position.get(id(equation))
-            group = None if seed is None else self._best_group(seed)
-            if group is not None:
-                self._replace(group)
+            if seed is None:
+                continue
+            group = self._best_group(seed)
+            if group is None:
+                stay.append((size, equation))
+            else:
+                stay.append((group.working_set(), self._replace(group)))
                 self._index()
         self._drop_needless_outputs()
         return Ordered(self.equations, self.program)
@@ -217,7 +227,7 @@ class _Splitter:
                         self.choices[known] = (count, number)
         return best
 
-    def _replace(self, group: "_Group") -> None:
+    def _replace(self, group: "_Group") -> Equation:
         """Puts the group's equation in the place of its members."""
         members = group.positions()
         first, last = min(members), max(members)
@@ -230,6 +240,7 @@ class _Splitter:
             made,
             *(self.equations[i] for i in block if i in behind),
         ]
+        return made
 
     def _drop_needless_outputs(self) -> None:
         """Where copies have taken the place of reading, what they copy need not be there."""

@@ -1,14 +1,17 @@
 """Traces the user's function with JAX into a jaxpr over flat arrays."""
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend as jex
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.words import Code, code_of, decoded, encoded, moved_dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -16,54 +19,95 @@ class Traced:
     """A jaxpr over flat arrays.
 
     Attributes:
-      function: what was traced, of flat arrays.
-      jaxpr: closed; PRNG keys are passed as their words (uint32).
+      jaxpr: closed, over words (words.py); what the function closes over of outer transformations
+        follows its own arguments.
       out_tree: the results' pytree structure.
-      out_avals: shape and dtype of each flat result, keys as words.
-      out_key_impls: for each flat result, the PRNG implementation to wrap it with, or None.
+      out_avals: shape and dtype of each flat result, as words.
+      out_codes: what each flat result is the words of.
       out_weak_types: for each flat result, whether it gives way in promotions.
+      captured: the tracers of outer transformations that the function closes over. They die with
+        those, so that a `Traced` which has any serves one call.
     """
 
-    function: Callable[..., tuple[Any, ...]]
     jaxpr: Any
     out_tree: Any
     out_avals: tuple[Any, ...]
-    out_key_impls: tuple[Any, ...]
+    out_codes: tuple[Code, ...]
     out_weak_types: tuple[bool, ...]
+    captured: tuple[Any, ...] = ()
+
+    def captured_words(self) -> list[Any]:
+        """What follows the arguments."""
+        return [encoded(x, code_of(x)) for x in self.captured]
 
 
-def trace(call: Callable[..., Any], avals: Sequence[Any], key_impls: Sequence[Any]) -> Traced:
+def trace(
+    call: Callable[..., Any], avals: Sequence[Any], codes: Sequence[Code], tree: Any = None
+) -> Traced:
     """Traces `call(*flat)`.
 
     Args:
-      call: takes the flat dynamic arguments.
-      avals: shape and dtype of each, keys as words.
-      key_impls: for each argument the PRNG implementation of the key that it is, or None.
+      call: takes the flat dynamic arguments; JAX's messages name what it wraps.
+      avals: shape and dtype of each, as words.
+      codes: for each argument what it is the words of.
+      tree: structure of (args, kwargs), so that messages name arguments.
 
     Raises:
-      whatever the user's function raises.
+      TypeError: a result that is no array. Whatever the user's function raises.
     """
-    impls: list[Any] = []
+    out_codes: list[Code] = []
     trees: list[Any] = []
 
+    @functools.wraps(call)
     def on_words(*flat: Any) -> tuple[Any, ...]:
-        wrapped = [
-            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
-            for x, impl in zip(flat, key_impls, strict=True)
-        ]
-        leaves, tree = jax.tree.flatten(call(*wrapped))
+        found = call(*map(decoded, flat, codes))
+        paths, tree = jax.tree_util.tree_flatten_with_path(found)
+        _check_results(call, paths)
         trees.append(tree)
-        impls[:] = [key_impl(x) for x in leaves]
-        return tuple(
-            x if impl is None else jax.random.key_data(x)
-            for x, impl in zip(leaves, impls, strict=True)
-        )
+        out_codes[:] = [code_of(x) for _, x in paths]
+        return tuple(encoded(x, code) for (_, x), code in zip(paths, out_codes, strict=True))
 
+    if tree is not None:
+        compat.name_arguments(on_words, call, *jax.tree.unflatten(tree, avals))
     closed = compat.lowered_operations(jax.make_jaxpr(on_words)(*avals))
+    closed, captured = _over_captured(compat.without_internal_refs(closed), avals)
     closed = _with_own_constants(closed)
     outs = tuple(jax.ShapeDtypeStruct(*compat.physical(a)) for a in closed.out_avals)
     weak = tuple(bool(getattr(a, "weak_type", False)) for a in closed.out_avals)
-    return Traced(on_words, closed, trees[-1], outs, tuple(impls), weak)
+    return Traced(closed, trees[-1], outs, tuple(out_codes), weak, captured)
+
+
+def _check_results(call: Any, paths: Sequence[Any]) -> None:
+    for path, leaf in paths:
+        if not compat.is_array_like(leaf):
+            where = f"result{jax.tree_util.keystr(path)}"
+            raise TypeError(
+                f"offload({getattr(call, '__name__', type(call).__name__)}): {where} is a "
+                f"{type(leaf).__name__}, not an array. Return arrays, and whatever else there is "
+                "to tell by other ways."
+            )
+
+
+def _over_captured(closed: Any, avals: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The same jaxpr with the tracers among its constants as further operands; and the tracers."""
+    which = [i for i, c in enumerate(closed.consts) if isinstance(c, compat.Tracer)]
+    if not which:
+        return closed, ()
+    captured = tuple(closed.consts[i] for i in which)
+    shapes = []
+    for x in captured:
+        shape, dtype = compat.physical(x)
+        weak = bool(getattr(x, "weak_type", False))
+        shapes.append(jax.ShapeDtypeStruct(shape, moved_dtype(dtype), weak_type=weak))
+
+    def over_all(*operands: Any) -> list[Any]:
+        consts = list(closed.consts)
+        for i, x, words in zip(which, captured, operands[len(avals) :], strict=True):
+            consts[i] = decoded(words, code_of(x))
+        body = jex.core.jaxpr_as_fun(compat.ClosedJaxpr(closed.jaxpr, consts))
+        return body(*operands[: len(avals)])
+
+    return jax.make_jaxpr(over_all)(*avals, *shapes), captured
 
 
 def _with_own_constants(closed: Any) -> Any:
@@ -110,9 +154,4 @@ def _with_own_constants(closed: Any) -> Any:
     return param(closed)
 
 
-def key_impl(x: Any) -> Any:
-    """The PRNG implementation of a typed key (array, tracer or shape), or None."""
-    dtype = getattr(x, "dtype", None)
-    if dtype is None or not compat.is_key(dtype):
-        return None
-    return compat.key_impl_name(dtype)
+compat.hide_frames_of(__file__)

@@ -44,7 +44,7 @@ def _fuses(equation: Equation) -> bool:
 
 def _inside(equation: Equation) -> int:
     """Bytes that one operation holds by itself."""
-    inner = getattr(equation.operation, "equations", ())
+    inner = getattr(equation.operation, "equations", None) or ()
     tiles = getattr(equation.operation, "count", 1)
     return max((_bytes((*e.values(), *e.outputs)) for e in inner), default=0) // tiles
 

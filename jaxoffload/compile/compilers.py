@@ -1,13 +1,17 @@
 """From a kernel to an executable: by the plugin that we load, or by JAX on its own client."""
 
 import hashlib
+import weakref
 from typing import Any
 
 import jax
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.kernel import Kernel
+from jaxoffload.capture.whole import with_bodies
+from jaxoffload.compile import callbacks
 from jaxoffload.compile.lower import lower, portable
+from jaxoffload.errors import CaptureError
 
 
 class PluginCompiler:
@@ -20,16 +24,22 @@ class PluginCompiler:
 
     def __init__(self, client: Any, options: bytes):
         self._client, self._options = client, options
+        self._called: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._version = stablehlo_version(client.attributes)
 
     def lower(self, kernel: Kernel) -> tuple[bytes, Any]:
         """What tells the kernel's program from others, and what `compile` takes."""
-        code = portable(lower(kernel, "cpu"), self._version)
-        return hashlib.sha256(code).digest(), code
+        with callbacks.collected() as called:
+            code = portable(lower(kernel, "cpu"), self._version)
+        return hashlib.sha256(code).digest(), (code, called)
 
     def compile(self, code: Any) -> Any:
         """The executable. Any thread."""
-        return self._client.compile(code, self._options)
+        program, called = code
+        executable = self._client.compile(program, self._options)
+        if called:
+            self._called[executable] = called
+        return executable
 
 
 class JaxCompiler:
@@ -45,6 +55,7 @@ class JaxCompiler:
 
     def lower(self, kernel: Kernel) -> tuple[bytes, Any]:
         """What tells the kernel's program from others, and what `compile` takes."""
+        refuse_callbacks(kernel)
         with jax.default_device(self._device):
             lowered = lower(kernel, self._device.platform)
         return hashlib.sha256(lowered.as_text().encode()).digest(), lowered
@@ -61,3 +72,19 @@ def stablehlo_version(attributes: dict[str, Any]) -> str:
     if found is None:
         return "1.0.0"
     return found if isinstance(found, str) else ".".join(str(int(part)) for part in found)
+
+
+def refuse_callbacks(kernel: Kernel) -> None:
+    """Refuses kernels that call back into Python, on platforms where vertices cannot.
+
+    Raises:
+      CaptureError: names the line.
+    """
+    for step in kernel.steps:
+        eqn = step.operation.eqn
+        if eqn is not None and any(e.primitive is compat.pure_callback_p for e in with_bodies(eqn)):
+            raise CaptureError(
+                f"offload: pure_callback at {compat.source_line(eqn.source_info)} runs in host "
+                "memory, and on a GPU vertices do not wait for it. Call it outside the offloaded "
+                "function."
+            )

@@ -91,6 +91,20 @@ def min_budgets(graph: TaskGraph) -> list[tuple[int, int]]:
     ]
 
 
+def least_whole(graph: TaskGraph) -> int:
+    """Bytes that any cut of the same program needs: its largest result, or argument that is not
+    read row by row, is there whole while some vertex writes or reads it."""
+    least = 0
+    for vertex in graph.vertices:
+        for tensor_id in (*vertex.inputs, *vertex.outputs):
+            tensor = graph.tensors[tensor_id]
+            if tensor.argument is None and not tensor.results:
+                continue
+            if not (tensor_id in vertex.inputs and graph.gathers(vertex, tensor_id)):
+                least = max(least, align(tensor.bytes))
+    return least
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lives:
     """When each tensor is on its device if nothing is ever moved, in the serial order.

@@ -7,6 +7,7 @@ never occupies the device, or host memory, whole.
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import json
 import math
@@ -118,6 +119,12 @@ class TierArray:
 
     def _write_bytes(self, words: np.ndarray) -> None:
         raise NotImplementedError
+
+    def seen_as(self, dtype: Any) -> "TierArray":
+        """The same bytes as an array of a dtype with elements as large."""
+        found = copy.copy(self)
+        found.dtype = np.dtype(dtype)
+        return found
 
     def check_alive(self) -> None:
         """Raises RuntimeError if it was donated or deleted."""
@@ -399,6 +406,12 @@ def _check_layout(tensors: Mapping[str, _Tensor], total: int) -> None:
 
 
 def _described(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
+    if jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
+        raise TypeError(
+            f"{leaf!r} is an array of typed PRNG keys, which belong to JAX. Leave it on the "
+            "device, or pass jax.random.key_data(keys), and jax.random.wrap_key_data in the "
+            "function."
+        )
     if isinstance(leaf, TierArray | jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
         return tuple(leaf.shape), np.dtype(leaf.dtype)
     if isinstance(leaf, bool | int | float | complex):

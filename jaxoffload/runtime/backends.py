@@ -10,6 +10,7 @@ import jax
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
+from jaxoffload.compile import callbacks
 from jaxoffload.compile.cache import ExecutableCache
 from jaxoffload.compile.compilers import JaxCompiler, PluginCompiler
 from jaxoffload.compile.options import compile_options
@@ -62,6 +63,7 @@ class CpuBackend(Backend):
     def __init__(self) -> None:
         self.client = _native.Client(compat.cpu_plugin_path(), 1)
         self.client.register_ffi_handlers(compat.cpu_custom_call_targets())
+        self.client.register_ffi_handlers([callbacks.handler()])
         self.executables = ExecutableCache(PluginCompiler(self.client, compile_options()))
         self.memory = HostMemory()
 

@@ -102,15 +102,22 @@ class HostMemory:
         ]
         return Handover(arguments, places, buffers, held)
 
-    def results(self, plan: "Plan", run: Handover) -> dict[int, jax.Array]:
-        """The results that are not below the device, after a run that succeeded."""
+    def results(self, plan: "Plan", run: Handover, device: Any = None) -> dict[int, jax.Array]:
+        """The results that are not below the device, after a run that succeeded.
+
+        Args:
+          device: of JAX, to which they are committed; None: to none.
+        """
         outs = {}
         for j, buffer in run.made.items():
             self._ours[buffer.address] = buffer
             shape = plan.out_shapes[j]
             words = np.asarray(buffer)[: byte_count(shape)]
             outs[j] = words.view(shape.dtype).reshape(shape.shape)
-        return jax.device_put(outs, jax.devices("cpu")[0], may_alias=True)
+        if device is None and jax.default_backend() != "cpu":
+            device = jax.local_devices(backend="cpu")[0]
+        with compat.transfers_allowed():
+            return jax.device_put(outs, device, may_alias=True)
 
     def _is_ours(self, array: Any) -> bool:
         """Whether an array is a result that nobody has copied since."""
@@ -236,7 +243,7 @@ class DeviceMemory:
         ]
         return Handover(arguments, places, made, held)
 
-    def results(self, plan: "Plan", run: Handover) -> dict[int, Any]:
+    def results(self, plan: "Plan", run: Handover, device: Any = None) -> dict[int, Any]:
         """The results that are on the device, after a run that succeeded."""
         return dict(run.made)
 

@@ -17,8 +17,9 @@ _BUFFER_TYPES = {
     "complex64": 14, "complex128": 15, "float8_e5m2": 16, "float8_e4m3fn": 17,
     "float8_e4m3b11fnuz": 18, "float8_e5m2fnuz": 19, "float8_e4m3fnuz": 20, "float8_e4m3": 26,
     "float8_e3m4": 27, "float8_e8m0fnu": 28,
+    **dict.fromkeys(("int2", "uint2", "int4", "uint4", "float4_e2m1fn"), 6),
 }  # fmt: skip
-"""PJRT_Buffer_Type of each dtype whose elements have bytes of their own."""
+"""PJRT_Buffer_Type of each dtype; elements of less than a byte are moved as uint8."""
 
 _LANE_OF_KIND = np.array([0, 1, 2, 1, 0, 0, 1])
 """Lane within a device, by Kind: compute 0, towards the device 1, away from it 2. Loads and stores
@@ -45,16 +46,16 @@ def load(
       machine: for which launch priorities are chosen.
 
     Raises:
-      CaptureError: a dtype of less than a byte crosses a vertex boundary.
+      CaptureError: a dtype that XLA does not know crosses a vertex boundary.
     """
     graph = memgraph.taskgraph
     for tensor in graph.tensors:
         if tensor.dtype not in _BUFFER_TYPES:
             source = f" at {tensor.source}" if tensor.source else ""
             raise CaptureError(
-                f"offload: {tensor.name}{source} has dtype {tensor.dtype}, whose elements share "
-                "bytes in memory, and a plan moves whole ones. Convert it to int8 or bfloat16 "
-                "before it enters the offloaded function or leaves an operation."
+                f"offload: {tensor.name}{source} has dtype {tensor.dtype}, which XLA has no arrays "
+                "of. Convert it to another before it enters the offloaded function or leaves an "
+                "operation."
             )
     num_vertices = memgraph.num_vertices
     order = np.argsort(memgraph.edge_tail, kind="stable")

@@ -137,7 +137,11 @@ def make_run(plan: "Plan", report: Any) -> Run:
 
 
 def run_plan(
-    plan: "Plan", operands: Sequence[Any], options: Options, donated: Sequence[bool] = ()
+    plan: "Plan",
+    operands: Sequence[Any],
+    options: Options,
+    donated: Sequence[bool] = (),
+    device: Any = None,
 ) -> tuple[list[Any], Run]:
     """Runs a plan on flat arrays and waits for the results.
 
@@ -145,6 +149,7 @@ def run_plan(
       operands: arrays of the planned shapes, dtypes and tiers.
       donated: which operands may be overwritten; they are deleted. Where the run fails or is
         interrupted, those below the device live on unless a vertex had begun to overwrite them.
+      device: to which results are committed; None: to none.
 
     Returns:
       The flat results, those that are paired with an array below the device in its tier, and the
@@ -176,10 +181,10 @@ def run_plan(
     for operand, given in zip(operands, donated, strict=False):
         if given and isinstance(operand, TierArray | jax.Array) and not operand.is_deleted():
             operand.delete()
-    outs = memory.results(plan, handover)
+    outs = memory.results(plan, handover, device)
     for j, array in below.items():
         if j in outs:  # everything fitted, so it was computed on the device
-            array.write(np.asarray(outs[j]))
+            array.seen_as(outs[j].dtype).write(np.asarray(outs[j]))
         outs[j] = array
     return [outs[j] for j in range(len(plan.out_shapes))], run
 

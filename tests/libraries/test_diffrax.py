@@ -34,6 +34,11 @@ def test_solution():
     assert_as_jit(solve, FIELD, normal(4), in_jit=True)
 
 
+@pytest.mark.runs_whole
+def test_solution_where_everything_fits():
+    assert_as_jit(solve, FIELD, normal(4), in_jit=True)
+
+
 ADJOINTS = {
     "recursive checkpoints": "RecursiveCheckpointAdjoint",
     "backsolve": "BacksolveAdjoint",

@@ -81,9 +81,16 @@ def test_a_check_that_passes():
     assert_as_jit(checked, np.abs(normal(8, 8)), in_jit=True)
 
 
+@pytest.mark.runs_whole
+def test_a_check_that_passes_where_everything_fits():
+    assert_as_jit(checked, np.abs(normal(8, 8)), in_jit=True)
+
+
+@pytest.mark.parametrize("cut", ["auto", "always"])
 @pytest.mark.parametrize("way", ["direct", "in jit"])
-def test_a_check_that_fails_says_so(way):
-    offloaded = jo.offload(checked, device_memory=None)
+@pytest.mark.runs_whole  # unless it says otherwise
+def test_a_check_that_fails_says_so(way, cut):
+    offloaded = jo.offload(checked, device_memory=None, cut=cut)
     function = jax.jit(offloaded) if way == "in jit" else offloaded
     with pytest.raises(Exception, match="x must not be negative"):
         jax.block_until_ready(function(-np.abs(normal(8, 8))))

@@ -1,0 +1,67 @@
+"""What the runtime moves as other numbers: PRNG keys, and elements of less than a byte.
+
+A typed key is its words (uint32). int4, uint4, int2, uint2 and float4 share bytes in XLA's buffers,
+and a plan moves whole bytes: here each is a uint8 whose low bits it has, which is how NumPy keeps
+them, too.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxoffload import _jax_compat as compat
+
+Code = Any
+"""The name of a key's PRNG implementation, the dtype of small elements, or None for all others."""
+
+
+def code_of(x: Any) -> Code:
+    """How an array, tracer or shape is to be moved."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        return None
+    if compat.is_key(dtype):
+        return compat.key_impl_name(dtype)
+    return np.dtype(dtype) if is_small(dtype) else None
+
+
+def is_small(dtype: Any) -> bool:
+    """Whether elements of a dtype take less than a byte."""
+    return not compat.is_key(dtype) and compat.bits(dtype) in (2, 4)
+
+
+def moved_dtype(dtype: Any) -> Any:
+    """The dtype as which the runtime moves elements of a dtype that is no key's."""
+    return np.dtype(np.uint8) if is_small(dtype) else np.dtype(dtype)
+
+
+def encoded(x: Any, code: Code) -> Any:
+    """An array or tracer as what is moved."""
+    if code is None:
+        return x
+    if isinstance(code, str):
+        return jax.random.key_data(x)
+    if isinstance(x, np.ndarray):
+        return x.view(np.uint8)
+    return lax.convert_element_type(lax.bitcast_convert_type(x, _unsigned(code)), np.uint8)
+
+
+def decoded(x: Any, code: Code) -> Any:
+    """The array or tracer that was moved as `x`."""
+    if code is None:
+        return x
+    if isinstance(code, str):
+        return jax.random.wrap_key_data(x, impl=code)
+    if isinstance(x, np.ndarray):
+        return x.view(code)
+    return lax.bitcast_convert_type(lax.convert_element_type(x, _unsigned(code)), code)
+
+
+def _unsigned(dtype: Any) -> Any:
+    return jnp.uint4 if compat.bits(dtype) == 4 else jnp.uint2
+
+
+compat.hide_frames_of(__file__)
