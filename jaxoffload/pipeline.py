@@ -9,7 +9,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -285,6 +285,31 @@ class Plan:
             self.resident, self.constants, self._planner, priority,
         ).proven()  # fmt: skip
 
+    @property
+    def machine(self) -> Machine:
+        """The model by which it was chosen."""
+        return self._planner.machine
+
+    @property
+    def executables(self) -> tuple[Any, ...]:
+        """Those of the kernels, by `Vertex.kernel`."""
+        return tuple(self._executables)
+
+    def with_other_cut(
+        self,
+        expected: float,
+        seconds: float,
+        costs: Callable[[TaskGraph, list[Any]], TaskGraph],
+    ) -> "Plan | None":
+        """A plan with the next best cut of those that were simulated for this one, if it is better.
+
+        Args:
+          expected: only cuts of which the model expects fewer seconds are looked at.
+          seconds: it must take fewer by its costs.
+          costs: a TaskGraph, given the kernels' executables, with the costs to judge it by.
+        """
+        return self._planner.other(self._executables, self.budget, expected, seconds, costs)
+
     def build(self, graph: TaskGraph, **options: Any) -> MemGraph:
         """A MemGraph for this plan's budget, of its TaskGraph with other costs."""
         assert self.budget is not None, "without a limit nothing is placed anew"
@@ -340,6 +365,7 @@ class Planner:
         self._unrolled: dict[float, Ordered] = {}
         self._ordered = self._ordered_in_pieces(float("inf"))
         self._cuts: dict[Cut, tuple[Captured, list[Any], CompileReport]] = {}
+        self._ranked: Ranking | None = None
         self._rewritten: dict[tuple[int, float | None, float, float], Ordered] = {}
         self._tilings = Tilings()
         self._graphs: dict[Cut, Captured] = {}
@@ -503,7 +529,8 @@ class Planner:
         best, least, workspace, reserve = None, float("inf"), 0, 0
         for _ in range(2):
             number = 0
-            for cut, expected in self._ranking(budget - reserve).by_time():
+            self._ranked = self._ranking(budget - reserve)
+            for cut, expected in self._ranked.by_time():
                 if best is not None and (expected is None or least <= SAME * expected):
                     break
                 compiled = self._within(cut, budget)
@@ -532,6 +559,29 @@ class Planner:
             if least <= enough:
                 break
         return least
+
+    def other(
+        self,
+        than: Sequence[Any],
+        budget: int | None,
+        expected: float,
+        seconds: float,
+        costs: Callable[[TaskGraph, list[Any]], TaskGraph],
+    ) -> Plan | None:
+        """See `Plan.with_other_cut`; other executables than some."""
+        ranked = self._ranked.simulated() if self._ranked and not self.has_fixed_cut else []
+        for cut, took in ranked[:_COMPILED]:
+            if budget is None or took >= expected:
+                break
+            compiled = self._within(cut, budget)
+            if compiled is None or set(map(id, compiled[1])) == set(map(id, than)):
+                continue
+            drafts = self._drafts(costs(compiled[0].taskgraph, compiled[1]), budget)
+            runs = (simulate(draft, machine=self.machine).seconds for draft in drafts)
+            if min(runs, default=float("inf")) < seconds:
+                best, graph = self._fastest(compiled, budget)
+                return self._finish(best, graph, budget, resident=False)
+        return None
 
     def _drafts(self, graph: TaskGraph, budget: int) -> Iterator[MemGraph]:
         """MemGraphs by several of the planner's rules, to compare cuts by."""
