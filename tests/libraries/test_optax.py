@@ -45,11 +45,12 @@ X = normal(12, 6)
 @pytest.mark.parametrize("make", list(optimizers()))
 def test_a_step_of(make):
     settings = SETTINGS.get(make.__name__, {"learning_rate": 0.01})
-    optimizer = make(**settings)
+    optimizer = optax.with_extra_args_support(make(**settings))
 
     def step(params, state, x):
-        gradients = jax.grad(loss)(params, x)
-        updates, state = optimizer.update(gradients, state, params)
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        # The loss is for those that ask for it.
+        updates, state = optimizer.update(gradients, state, params, value=value)
         return optax.apply_updates(params, updates), state
 
     # From the second step on: the first one of many divides gradients by themselves.
