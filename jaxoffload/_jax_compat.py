@@ -440,7 +440,7 @@ def checked(
 
     Args:
       error: what has failed before.
-      enabled: kinds of checks.
+      enabled: kinds of checks, as the rule was given them.
       operands: arrays or tracers, for their shapes.
 
     Returns:
@@ -449,13 +449,23 @@ def checked(
     """
     values, tree = jax.tree.flatten(error)
     avals = [_core.typeof(x) for x in (*values, *operands)]
-    found, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(jaxpr, enabled, tree, *avals)
+    context, kinds = enabled
+    found, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(*context, jaxpr, kinds, tree, *avals)
     return values, found, out_tree
 
 
 def register_check(primitive: Any, rule: Any) -> None:
-    """Has `checkify` call `rule(error, enabled, *operands, **params)`."""
-    _checkify.error_checks[primitive] = rule
+    """Has `checkify` call `rule(error, enabled, *operands, **params)`.
+
+    From jax 0.11 on its rules are given a context, which numbers the checks, before all else.
+    """
+    count = 1 if hasattr(_checkify, "CheckifyContext") else 0
+
+    def with_context(*args: Any, **params: Any) -> Any:
+        context, (error, kinds, *operands) = args[:count], args[count:]
+        return rule(error, (context, kinds), *operands, **params)
+
+    _checkify.error_checks[primitive] = with_context
 
 
 def register_jet(primitive: Any, rule: Any) -> None:
