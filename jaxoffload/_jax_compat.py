@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.extend as jex
 import numpy as np
+from jax._src import api_util as _api_util
 from jax._src import callback as _callback
 from jax._src import checkify as _checkify
 from jax._src import config as _config
@@ -74,6 +75,17 @@ def is_key(dtype: Any) -> bool:
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def name_arguments(function: Any, call: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Has JAX's messages about a function of flat arrays speak of the arguments of another.
+
+    Args:
+      call: what the user knows, or what wraps it.
+      args, kwargs: pytrees of as many leaves as the function has arguments.
+    """
+    info = _api_util.debug_info("jit", call, args, kwargs)
+    _api_util.save_wrapped_fun_debug_info(function, info)
+
+
 def bits(dtype: Any) -> int:
     """Bits of an element, which below eight are fewer than those of NumPy's elements."""
     return _dtypes.itemsize_bits(dtype)
@@ -116,11 +128,6 @@ def effect_kind(effect: Any) -> str | None:
     return next((name for name, kind in kinds.items() if isinstance(effect, kind)), "other")
 
 
-def has_named_axes(jaxpr: Any) -> bool:
-    """Whether a jaxpr speaks of axes of a transformation around it."""
-    return any(effect_kind(effect) == "named axis" for effect in jaxpr.effects)
-
-
 def in_manual_region() -> bool:
     """Whether what is called now is a device's part of a `shard_map`."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
@@ -129,9 +136,10 @@ def in_manual_region() -> bool:
 def devices_of_constraint(eqn: JaxprEqn) -> int:
     """Over how many devices an equation constrains its operand to be spread."""
     sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
-    return len(getattr(sharding, "device_set", ())) or getattr(
-        getattr(sharding, "mesh", None), "size", 1
-    )
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is not None:  # an abstract one knows no devices, and that of no axes no size
+        return mesh.size or 1
+    return len(getattr(sharding, "device_set", ())) or 1
 
 
 pure_callback_p = _callback.pure_callback_p
@@ -157,6 +165,21 @@ def committed_to(arrays: Sequence[Any]) -> Any:
     return next((next(iter(x.devices())) for x in found), None)
 
 
+def is_ref(x: Any) -> bool:
+    """Whether a leaf is a mutable array."""
+    return isinstance(x, jax.Ref)
+
+
+def is_symbolic(x: Any) -> bool:
+    """Whether a leaf's shape is not known yet."""
+    return not all(isinstance(size, int) for size in getattr(x, "shape", ()))
+
+
+def is_export(lowering_context: Any) -> bool:
+    """Whether what is lowered is to be serialized."""
+    return lowering_context.module_context.lowering_parameters.for_export
+
+
 def is_jit_disabled() -> bool:
     """Whether functions are to be called as they are, to be looked at."""
     return _config.disable_jit.value
@@ -172,13 +195,6 @@ def transfers_allowed() -> contextlib.AbstractContextManager[Any]:
     if _config.transfer_guard_host_to_device.value is None:
         return contextlib.nullcontext()
     return jax.transfer_guard_host_to_device("allow")
-
-
-def num_devices(x: Any) -> int:
-    """Over how many devices an array is spread; 0 for what is on none."""
-    if not isinstance(x, jax.Array) or isinstance(x, Tracer):
-        return 0
-    return len(x.sharding.device_set)
 
 
 def is_tracing() -> bool:
@@ -424,7 +440,7 @@ def checked(
 
     Args:
       error: what has failed before.
-      enabled: kinds of checks.
+      enabled: kinds of checks, as the rule was given them.
       operands: arrays or tracers, for their shapes.
 
     Returns:
@@ -433,13 +449,23 @@ def checked(
     """
     values, tree = jax.tree.flatten(error)
     avals = [_core.typeof(x) for x in (*values, *operands)]
-    found, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(jaxpr, enabled, tree, *avals)
+    context, kinds = enabled
+    found, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(*context, jaxpr, kinds, tree, *avals)
     return values, found, out_tree
 
 
 def register_check(primitive: Any, rule: Any) -> None:
-    """Has `checkify` call `rule(error, enabled, *operands, **params)`."""
-    _checkify.error_checks[primitive] = rule
+    """Has `checkify` call `rule(error, enabled, *operands, **params)`.
+
+    From jax 0.11 on its rules are given a context, which numbers the checks, before all else.
+    """
+    count = 1 if hasattr(_checkify, "CheckifyContext") else 0
+
+    def with_context(*args: Any, **params: Any) -> Any:
+        context, (error, kinds, *operands) = args[:count], args[count:]
+        return rule(error, (context, kinds), *operands, **params)
+
+    _checkify.error_checks[primitive] = with_context
 
 
 def register_jet(primitive: Any, rule: Any) -> None:

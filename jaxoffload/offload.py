@@ -35,7 +35,7 @@ from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.profile import Profile
 from jaxoffload.runtime.run import Run, make_run, run_plan
-from jaxoffload.signature import ArgumentSpec, Call, Signature, shapes_of
+from jaxoffload.signature import ArgumentSpec, BeyondPlans, Call, Signature, shapes_of
 from jaxoffload.tuner import Tuner
 from jaxoffload.verification import check_special_values, compare_with_jit
 from jaxoffload.whole import Whole, WholePlan, WholeRun, is_always_cut, make_plan, may_run_whole
@@ -255,7 +255,12 @@ class Offloaded:
             return self._function(*_on_device(args), **_on_device(kwargs))
         if callbacks.is_inside():
             return self._plain(*_on_device(args), **_on_device(kwargs))
-        call = self._spec.bind(args, kwargs)
+        try:
+            call = self._spec.bind(args, kwargs)
+        except BeyondPlans:
+            if self._options.device_memory is not None:
+                raise
+            return self._plain(*_on_device(args), **_on_device(kwargs))
         program = self._program(call)
         if compat.is_tracing() or program.traced.captured:
             self._check_trace(call)
@@ -389,7 +394,7 @@ class Offloaded:
                     f"offload({self._spec.name}) was called with a ShapeDtypeStruct, which has no "
                     "data. Pass arrays, or call .plan() or .explain() with shapes."
                 )
-        spread = next((i for i, x in enumerate(call.leaves) if compat.num_devices(x) > 1), None)
+        spread, device = self._placed(call)
         if spread is not None:
             flat, run = program.run_spread(call.leaves, self._spec.name_of(call, spread))
             self._note(run)
@@ -399,10 +404,7 @@ class Offloaded:
         if not isinstance(plan, WholePlan) and program.options.verify and not program.verified:
             leaves = [_read(x) if isinstance(x, TierArray) else x for x in call.leaves]
             expected = compare_with_jit(program.traced.jaxpr, leaves)
-        if isinstance(plan, WholePlan):
-            device = None  # JAX's own affair
-        else:
-            device = self._device(call)
+        if not isinstance(plan, WholePlan):
             self._check_transfers(call)
         flat, run = program.run(call.leaves, device)
         self._note(run)
@@ -412,26 +414,32 @@ class Offloaded:
         check_special_values(self._spec.name, flat)
         return flat
 
-    def _device(self, call: Call) -> Any:
-        """The device to which arguments, and so results, are committed; None if none is.
+    def _placed(self, call: Call) -> tuple[int | None, Any]:
+        """A leaf that is spread over several devices, if there is one; and the device to which
+        arguments, and so results, are committed, None if none is.
 
         Raises:
           ValueError: there are two, as under jit.
         """
-        first, device = 0, None
+        first, device, seen = 0, None, None
         for i, leaf in enumerate(call.leaves):
-            if not isinstance(leaf, jax.Array) or not leaf.committed:
+            if isinstance(leaf, np.ndarray | TierArray) or leaf.sharding is seen:
                 continue
+            if not leaf.committed:
+                continue
+            seen = leaf.sharding
+            if len(seen.device_set) > 1:
+                return i, None
             if device is None:
-                first, (device,) = i, leaf.devices()
-            elif device not in leaf.devices():
-                (other,) = leaf.devices()
+                first, (device,) = i, seen.device_set
+            elif device not in seen.device_set:
+                (other,) = seen.device_set
                 raise ValueError(
                     f"offload({self._spec.name}): {self._spec.name_of(call, first)} is committed "
                     f"to {device} and {self._spec.name_of(call, i)} to {other}. Put both on one "
                     "device with jax.device_put, as for jax.jit."
                 )
-        return device
+        return None, device
 
     def _check_transfers(self, call: Call) -> None:
         if not compat.refuses_transfers_to_device():

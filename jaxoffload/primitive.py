@@ -66,6 +66,22 @@ class Derived:
         self.batched.clear()
 
 
+class Held:
+    """What a compiled program keeps alive."""
+
+    __slots__ = ("_name", "_thing")
+
+    def __init__(self, name: str, thing: Any):
+        self._name, self._thing = name, thing
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"offload({self._name}): the program holds a plan, which lives in the process that "
+            "made it, and cannot be serialized. Serialize the function itself, or compile it in "
+            "each process."
+        )
+
+
 class Link:
     """A weak reference to a `Derived`. JAX keeps the params of thousands of equations in its
     caches; plans are not to live as long."""
@@ -177,14 +193,21 @@ def _abstract_eval(*avals: Any, jaxpr: Any, **params: Any) -> tuple[list[Any], A
 
 def _lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> Any:
     register_target(backend_name)
-    plan = _plan(params, backends.get(backend_name))
-    if isinstance(plan, WholePlan):
+    is_exported = compat.is_export(context)
+    if is_exported and params["options"].device_memory is not None:
+        raise NotImplementedError(
+            f"offload({params['name']}) is exported with a budget, and a plan lives in the process "
+            "that made it. Export the function itself, jax.export.export(jax.jit(f)), and offload "
+            "what is deserialized: offload(exported.call, device_memory=...)."
+        )
+    plan = None if is_exported else _plan(params, backends.get(backend_name))
+    if plan is None or isinstance(plan, WholePlan):
         return mlir.lower_fun(in_plain_jax(params), multiple_results=True)(context, *operands)
     below = params["below"]
     for _, array in below:
         array.check_alive()
     registration = _native.PlanRegistration(plan.native, [(i, place_below(x)) for i, x in below])
-    compat.keep_alive(context, registration)  # until the call is instantiated
+    compat.keep_alive(context, Held(params["name"], registration))  # until it is instantiated
     operands = (*operands, *(mlir.ir_constant(c) for c in plan.constants))
     if plan.constants:
         extra = [compat.ShapedArray(c.shape, c.dtype) for c in plan.constants]

@@ -67,6 +67,10 @@ class Signature:
         )  # fmt: skip
 
 
+class BeyondPlans(TypeError):
+    """An argument is such as plans cannot be made for, and jit takes."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
     """One call: its signature and its leaves (arrays, tracers or shapes)."""
@@ -259,6 +263,12 @@ class ArgumentSpec:
                     f"shape {leaf.shape} that was donated or deleted. Pass the result that took "
                     "its place."
                 )
+            if isinstance(leaf, compat.Tracer) and compat.is_symbolic(leaf):
+                raise BeyondPlans(
+                    f"offload({self.name}): {self._path_text(path, positions)} has the shape "
+                    f"{leaf.shape}, and plans are for shapes that are known. Export the function "
+                    "itself, or pass device_memory=None."
+                )
             weak, code = bool(getattr(leaf, "weak_type", False)), code_of(leaf)
             shape, dtype = compat.physical(leaf)
             if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -267,6 +277,12 @@ class ArgumentSpec:
                 leaf = encoded(leaf, code)
             return leaf, code, (shape, moved_dtype(dtype), weak)
         weak = isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic)
+        if compat.is_ref(leaf):
+            raise BeyondPlans(
+                f"offload({self.name}): {self._path_text(path, positions)} is a Ref, and vertices "
+                "read and write at times that nobody chose. Pass its value, ref[...], and return "
+                "the new one; or pass device_memory=None."
+            )
         if not weak and not isinstance(leaf, np.ndarray | np.generic):
             raise TypeError(
                 f"offload({self.name}): {self._path_text(path, positions)} is a "

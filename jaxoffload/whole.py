@@ -250,8 +250,10 @@ def make_plan(
 
 def _refuse(request: Request, whole: Whole, error: CaptureError) -> None:
     """Refuses what cannot be cut, unless it fits as it is."""
-    if compat.has_named_axes(request.jaxpr):
-        # Nobody can compile it apart from what is around it.
+    kinds = set(map(compat.effect_kind, request.jaxpr.effects))
+    if "check" in kinds:
+        raise error
+    if "named axis" in kinds:  # nobody can compile it apart from what is around it
         raise CaptureError(f"{error} Or let it run whole: device_memory=None.") from None
     budget = request.options.device_memory
     assert isinstance(budget, int)

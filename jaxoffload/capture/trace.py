@@ -59,8 +59,7 @@ def trace(
     trees: list[Any] = []
 
     @functools.wraps(call)
-    def on_words(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        flat = jax.tree.leaves((args, kwargs))
+    def on_words(*flat: Any) -> tuple[Any, ...]:
         found = call(*map(decoded, flat, codes))
         paths, tree = jax.tree_util.tree_flatten_with_path(found)
         _check_results(call, paths)
@@ -68,8 +67,9 @@ def trace(
         out_codes[:] = [code_of(x) for _, x in paths]
         return tuple(encoded(x, code) for (_, x), code in zip(paths, out_codes, strict=True))
 
-    args, kwargs = (avals, {}) if tree is None else jax.tree.unflatten(tree, avals)
-    closed = compat.lowered_operations(jax.make_jaxpr(on_words)(*args, **kwargs))
+    if tree is not None:
+        compat.name_arguments(on_words, call, *jax.tree.unflatten(tree, avals))
+    closed = compat.lowered_operations(jax.make_jaxpr(on_words)(*avals))
     closed, captured = _over_captured(compat.without_internal_refs(closed), avals)
     closed = _with_own_constants(closed)
     outs = tuple(jax.ShapeDtypeStruct(*compat.physical(a)) for a in closed.out_avals)

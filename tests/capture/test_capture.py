@@ -182,14 +182,12 @@ def test_random_keys_cross_vertices(interpret):
     assert_same(function, (jnp.uint32(3),), interpret, max_equations=1)
 
 
-@pytest.mark.parametrize("effect", ["debug", "pure", "io", "inside"])
+@pytest.mark.parametrize("effect", ["debug", "io", "inside"])
 def test_effects_are_refused_with_the_line(effect):
     def function(x):
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
         if effect == "debug":
             jax.debug.print("{}", x)
-        elif effect == "pure":
-            return jax.pure_callback(np.sin, shape, x)
         elif effect == "io":
             return jax.experimental.io_callback(np.sin, shape, x)
         else:
