@@ -547,8 +547,9 @@ def offload(
         (outside `jax.jit` only). Results of donated arrays below the device stay in their tier
         either way.
       policy: "auto": after some direct calls the plan is made again from what they measured, if a
-        simulation says that it pays, and taken back if it does not. The cut stays, and with it
-        every bit of the results. "once": the first plan stays.
+        simulation says that it pays, and taken back if it does not; the cut stays, and with it
+        every bit of the results. Only the first call may change the cut, and so the rounding: where
+        its kernels took twice as long as another cut promises. "once": the first plan stays.
       recompute: "auto": values that would not stay on the device until they are read again are
         computed again instead of moved, as far as a simulation says that this is faster (random
         numbers come from the same keys; loops and sorts are not repeated). "never": they are moved.

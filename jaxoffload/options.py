@@ -34,7 +34,8 @@ class Options:
       check: whether every run is watched by the live range checker.
       verify: whether the first run of each plan is compared with plain `jax.jit`.
       results: "device" or "host", where results go that do not follow a donated argument.
-      policy: "auto": plans are made again from what runs measured; "once": from estimates only.
+      policy: "auto": plans, and once the cut, are made again from what runs measured; "once": from
+        estimates only.
       recompute: "auto": values are computed again where that is faster than moving them; "never";
         "always": whatever is read again late.
       cut: "auto": a function for which everything fits runs whole; "always": it is cut, too.

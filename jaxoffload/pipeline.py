@@ -569,7 +569,7 @@ class Planner:
         costs: Callable[[TaskGraph, list[Any]], TaskGraph],
     ) -> Plan | None:
         """See `Plan.with_other_cut`; other executables than some."""
-        ranked = self._ranked.simulated() if self._ranked and not self.has_fixed_cut else []
+        ranked = self._ranked.simulated() if self._ranked else []  # none where the cut is fixed
         for cut, took in ranked[:_COMPILED]:
             if budget is None or took >= expected:
                 break

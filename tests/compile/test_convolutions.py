@@ -63,7 +63,7 @@ def convolutions(draw):
     }
 
 
-@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.settings(max_examples=50, deadline=None)
 @hypothesis.given(convolutions())
 def test_equals_jax_in_any_order_of_dimensions(case):
     operands, params = case
@@ -126,6 +126,17 @@ def test_gradients_are_as_good_as_jit(groups, dtype):
         error = np.abs(np.asarray(found, np.float64) - right).max()
         allowed = np.abs(np.asarray(jitted, np.float64) - right).max()
         assert error <= 2 * allowed + jnp.finfo(dtype).eps * np.abs(right).max()
+
+
+def test_depthwise_sums_of_halves_are_rounded_once():
+    rng = np.random.default_rng(0)
+    x = rng.uniform(1, 2, (2, 12, 12, 3)).astype(jnp.bfloat16)
+    kernel = rng.uniform(1, 2, (7, 7, 1, 3)).astype(jnp.bfloat16)
+    with jax.enable_x64(True):
+        exact = np.asarray(rows(np.asarray(x, np.float64), np.asarray(kernel, np.float64), 3))
+    found = jo.offload(lambda x, k: rows(x, k, 3), device_memory=None)(x, kernel)
+    error = np.abs(np.asarray(found, np.float64) - exact)
+    assert (error <= 0.51 * float(jnp.finfo(jnp.bfloat16).eps) * exact).all()
 
 
 def test_others_are_left_as_they_are():

@@ -1,4 +1,4 @@
-"""Another cut is tried where a few kernels are far slower than expected, and kept if faster."""
+"""Another cut is tried where a few kernels are far slower than expected; the faster is kept."""
 
 import types
 
@@ -74,6 +74,22 @@ def test_a_slow_kernel_that_another_cut_does_without_asks_for_that_cut():
 def test_a_machine_that_is_slow_or_fast_in_general_asks_for_none(times):
     plan = offloaded().plan(*ARGS)
     assert recut.other_cut(plan, run_of(plan, lambda _: times)) is None
+
+
+def test_kernels_that_have_not_run_are_expected_to_be_as_slow_as_others():
+    plan = offloaded().plan(*ARGS)
+    costs = recut.Costs.of(plan, run_of(plan, lambda _: 30.0))
+    unseen = costs.apply(plan.taskgraph, [object()] * len(plan.executables))
+    seen = costs.apply(plan.taskgraph, list(plan.executables))
+    expected = 30.0 * plan.machine.task_seconds(plan.taskgraph)
+    np.testing.assert_allclose([v.seconds for v in unseen.vertices], expected)
+    np.testing.assert_allclose([v.seconds for v in seen.vertices], expected, rtol=0.5)
+    np.testing.assert_allclose(plan.machine.task_seconds(unseen), expected)
+
+
+def test_a_kernel_that_is_most_of_a_cut_is_not_taken_for_the_machine():
+    plan = jo.offload(lambda x: x @ x.T, device_memory=BUDGET).plan(ARGS[1])
+    assert recut.Costs.of(plan, run_of(plan, lambda _: 30.0)).general == recut.OFF
 
 
 def test_a_kernel_that_is_somewhat_slower_asks_for_none():
