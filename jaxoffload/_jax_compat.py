@@ -136,9 +136,10 @@ def in_manual_region() -> bool:
 def devices_of_constraint(eqn: JaxprEqn) -> int:
     """Over how many devices an equation constrains its operand to be spread."""
     sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
-    return len(getattr(sharding, "device_set", ())) or getattr(
-        getattr(sharding, "mesh", None), "size", 1
-    )
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is not None:  # an abstract one knows no devices, and that of no axes no size
+        return mesh.size or 1
+    return len(getattr(sharding, "device_set", ())) or 1
 
 
 pure_callback_p = _callback.pure_callback_p

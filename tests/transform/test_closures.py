@@ -152,13 +152,18 @@ def test_a_captured_key(how):
 
 
 def test_functions_that_differ_in_a_captured_key_are_told_apart():
-    keys = [jax.random.key(i) for i in range(2)]
-    found = [
-        np.asarray(free(lambda a, k=k: jax.jit(lambda b: b * jax.random.uniform(k))(a))(X))
-        for k in keys
-    ]
-    for k, got in zip(keys, found, strict=True):
-        np.testing.assert_allclose(got, X * jax.random.uniform(k), rtol=1e-6)
+    """The key is in the loop's body, which is one vertex."""
+
+    def looped(key):
+        body = jax.jit(lambda b: b * jax.random.uniform(key))
+        return lambda a: lax.while_loop(
+            lambda s: s[0] < 1, lambda s: (s[0] + 1, body(s[1])), (0, a)
+        )
+
+    for seed in range(2):
+        key = jax.random.key(seed)
+        got = free(looped(key))(X)[1]
+        np.testing.assert_allclose(got, X * jax.random.uniform(key), rtol=1e-6)
 
 
 def test_keys_stay_keys_where_results_go_to_host_memory():

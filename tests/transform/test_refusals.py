@@ -129,11 +129,11 @@ def test_a_named_axis_that_nobody_names():
 
 
 def test_messages_name_the_users_function_and_arguments():
-    def pick(first, flag, *, mode):
-        return first if flag.sum() > 0 else mode
+    def pick(params, flag, *, mode):
+        return params["w"] if flag.sum() > 0 else mode
 
     with pytest.raises(jax.errors.TracerBoolConversionError, match=r"pick at (.|\n)*argument flag"):
-        small(pick, static_argnames="mode")(X, X, mode=3)
+        small(pick, static_argnames="mode")({"b": X, "w": X}, X, mode=3)
     with pytest.raises(TypeError, match=r"offload\(words\): result\['b'\]\[0\] is a str"):
 
         def words(x):
