@@ -1,4 +1,4 @@
-"""Another cut is tried where a few kernels are far slower than expected, and kept if it is faster."""
+"""Another cut is tried where a few kernels are far slower than expected, and kept if faster."""
 
 import types
 
