@@ -433,11 +433,12 @@ def register_batcher(primitive: Any, rule: Any) -> None:
 
 
 def checked(
-    jaxpr: Any, error: Any, enabled: Any, operands: Sequence[Any]
+    context: Sequence[Any], jaxpr: Any, error: Any, enabled: Any, operands: Sequence[Any]
 ) -> tuple[list[Any], Any, Any]:
     """A closed jaxpr with `checkify`'s checks.
 
     Args:
+      context: what the rule was given first.
       error: what has failed before.
       enabled: kinds of checks.
       operands: arrays or tracers, for their shapes.
@@ -448,13 +449,20 @@ def checked(
     """
     values, tree = jax.tree.flatten(error)
     avals = [_core.typeof(x) for x in (*values, *operands)]
-    found, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(jaxpr, enabled, tree, *avals)
+    make: Any = _checkify.jaxpr_to_checkify_jaxpr
+    found, out_tree, _ = make(*context, jaxpr, enabled, tree, *avals)
     return values, found, out_tree
 
 
 def register_check(primitive: Any, rule: Any) -> None:
-    """Has `checkify` call `rule(error, enabled, *operands, **params)`."""
-    _checkify.error_checks[primitive] = rule
+    """Has `checkify` call `rule(context, error, enabled, *operands, **params)`.
+
+    From jax 0.11 on its rules have a context of their own, before that none.
+    """
+    count = int(hasattr(_checkify, "CheckifyContext"))
+    _checkify.error_checks[primitive] = lambda *args, **params: rule(
+        args[:count], *args[count:], **params
+    )
 
 
 def register_jet(primitive: Any, rule: Any) -> None:
