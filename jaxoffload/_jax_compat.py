@@ -133,12 +133,16 @@ def in_manual_region() -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+_CONSTRAINTS = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
+
+
 def devices_of_constraint(eqn: JaxprEqn) -> int:
-    """Over how many devices an equation constrains its operand to be spread."""
+    """Over how many devices an equation constrains its operand to be spread; 1 for any other."""
+    if eqn.primitive.name not in _CONSTRAINTS:
+        return 1
     sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
-    return len(getattr(sharding, "device_set", ())) or getattr(
-        getattr(sharding, "mesh", None), "size", 1
-    )
+    mesh = getattr(sharding, "mesh", None)  # an abstract one has no devices yet
+    return len(getattr(sharding, "device_set", "1")) if mesh is None else mesh.size
 
 
 pure_callback_p = _callback.pure_callback_p
