@@ -141,8 +141,10 @@ def devices_of_constraint(eqn: JaxprEqn) -> int:
     if eqn.primitive.name not in _CONSTRAINTS:
         return 1
     sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
-    mesh = getattr(sharding, "mesh", None)  # an abstract one has no devices yet
-    return len(getattr(sharding, "device_set", "1")) if mesh is None else mesh.size
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is not None:  # an abstract one knows no devices, and that of no axes no size
+        return mesh.size or 1
+    return len(getattr(sharding, "device_set", ())) or 1
 
 
 pure_callback_p = _callback.pure_callback_p
@@ -437,14 +439,13 @@ def register_batcher(primitive: Any, rule: Any) -> None:
 
 
 def checked(
-    context: Sequence[Any], jaxpr: Any, error: Any, enabled: Any, operands: Sequence[Any]
+    jaxpr: Any, error: Any, enabled: Any, operands: Sequence[Any]
 ) -> tuple[list[Any], Any, Any]:
     """A closed jaxpr with `checkify`'s checks.
 
     Args:
-      context: what the rule was given first.
       error: what has failed before.
-      enabled: kinds of checks.
+      enabled: kinds of checks, as the rule was given them.
       operands: arrays or tracers, for their shapes.
 
     Returns:
@@ -453,20 +454,23 @@ def checked(
     """
     values, tree = jax.tree.flatten(error)
     avals = [_core.typeof(x) for x in (*values, *operands)]
-    make: Any = _checkify.jaxpr_to_checkify_jaxpr
-    found, out_tree, _ = make(*context, jaxpr, enabled, tree, *avals)
+    context, kinds = enabled
+    found, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(*context, jaxpr, kinds, tree, *avals)
     return values, found, out_tree
 
 
 def register_check(primitive: Any, rule: Any) -> None:
-    """Has `checkify` call `rule(context, error, enabled, *operands, **params)`.
+    """Has `checkify` call `rule(error, enabled, *operands, **params)`.
 
-    From jax 0.11 on its rules have a context of their own, before that none.
+    From jax 0.11 on its rules are given a context, which numbers the checks, before all else.
     """
-    count = int(hasattr(_checkify, "CheckifyContext"))
-    _checkify.error_checks[primitive] = lambda *args, **params: rule(
-        args[:count], *args[count:], **params
-    )
+    count = 1 if hasattr(_checkify, "CheckifyContext") else 0
+
+    def with_context(*args: Any, **params: Any) -> Any:
+        context, (error, kinds, *operands) = args[:count], args[count:]
+        return rule(error, (context, kinds), *operands, **params)
+
+    _checkify.error_checks[primitive] = with_context
 
 
 def register_jet(primitive: Any, rule: Any) -> None:

@@ -93,9 +93,16 @@ class Ranking:
 
     @functools.cached_property
     def _enough(self) -> float:
-        """Seconds; a cut that takes no longer ends the search."""
-        whole = float(self._machine.task_seconds(self._captured(WHOLE)).sum())
-        return max(_CLOSE * whole, whole + _LITTLE)
+        """Seconds; a cut that takes no longer ends the search: about what the kernels of the whole
+        take, or what it takes to bring its arguments and to take its results away."""
+        graph = self._captured(WHOLE)
+        compute = float(self._machine.task_seconds(graph).sum())
+        read = {t for v in graph.vertices for t in v.inputs if not v.gathered}
+        up = sum(graph.tensors[t].bytes for t in read if graph.tensors[t].argument is not None)
+        down = sum(t.bytes for t in graph.tensors if t.results and t.argument is None)
+        on = self._machine
+        link = max(up / on.to_device.bytes_per_second, down / on.from_device.bytes_per_second)
+        return max(_CLOSE * compute, compute + _LITTLE, SAME * link)
 
     def feasible(self) -> Iterator[Cut]:
         """Cuts that may work within the budget, coarse ones first, none simulated."""
@@ -126,6 +133,10 @@ class Ranking:
         for cut in waiting:
             if min_budget(self._captured(cut))[0] <= self._budget:
                 yield cut, None
+
+    def simulated(self) -> list[tuple[Cut, float]]:
+        """The cuts that `by_time` has simulated, fast ones first, and their seconds."""
+        return [(cut, took) for took, _, cut in _by_time(self._tried)]
 
     def _plain(self) -> list[Cut]:
         """Cuts that compute everything once, or all that is read late again."""

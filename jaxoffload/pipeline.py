@@ -9,7 +9,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ from jaxoffload.options import Options, format_bytes
 from jaxoffload.plan.build import QUICK_VARIANTS, VARIANTS, build_memgraph
 from jaxoffload.plan.hardware import Machine
 from jaxoffload.plan.limits import (
+    headroom,
     intermediates_peak,
     least_whole,
     min_budget,
@@ -284,6 +285,31 @@ class Plan:
             self.resident, self.constants, self._planner, priority,
         ).proven()  # fmt: skip
 
+    @property
+    def machine(self) -> Machine:
+        """The model by which it was chosen."""
+        return self._planner.machine
+
+    @property
+    def executables(self) -> tuple[Any, ...]:
+        """Those of the kernels, by `Vertex.kernel`."""
+        return tuple(self._executables)
+
+    def with_other_cut(
+        self,
+        expected: float,
+        seconds: float,
+        costs: Callable[[TaskGraph, list[Any]], TaskGraph],
+    ) -> "Plan | None":
+        """A plan with the next best cut of those that were simulated for this one, if it is better.
+
+        Args:
+          expected: only cuts of which the model expects fewer seconds are looked at.
+          seconds: it must take fewer by its costs.
+          costs: a TaskGraph, given the kernels' executables, with the costs to judge it by.
+        """
+        return self._planner.other(self._executables, self.budget, expected, seconds, costs)
+
     def build(self, graph: TaskGraph, **options: Any) -> MemGraph:
         """A MemGraph for this plan's budget, of its TaskGraph with other costs."""
         assert self.budget is not None, "without a limit nothing is placed anew"
@@ -314,6 +340,11 @@ class Planner:
       backend: where it is to run; None: where JAX runs by default.
       machine: what choices are made for; None: the backend's.
       compiles: False: plans are to be looked at only, and workspace counts as nothing.
+      estimates: of plans to be looked at only, that workspace counts as what executables take where
+        there are some, and where there are none as what they may take.
+
+    Attributes:
+      has_estimated: whether workspace was estimated for any cut.
     """
 
     def __init__(
@@ -322,9 +353,11 @@ class Planner:
         backend: backends.Backend | None = None,
         machine: Machine | None = None,
         compiles: bool = True,
+        estimates: bool = False,
     ):
         self._request = request
-        self._compiles = compiles
+        self._compiles, self._estimates = compiles, estimates
+        self.has_estimated = False
         self._settings = compat.LoweringSettings()
         self.backend = backend or backends.current()
         self.machine = machine or self.backend.machine.with_rates(request.options.rates)
@@ -332,6 +365,7 @@ class Planner:
         self._unrolled: dict[float, Ordered] = {}
         self._ordered = self._ordered_in_pieces(float("inf"))
         self._cuts: dict[Cut, tuple[Captured, list[Any], CompileReport]] = {}
+        self._ranked: Ranking | None = None
         self._rewritten: dict[tuple[int, float | None, float, float], Ordered] = {}
         self._tilings = Tilings()
         self._graphs: dict[Cut, Captured] = {}
@@ -368,8 +402,9 @@ class Planner:
 
     def _least_or(self, budget: int) -> tuple[Captured, list[Any], CompileReport]:
         """The best cut for a budget; where none is known the one that needs least."""
-        # No cut does with less than one operand or result that is there whole.
-        is_hopeless = least_whole(self.graph(FINEST)) > budget
+        # No cut does with less than one operand or result that is there whole. A coarse cut has all
+        # that a fine one has, and is sooner looked at.
+        is_hopeless = all(least_whole(self.graph(cut)) > budget for cut in (WHOLE, FINEST))
         return (None if is_hopeless else self._chosen(budget)) or self._least
 
     def _whole(self) -> tuple[Captured, list[Any], CompileReport]:
@@ -401,6 +436,8 @@ class Planner:
                 if run.seconds < gain * least:
                     best, rule, least = ordered, variant, run.seconds
                     compute = run.busy(Kind.KERNEL)
+                if least <= compute / _GAIN:
+                    break
             variants = (rule,)
             if least <= compute / _GAIN:
                 break
@@ -453,9 +490,13 @@ class Planner:
         coarse = FINEST, WHOLE
         least = min(min_budget(self.graph(cut))[0] for cut in coarse)
         tiled = [Cut(0, 1, split_size(share * least), piece_bytes=0) for share in SPLITS]
-        best = self._lowest([*coarse, *tiled], None)
+        cuts = [*coarse, *tiled]
+        is_long = len(self.graph(FINEST).vertices) > _ORDERED_VERTICES
+        if is_long and not self._compiles:
+            cuts = cuts[:3]  # it is only said, not relied on
+        best = self._lowest(cuts, None)
         assert best is not None, "without a limit the first one works"
-        for _ in range(_LOWER):
+        for _ in range(_LOWER if len(cuts) > 3 else 0):
             room = _needs(best) - 1
             lower = self._lowest(self._ranking(room).feasible(), room)
             if lower is None:
@@ -488,7 +529,8 @@ class Planner:
         best, least, workspace, reserve = None, float("inf"), 0, 0
         for _ in range(2):
             number = 0
-            for cut, expected in self._ranking(budget - reserve).by_time():
+            self._ranked = self._ranking(budget - reserve)
+            for cut, expected in self._ranked.by_time():
                 if best is not None and (expected is None or least <= SAME * expected):
                     break
                 compiled = self._within(cut, budget)
@@ -496,12 +538,10 @@ class Planner:
                     continue
                 if expected is None:
                     return compiled
-                drafts = list(self._drafts(compiled[0].taskgraph, budget))
-                if not drafts:
-                    continue
-                took = min(simulate(draft, machine=self.machine).seconds for draft in drafts)
+                spare = headroom(compiled[0].taskgraph, 1)[0]
+                took = self._seconds(compiled[0].taskgraph, budget, SAME * expected)
                 if took < least:
-                    best, least, workspace = compiled, took, int(drafts[0].headroom.max())
+                    best, least, workspace = compiled, took, spare
                 number += 1
                 if number == _COMPILED:
                     break
@@ -509,6 +549,39 @@ class Planner:
                 break
             reserve = workspace
         return best
+
+    def _seconds(self, graph: TaskGraph, budget: int, enough: float) -> float:
+        """Simulated time of a graph by the best of several rules, or by the first with which it is
+        no more than enough; infinite where none does with the host memory."""
+        least = float("inf")
+        for draft in self._drafts(graph, budget):
+            least = min(least, simulate(draft, machine=self.machine).seconds)
+            if least <= enough:
+                break
+        return least
+
+    def other(
+        self,
+        than: Sequence[Any],
+        budget: int | None,
+        expected: float,
+        seconds: float,
+        costs: Callable[[TaskGraph, list[Any]], TaskGraph],
+    ) -> Plan | None:
+        """See `Plan.with_other_cut`; other executables than some."""
+        ranked = self._ranked.simulated() if self._ranked and not self.has_fixed_cut else []
+        for cut, took in ranked[:_COMPILED]:
+            if budget is None or took >= expected:
+                break
+            compiled = self._within(cut, budget)
+            if compiled is None or set(map(id, compiled[1])) == set(map(id, than)):
+                continue
+            drafts = self._drafts(costs(compiled[0].taskgraph, compiled[1]), budget)
+            runs = (simulate(draft, machine=self.machine).seconds for draft in drafts)
+            if min(runs, default=float("inf")) < seconds:
+                best, graph = self._fastest(compiled, budget)
+                return self._finish(best, graph, budget, resident=False)
+        return None
 
     def _drafts(self, graph: TaskGraph, budget: int) -> Iterator[MemGraph]:
         """MemGraphs by several of the planner's rules, to compare cuts by."""
@@ -577,7 +650,7 @@ class Planner:
     def _estimated(self, cut: Cut) -> TaskGraph:
         """The same with workspace as far as it can be told before anything is compiled."""
         found = self._looked_at(cut)
-        return _with_workspace(found.taskgraph, found.workspace)
+        return _with_workspace(found.taskgraph, found.workspace())
 
     def _looked_at(self, cut: Cut) -> Captured:
         if cut not in self._graphs:
@@ -599,7 +672,7 @@ class Planner:
             disk_arguments=self._request.disk_arguments,
             disk_results=self._request.disk_results,
         )
-        return Captured(graph, captured.kernels, captured.workspace)
+        return Captured(graph, captured.kernels, captured.clusters)
 
     def _compiled(self, cut: Cut) -> tuple[Captured, list[Any], CompileReport]:
         """One cut, its kernels compiled, its vertices' workspace known."""
@@ -616,11 +689,11 @@ class Planner:
             return self._cuts[cut] if budget is None or _needs(self._cuts[cut]) <= budget else None
         if budget is not None and self._too_much.get(cut, 0) > budget:
             return None
+        if not self._compiles:
+            self._cuts[cut] = (self._imagined(cut), [], _NOTHING)
+            return self._within(cut, budget)
         captured = self._captured(cut)
         kernels = captured.kernels
-        if not self._compiles:
-            self._cuts[cut] = (captured, [], _NOTHING)
-            return self._within(cut, budget)
         tried = []  # stays, so that nothing is compiled twice
         waiting = _by_workspace(captured) if budget is not None else []
         number = _FIRST_COMPILED
@@ -639,6 +712,23 @@ class Planner:
         graph = self._with_known_workspace(captured)
         self._cuts[cut] = (Captured(graph, kernels), executables, report)
         return self._within(cut, budget)
+
+    def _imagined(self, cut: Cut) -> Captured:
+        """One cut as it may be once it is compiled."""
+        if not self._estimates:
+            return self._looked_at(cut)
+        if not self.backend.executables.has_some():
+            self.has_estimated = True
+            return Captured(self._estimated(cut), ())
+        captured = self._captured(cut)
+        with self._settings.restored():
+            known = self.backend.executables.known(captured.kernels)
+        self.has_estimated |= None in known
+        temp = [
+            guess if (executable := known[vertex.kernel]) is None else executable.temp_bytes
+            for vertex, guess in zip(captured.taskgraph.vertices, captured.workspace(), strict=True)
+        ]
+        return Captured(_with_workspace(captured.taskgraph, temp), ())
 
     def _executables(self, kernels: Sequence[Kernel]) -> tuple[list[Any], CompileReport]:
         with self._settings.restored():
@@ -668,7 +758,8 @@ class Planner:
         )
         # What was only tried need not stay compiled for as long as the plan lives.
         self._cuts = {cut: found for cut, found in self._cuts.items() if found[1] is executables}
-        self._graphs.clear()
+        if self._compiles:
+            self._graphs.clear()
         plan = Plan(
             self._request, budget, captured, graph, executables, report, resident,
             self.constants, self,
@@ -708,7 +799,7 @@ def _with_workspace(graph: TaskGraph, temp: Sequence[int]) -> TaskGraph:
 def _by_workspace(captured: Captured) -> list[int]:
     """Kernels, those first that seem to need most workspace, or then most traffic."""
     most = [(0, 0.0)] * len(captured.kernels)
-    for vertex, count in zip(captured.taskgraph.vertices, captured.workspace, strict=True):
+    for vertex, count in zip(captured.taskgraph.vertices, captured.workspace(), strict=True):
         most[vertex.kernel] = max(most[vertex.kernel], (count, vertex.traffic))
     return sorted(range(len(most)), key=lambda kernel: most[kernel], reverse=True)
 

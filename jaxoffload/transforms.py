@@ -68,11 +68,11 @@ def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: An
     return bind(leaves, jaxpr, derived=derived.link, **others), list(out_axes)
 
 
-def _check(context: Any, error: Any, enabled: Any, *operands: Any, **params: Any) -> Any:
+def _check(error: Any, enabled: Any, *operands: Any, **params: Any) -> Any:
     """The function with its checks, which take and give the state of what failed before."""
     below = params["below"]
     leaves = leaves_of(operands, below)
-    values, jaxpr, tree = compat.checked(context, params["jaxpr"], error, enabled, leaves)
+    values, jaxpr, tree = compat.checked(params["jaxpr"], error, enabled, leaves)
     count = len(values)
     outs = bind(
         [*values, *leaves],

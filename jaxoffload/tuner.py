@@ -1,4 +1,8 @@
-"""`policy="auto"`: plans made again from what runs measured, and kept if they are faster."""
+"""`policy="auto"`: plans made again from what runs measured, and kept if they are faster.
+
+The first run decides whether another cut into vertices is tried (recut.py); then runs are measured
+for another plan of the same vertices, which computes the same bits.
+"""
 
 import contextlib
 import dataclasses
@@ -12,6 +16,7 @@ from jaxoffload.options import Options
 from jaxoffload.pipeline import Plan
 from jaxoffload.plan.build import VARIANTS
 from jaxoffload.plan.simulate import best_priority, simulate
+from jaxoffload.recut import other_cut
 from jaxoffload.runtime.profile import Profile
 from jaxoffload.runtime.run import Run
 
@@ -44,6 +49,8 @@ class Tuner:
         )
         self._runs = 0
         self._first: Plan | None = None
+        self._before: tuple[Plan, float] | None = None
+        self._has_recut = False
         self._times: tuple[list[float], list[float]] = ([], [])
         self._is_done = False
 
@@ -68,7 +75,7 @@ class Tuner:
             return plan
         self._runs += 1
         if self._runs == 1:
-            return plan
+            return self._cut_again(plan, run)
         if self._first is not None:
             self._times[1].append(run.seconds)
             if len(self._times[1]) < TRIAL:
@@ -87,6 +94,21 @@ class Tuner:
             return plan
         self._first = plan
         return better
+
+    def _cut_again(self, plan: Plan, run: Run) -> Plan:
+        """After the first run of a cut: another one to try, or the faster of the two."""
+        if not self._has_recut:
+            self._has_recut = True
+            other = other_cut(plan, run)
+            if other is not None and other.disk_bytes == 0:
+                self._before, self._runs = (plan, run.seconds), 0
+                return other
+        elif self._before is not None:
+            (first, took), self._before = self._before, None
+            kept = run.seconds < took
+            logger.info("%s: another cut is %s", plan.name, "kept" if kept else "dropped")
+            return plan if kept else first
+        return plan
 
     def _better(self, plan: Plan) -> Plan | None:
         """A plan that measured costs say is faster, or None."""

@@ -49,13 +49,16 @@ class Captured:
 
     Attributes:
       kernels: indexed by `Vertex.kernel`.
-      workspace: of each vertex, in bytes, as far as can be told before it is compiled; empty where
-        nobody needs it.
+      clusters: one for each vertex, to estimate from; empty where nobody needs them.
     """
 
     taskgraph: TaskGraph
     kernels: tuple[Kernel, ...]
-    workspace: tuple[int, ...] = ()
+    clusters: tuple[Cluster, ...] = ()
+
+    def workspace(self) -> list[int]:
+        """Bytes that each vertex takes, as far as can be told before it is compiled."""
+        return list(map(estimated_workspace, self.clusters))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,12 +160,13 @@ class _Builder:
 
     def build(self, donated: tuple[tuple[int, int], ...], with_kernels: bool) -> Captured:
         donated = self._safe_pairs(donated)
+        partner = {result: argument for argument, result in donated}
         kernels: list[Kernel] = []
         known: dict[object, int] = {}
         vertices = []
         for i, cluster in enumerate(self.clusters):
             self._merge(cluster)
-            outputs, overwrites = self._overwrites(i, cluster, donated)
+            outputs, overwrites = self._overwrites(i, cluster, partner)
             number = -1
             if with_kernels:
                 kernel = kernel_of(cluster, outputs, overwrites)
@@ -192,8 +196,7 @@ class _Builder:
             for value, _ in parts:
                 self.tensor(value, "")
         graph = TaskGraph(tuple(self.tensors), tuple(vertices), donated)
-        workspace = tuple(map(estimated_workspace, self.clusters))
-        return Captured(graph, tuple(kernels), workspace)
+        return Captured(graph, tuple(kernels), tuple(self.clusters))
 
     def _merge(self, cluster: Cluster) -> None:
         """Reads each argument part once where several values name it."""
@@ -261,9 +264,8 @@ class _Builder:
         return tuple(safe)
 
     def _overwrites(
-        self, i: int, cluster: Cluster, donated: tuple[tuple[int, int], ...]
+        self, i: int, cluster: Cluster, partner: dict[int, int]
     ) -> tuple[list[Value], tuple[tuple[int, int], ...]]:
-        partner = {result: argument for argument, result in donated}
         taken: dict[Value, Value] = {}
         for out in cluster.outputs:
             reached = _elementwise_ancestors(cluster, out)

@@ -116,67 +116,86 @@ class _Splitter:
     def __init__(self, ordered: Ordered, limit: float, known: Tilings):
         self.tilings = known.of
         self.program: Program = ordered.program
-        self.equations = list(ordered.equations)
+        # Where several have become one there are holes, so that the others stay where they are.
+        self.equations: list[Equation | None] = list(ordered.equations)
         self.limit = limit
         self.results = self.program.result_values()
         self.groups: dict[int, _Group] = {}  # by the identity of their equations
         self.steps = STEPS + _STEPS_EACH * len(self.equations)  # that are left
         # What was best for an equation of this operation and these shapes: tiles, which tiling.
         self.choices: dict[Any, tuple[int, int] | None] = {}
-        self._index()
-
-    def _index(self) -> None:
-        self.inside = {
-            v: inner
-            for e in self.equations
-            if isinstance(e.operation, TiledOperation)
-            for inner in e.operation.equations
-            for v in inner.outputs
-        }
-        self.position = {id(e): i for i, e in enumerate(self.equations)}
-        self.producer = {v: i for i, e in enumerate(self.equations) for v in e.outputs}
+        count = len(self.equations)
+        self.inside: dict[Value, Equation] = {}
+        self.position: dict[int, int] = {}
+        self.producer: dict[Value, int] = {}
         self.readers: dict[Value, list[int]] = {}
-        for i, e in enumerate(self.equations):
-            for v in e.values():
-                self.readers.setdefault(v, []).append(i)
-        self._index_paths()
+        self.gone: set[Value] = set()  # values that are read no longer where they were
+        self.before, self.after = [0] * count, [0] * count
+        self.open: dict[int, int] = {}
+        if count:
+            self._index(0, count - 1)
 
-    def _index_paths(self) -> None:
+    def _index(self, first: int, last: int) -> None:
+        """Notes who makes and who reads what, and who depends on whom, of what stands between two
+        positions; the rest is as it was."""
+        block = range(first, last + 1)
+        read: dict[Value, list[int]] = {}
+        for i in block:
+            equation = self.equations[i]
+            if equation is None:
+                continue
+            self.position[id(equation)] = i
+            for v in equation.outputs:
+                self.producer[v] = i
+            for v in equation.values():
+                read.setdefault(v, []).append(i)
+            if isinstance(equation.operation, TiledOperation):
+                for inner in equation.operation.equations:
+                    self.inside.update((v, inner) for v in inner.outputs)
+        for v in {*read, *self.gone}:
+            others = [r for r in self.readers.get(v, ()) if not first <= r <= last]
+            self.readers[v] = sorted([*others, *read.get(v, ())])
+        self.gone.clear()
+        self._index_paths(first, last)
+
+    def _index_paths(self, first: int, last: int) -> None:
         """Who depends on whom within a span, as bits: what makes a group a block is asked for at
         every step of its growth.
 
         Bit k of `after[i]`: equation i + k depends on equation i; of `before[i]`: equation i
         depends on equation i - _SPAN + k. Bit i of `open[segment]`: equation i may join a group.
         """
-        count, window = len(self.equations), (2 << _SPAN) - 1
-        self.before = [0] * count
-        self.after = [0] * count
-        self.open: dict[int, int] = {}
-        bits: dict[int, bytearray] = {}
-        for i, e in enumerate(self.equations):
-            if not isinstance(e.operation, TiledOperation):
-                mine = bits.setdefault(e.segment, bytearray((count >> 3) + 1))
-                mine[i >> 3] |= 1 << (i & 7)
-            found = 0
-            for p in {self.producer[v] for v in e.values() if v in self.producer}:
-                if i - p <= _SPAN:
-                    found |= (self.before[p] >> (i - p)) | 1 << (_SPAN + p - i)
-            self.before[i] = found
-        for segment, mine in bits.items():
-            self.open[segment] = int.from_bytes(mine, "little")
-        for i in range(count - 1, -1, -1):
-            found = 0
-            for v in self.equations[i].outputs:
+        window = (2 << _SPAN) - 1
+        block = (1 << (last + 1)) - (1 << first)
+        for segment in self.open:
+            self.open[segment] &= ~block
+        found: dict[int, int] = {}
+        for i in range(first, last + 1):
+            equation = self.equations[i]
+            if equation is not None and not isinstance(equation.operation, TiledOperation):
+                found[equation.segment] = found.get(equation.segment, 0) | 1 << (i - first)
+        for segment, bits in found.items():
+            self.open[segment] = self.open.get(segment, 0) | bits << first
+        for i in range(first, min(last + _SPAN + 1, len(self.equations))):
+            equation, bits = self.equations[i], 0
+            for v in equation.values() if equation is not None else ():
+                p = self.producer.get(v, -1)
+                if p >= 0 and i - p <= _SPAN:
+                    bits |= (self.before[p] >> (i - p)) | 1 << (_SPAN + p - i)
+            self.before[i] = bits
+        for i in range(last, max(first - _SPAN - 1, -1), -1):
+            equation, bits = self.equations[i], 0
+            for v in equation.outputs if equation is not None else ():
                 for r in self.readers.get(v, ()):
-                    if r - i <= _SPAN:
-                        found |= (self.after[r] | 1) << (r - i)
-            self.after[i] = found & window
+                    if 0 < r - i <= _SPAN:
+                        bits |= (self.after[r] | 1) << (r - i)
+            self.after[i] = bits & window
 
     def is_large(self, value: Value) -> bool:
         return value.num_bytes() > _LARGE * self.limit
 
     def run(self) -> Ordered:
-        heavy = [(_working_set(e), -i, e) for i, e in enumerate(self.equations)]
+        heavy = [(_working_set(e), -i, e) for i, e in enumerate(self.equations) if e]
         heavy = [found for found in heavy if found[0] > self.limit]
         stay: list[tuple[float, Equation]] = []  # what could not be made smaller, and how large
         for size, _, equation in sorted(heavy, key=lambda found: found[:2], reverse=True):
@@ -191,13 +210,11 @@ class _Splitter:
                 stay.append((size, equation))
             else:
                 stay.append((group.working_set(), self._replace(group)))
-                self._index()
-        self._drop_needless_outputs()
-        return Ordered(self.equations, self.program)
+        return Ordered(self._without_needless_outputs(), self.program)
 
     def _best_group(self, seed: int) -> "_Group | None":
         """The group of the smallest working set, of those that grow from an equation."""
-        equation = self.equations[seed]
+        equation = self.at(seed)
         before = _working_set(equation)
         best: _Group | None = None
         shapes = tuple(v.shape for v in equation.values())
@@ -234,19 +251,35 @@ class _Splitter:
         behind = group.dependents(first, last)
         made = group.equation(group.outputs())
         self.groups[id(made)] = group
-        block = [i for i in range(first, last + 1) if i not in members]
-        self.equations[first : last + 1] = [
+        block = [i for i in range(first, last + 1) if self.equations[i] and i not in members]
+        stretch = [
             *(self.equations[i] for i in block if i not in behind),
             made,
             *(self.equations[i] for i in block if i in behind),
         ]
+        for i in members:
+            gone = self.at(i)
+            self.gone.update(gone.values())
+            del self.position[id(gone)]
+            for v in gone.outputs:
+                del self.producer[v]
+        for i in block:
+            self.gone.update(self.at(i).values())
+        self.equations[first : last + 1] = stretch + [None] * (last + 1 - first - len(stretch))
+        self._index(first, last)
         return made
 
-    def _drop_needless_outputs(self) -> None:
-        """Where copies have taken the place of reading, what they copy need not be there."""
+    def at(self, position: int) -> Equation:
+        """The equation at a position that is no hole."""
+        equation = self.equations[position]
+        assert equation is not None
+        return equation
+
+    def _without_needless_outputs(self) -> list[Equation]:
+        """All equations; what copies have taken the place of need not be there."""
         needed = set(self.results)
         kept = []
-        for e in reversed(self.equations):
+        for e in reversed([e for e in self.equations if e is not None]):
             outputs = [v for v in e.outputs if v in needed]
             if not outputs:
                 continue
@@ -254,7 +287,7 @@ class _Splitter:
                 e = self.groups[id(e)].equation(outputs)
             kept.append(e)
             needed.update(e.values())
-        self.equations = kept[::-1]
+        return kept[::-1]
 
 
 def _working_set(equation: Equation) -> int:
@@ -316,7 +349,7 @@ class _Group:
 
     def __init__(self, splitter: _Splitter, seed: int, tiling: Tiling, count: int):
         self.splitter, self.count, self.seed = splitter, count, seed
-        equation = splitter.equations[seed]
+        equation = splitter.at(seed)
         self.segment = equation.segment
         self.members: dict[tuple[int, Any], _Member] = {}
         self.cut: dict[Value, int | None] = {}  # of values that members make; None: a sum's part
@@ -435,7 +468,7 @@ class _Group:
         position = self.splitter.producer.get(value)
         if position is None or d is None:
             return []
-        return self._join(position) or self._copy(self.splitter.equations[position], d)
+        return self._join(position) or self._copy(self.splitter.at(position), d)
 
     def _copy(self, equation: Equation, d: int | None) -> list[_Member]:
         for tiling in self.splitter.tilings(equation, self.count):
@@ -487,7 +520,7 @@ class _Group:
 
     def _fitting(self, position: int) -> Iterator[_Member]:
         """An equation as a member, by each of its tilings that fits."""
-        equation = self.splitter.equations[position]
+        equation = self.splitter.at(position)
         if equation.segment != self.segment or isinstance(equation.operation, TiledOperation):
             return
         for tiling in self.splitter.tilings(equation, self.count):
@@ -570,7 +603,7 @@ class _Group:
     def _is_copied_later(self, value: Value) -> bool:
         """Whether readers outside can make a large value again when their turn comes."""
         readers = self.splitter.readers.get(value, ())
-        far = all(self.splitter.equations[r].segment != self.segment for r in readers)
+        far = all(self.splitter.at(r).segment != self.segment for r in readers)
         return self.splitter.is_large(value) and value not in self.splitter.results and far
 
     def equation(self, outputs: Sequence[Value]) -> Equation:

@@ -62,6 +62,19 @@ class ExecutableCache:
             self._by_code = weakref.WeakValueDictionary()
             self._recent = collections.OrderedDict()
 
+    def has_some(self) -> bool:
+        """Whether anything has been compiled that is still there."""
+        with self._lock:
+            return bool(self._by_kernel)
+
+    def known(self, kernels: Sequence[Kernel]) -> list[Any]:
+        """The executable of each kernel that has one, None for the others."""
+        settings = compat.trace_context()
+        with self._lock:
+            return [
+                self._by_kernel.get(identity.intern(kernel.key, settings)) for kernel in kernels
+            ]
+
     def executables(self, kernels: Sequence[Kernel]) -> tuple[list[Any], CompileReport]:
         """One executable for each kernel, compiled where none is known.
 

@@ -11,8 +11,8 @@ two and, as it stays within the first cache, vectorized; the blocks' sums are ad
 Nothing is fused or merged across the two, since XLA merges a reduction of a reduction, but not one
 of slices. Loops, branches and scans that stay whole are lowered by the same rules.
 
-Halves and float8 are added in float32. Maxima, minima and logical reductions are exact in any
-order, and a product's error grows with its factors in any order: they stay as they are.
+Halves and float8 are added and multiplied in float32. Maxima, minima and logical reductions are
+exact in any order, and a product's error grows with its factors in any order: no blocks for them.
 """
 
 import math
@@ -47,6 +47,16 @@ def reduce_sum(x: Any, *, axes: Sequence[int], **_: Any) -> Any:
 def is_inexact(x: Any, _: dict[str, Any]) -> bool:
     """Whether an abstract value's elements are rounded when they are added."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def reduce_prod(x: Any, *, axes: Sequence[int], **_: Any) -> Any:
+    """What `reduce_prod` computes of a narrow dtype (`is_narrow`), rounded once."""
+    return converted(lax.reduce_prod(converted(x, wider(x.dtype)), tuple(axes)), x.dtype)
+
+
+def is_narrow(x: Any, _: dict[str, Any]) -> bool:
+    """Whether an abstract value's elements are narrower than what they are joined in."""
+    return wider(x.dtype) != x.dtype
 
 
 def reduce(x: Any, init: Any, *, dimensions: Sequence[int], **_: Any) -> list[Any]:
@@ -138,6 +148,7 @@ def _pairwise(x: Any, axis: int) -> Any:
 
 RULES: dict[Any, tuple[Callable[..., Any], Callable[..., bool]]] = {
     lax.reduce_sum_p: (reduce_sum, is_inexact),
+    lax.reduce_prod_p: (reduce_prod, is_narrow),
     lax.reduce_p: (reduce, adds),
 }
 """For each primitive what it is lowered as, and whether that holds for (*avals, params)."""

@@ -17,6 +17,8 @@ from jaxoffload.runtime.callers import byte_count
 
 _WORTH = 0.02
 """Share of the peak below which nothing is said."""
+_LONG = 500
+"""Vertices from which on one recomputation is looked at, in place of two."""
 _WIDE = {"float32": "bfloat16", "float64": "float32"}
 """Dtypes, and what halves them."""
 
@@ -76,7 +78,7 @@ def _to_recompute(planner: Planner, peak: int) -> list[str]:
         return []
     lower = min(
         resident_peak(planner.graph(Cut(WHOLE.max_bytes, recomputed=1.0, reach=peak / part)))
-        for part in (2, 8)
+        for part in ((8,) if len(planner.whole().vertices) > _LONG else (2, 8))
     )
     if peak - lower <= _WORTH * peak:
         return []

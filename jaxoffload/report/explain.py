@@ -93,6 +93,8 @@ class Explanation:
       min_source: what sets it.
       budget: the bytes asked for, None for no limit.
       plan: the plan for that budget, None where it cannot work.
+      has_estimates: whether executables' workspace is estimated where it counts, as something has
+        not been compiled yet.
       verdict: one line.
       advice: what would lower the memory that is needed, and what is held for nothing.
     """
@@ -105,6 +107,7 @@ class Explanation:
     min_source: str
     budget: int | None
     plan: Plan | None
+    has_estimates: bool
     verdict: str
     advice: tuple[str, ...]
 
@@ -117,7 +120,7 @@ class Explanation:
           leaves: the call's flat arguments, to tell which are the same array.
         """
         options = request.options
-        planner = Planner(request)
+        planner = Planner(request, compiles=False, estimates=True)
         plan = None
         try:
             plan = planner.plan()
@@ -136,9 +139,10 @@ class Explanation:
             peak_bytes=peak,
             peak_source=_where(graph, found.peak_vertex),
             min_device_memory=least,
-            min_source=f"{vertex.name} at {vertex.source}" if vertex else "nothing",
+            min_source=_where(least_graph, least_vertex) if vertex else "nothing",
             budget=budget,
             plan=plan,
+            has_estimates=planner.has_estimated,
             verdict=_verdict(budget, asked, peak, least, plan),
             advice=tuple(advice(request, planner, leaves)),
         )
@@ -178,6 +182,11 @@ class Explanation:
                     f"{format_bytes(self.plan.bytes_stored)}; {format_bytes(self.plan.disk_bytes)} "
                     "are reserved"
                 )
+        if self.has_estimates:
+            lines.append(
+                "Workspace is estimated, as not all kernels have been compiled yet: what a call "
+                "needs may differ by that"
+            )
         lines += [f"- {line}" for line in self.advice]
         return "\n".join(lines)
 

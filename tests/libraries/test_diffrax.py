@@ -55,7 +55,8 @@ def test_gradient_by_adjoint(kind):
 def test_stochastic_equation():
     def function(words, y):
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
-        noise = diffrax.UnsafeBrownianPath((4,), key)
+        # A path that is made from the bits of the times would follow the last bit of each.
+        noise = diffrax.VirtualBrownianTree(0.0, 1.0, 1e-2, (4,), key)
         terms = diffrax.MultiTerm(
             diffrax.ODETerm(lambda t, y, _: -y),
             diffrax.ControlTerm(lambda t, y, _: 0.1 * jnp.eye(4), noise),

@@ -14,13 +14,13 @@ SYSTEM = A @ A.T / 6 + np.eye(6, dtype=np.float32)
 def test_ridge_regression_by_jaxopt():
     jaxopt = library("jaxopt")
 
-    def solution(strength, x, y):
-        def loss(w):
-            return jnp.mean((x @ w - y) ** 2) + strength * w @ w
+    def loss(w, strength, x, y):
+        return jnp.mean((x @ w - y) ** 2) + strength * w @ w
 
+    def solution(strength, x, y):
         # The loop as one of JAX's: what "auto" does depends on who is asking.
         solver = jaxopt.GradientDescent(loss, maxiter=40, jit=True, unroll=False)
-        return solver.run(jnp.zeros(3)).params
+        return solver.run(jnp.zeros(3), strength, x, y).params
 
     assert_as_jit(solution, np.float32(0.1), normal(12, 3), normal(12))
     gradient = jax.grad(lambda s, x, y: jnp.sum(solution(s, x, y)))

@@ -66,6 +66,7 @@ def test_the_faster_plan_is_kept(monkeypatch, second, kept):
     fields["backend"] = backends.current()
     first, other = (types.SimpleNamespace(name=n, **fields) for n in ("first", "other"))
     monkeypatch.setattr(tuner.Tuner, "_better", lambda self, plan: other)
+    monkeypatch.setattr(tuner, "other_cut", lambda plan, run: None)
     profile = types.SimpleNamespace(add=lambda run, like: None, knows=lambda graph: False)
     mine = tuner.Tuner(profile, Options(device_memory=1))
     plan = mine.start(first)

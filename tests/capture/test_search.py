@@ -1,0 +1,228 @@
+"""The search for a cut does a limited amount of work, counted and not timed."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxoffload as jo
+from jaxoffload import pipeline
+from jaxoffload.capture import split as splitting
+from jaxoffload.capture.build import order_program
+from jaxoffload.capture.recompute import recompute
+from jaxoffload.capture.scan import unroll
+from jaxoffload.compile.cache import ExecutableCache
+from jaxoffload.plan.limits import least_whole
+
+WIDTH, LENGTH, HEADS = 16, 16, 2
+
+
+def _normalized(x):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+
+
+def _heads(x):
+    return x.reshape(2, LENGTH, HEADS, WIDTH // HEADS).transpose(0, 2, 1, 3)
+
+
+def _block(weights, x):
+    wide, thin, *projections = weights
+    y = _normalized(x)
+    q, k, v = (_heads(y @ w) for w in projections)
+    scores = jax.nn.softmax(q @ k.swapaxes(-1, -2))
+    x = x + (scores @ v).transpose(0, 2, 1, 3).reshape(x.shape)
+    return x + jax.nn.gelu(_normalized(x) @ wide) @ thin
+
+
+def _transformer(layers):
+    """The gradient of a small transformer, and its arguments."""
+    draw = np.random.default_rng(0)
+    shapes = [(WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH), *[(WIDTH, WIDTH)] * 3]
+
+    def loss(layers, x):
+        for weights in layers:
+            x = _block(weights, x)
+        return (x**2).mean()
+
+    weights = [
+        [(draw.standard_normal(shape) / 10).astype(np.float32) for shape in shapes]
+        for _ in range(layers)
+    ]
+    x = draw.standard_normal((2, LENGTH, WIDTH)).astype(np.float32)
+    return jax.grad(loss), (weights, x)
+
+
+def _ordered(function, args):
+    step = jo.offload(function, device_memory=None)
+    return order_program(unroll(step._program(step._spec.bind(args, {})).request().jaxpr))
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """Counts what a planner does."""
+    counts = collections.Counter()
+
+    def count(owner, name, label):
+        plain = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            counts[label] += 1
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(pipeline, "build_taskgraph", "taskgraphs")
+    count(pipeline, "build_memgraph", "memgraphs")
+    count(pipeline, "split", "splits")
+    count(splitting, "tilings", "tilings")
+    plain = ExecutableCache.executables
+
+    def executables(cache, kernels):
+        found, report = plain(cache, kernels)
+        counts["compiled"] += report.compiled
+        return found, report
+
+    monkeypatch.setattr(ExecutableCache, "executables", executables)
+    jo.clear_caches()
+    return counts
+
+
+def test_refusal_takes_little_work_and_names_the_smallest_budget(work):
+    function, args = _transformer(1)
+    with pytest.raises(jo.PlanError) as caught:
+        jo.offload(function, device_memory=1000).plan(*args)
+    assert work["splits"] <= 8 and work["taskgraphs"] <= 40 and work["memgraphs"] == 0
+    assert work["tilings"] <= 1500
+    assert work["compiled"] <= 100
+    least = caught.value.min_device_memory
+    assert jo.offload(function, device_memory=least).plan(*args).peak_device_bytes <= least
+    with pytest.raises(jo.PlanError):
+        jo.offload(function, device_memory=least - 1).plan(*args)
+
+
+def test_work_of_a_split_is_limited(monkeypatch):
+    """Also of a program in which nothing is like anything else."""
+    ordered = _ordered(*_transformer(2))
+    steps = []
+    plain = splitting._Group._add
+
+    def add(group, member):
+        steps.append(member)
+        plain(group, member)
+
+    monkeypatch.setattr(splitting._Group, "_add", add)
+    splitting.split(ordered, 333.0)
+    whole = len(steps)
+    monkeypatch.setattr(splitting, "STEPS", 100)
+    monkeypatch.setattr(splitting, "_STEPS_EACH", 0)
+    steps.clear()
+    splitting.split(ordered, 333.0)
+    assert 100 <= len(steps) < whole / 2
+
+
+def test_what_a_split_notes_about_the_program_is_what_is_there(monkeypatch):
+    """Noted anew only where a group has been put in the place of its members."""
+    ordered, known = _ordered(*_transformer(1)), splitting.Tilings()
+    plain, replaced = splitting._Splitter._replace, []
+
+    def replace(splitter, group):
+        made = plain(splitter, group)
+        rest = [e for e in splitter.equations if e is not None]
+        fresh = splitting._Splitter(
+            splitting.Ordered(rest, splitter.program), splitter.limit, known
+        )
+        number = {i: fresh.position[id(e)] for i, e in enumerate(splitter.equations) if e}
+        assert {v: number[i] for v, i in splitter.producer.items()} == fresh.producer
+        found = {v: [number[r] for r in rs] for v, rs in splitter.readers.items() if rs}
+        assert found == {v: rs for v, rs in fresh.readers.items() if rs}
+        for i, now in number.items():
+            after = {number[i + k] - now for k in number_bits(splitter.after[i])}
+            assert after == number_bits(fresh.after[now])
+            before = {
+                now - number[i - splitting._SPAN + k] for k in number_bits(splitter.before[i])
+            }
+            assert before == {splitting._SPAN - k for k in number_bits(fresh.before[now])}
+        replaced.append(made)
+        return made
+
+    def number_bits(bits):
+        return {k for k in range(bits.bit_length()) if bits >> k & 1}
+
+    monkeypatch.setattr(splitting._Splitter, "_replace", replace)
+    splitting.split(ordered, 1500.0, known)
+    assert len(replaced) >= 2
+
+
+def test_what_leads_from_member_to_member_is_what_depends_on_one():
+    """Bits against a plain walk over the equations."""
+    ordered = _ordered(*_transformer(1))
+    splitter = splitting._Splitter(ordered, 1500.0, splitting.Tilings())
+    for i, equation in enumerate(ordered.equations):
+        made = set(equation.outputs)
+        for k, later in enumerate(ordered.equations[i + 1 : i + 1 + splitting._SPAN], start=1):
+            depends = any(v in made for v in later.values())
+            if depends:
+                made.update(later.outputs)
+            assert bool(splitter.after[i] >> k & 1) == depends
+            place = splitting._SPAN - k
+            assert bool(splitter.before[i + k] >> place & 1) == depends
+
+
+def test_budget_below_the_largest_result_is_refused_without_a_search(work):
+    def f(x):
+        return jnp.outer(jnp.sin(x), x), x.sum()
+
+    x = np.ones(256, np.float32)
+    with pytest.raises(jo.PlanError) as caught:
+        jo.offload(f, device_memory=4 * 256**2 - 64).plan(x)
+    assert caught.value.min_device_memory >= 4 * 256**2
+    assert work["memgraphs"] == 0
+    step = jo.offload(f, device_memory=None)
+    graph = step.plan(x).taskgraph
+    assert least_whole(graph) == 4 * 256**2
+
+
+def test_cut_that_needs_too_much_is_not_compiled_to_the_end(work):
+    function, args = _transformer(1)
+    step = jo.offload(function, device_memory=None)
+    planner = pipeline.Planner(step._program(step._spec.bind(args, {})).request())
+    kernels = len(planner._captured(pipeline.FINEST).kernels)
+    bare = pipeline.min_budget(planner.graph(pipeline.FINEST))[0]
+    assert planner._within(pipeline.FINEST, bare) is None
+    assert 0 < work["compiled"] < kernels / 2
+    compiled = work["compiled"]
+    assert planner._within(pipeline.FINEST, bare) is None
+    assert work["compiled"] == compiled
+
+
+def test_explain_compiles_nothing_and_says_that_it_estimates(work):
+    function, args = _transformer(1)
+    step = jo.offload(function, device_memory="40KB")
+    found = step.explain(*args)
+    assert work["compiled"] == 0 and work["taskgraphs"] > 0
+    assert found.has_estimates and "Workspace is estimated" in str(found)
+    least = jo.offload(function, device_memory=None).plan(*args).min_device_memory
+    assert 0.5 * least < found.min_device_memory < 2 * least
+    plain = jo.offload(jnp.tanh, device_memory=None)
+    plain(args[1])
+    told = plain.explain(args[1])
+    assert not told.has_estimates or work["compiled"] == 0
+
+
+def test_recomputation_goes_deeper_than_the_stack():
+    """Each row is made from the one before, from which it is made again."""
+    rows = 400
+
+    def loss(x):
+        total = 0.0
+        for _ in range(rows):
+            x = jnp.tanh(x * 0.9)
+            total = total + x.sum()
+        return total
+
+    ordered = _ordered(jax.grad(loss), (np.ones(8, np.float32),))
+    found = recompute(ordered, 64.0, 1.0, lambda equation: 1e-6)
+    assert any(equation.again for equation in found.equations)
