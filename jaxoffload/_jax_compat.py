@@ -133,8 +133,13 @@ def in_manual_region() -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+_CONSTRAINTS = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
+
+
 def devices_of_constraint(eqn: JaxprEqn) -> int:
-    """Over how many devices an equation constrains its operand to be spread."""
+    """Over how many devices an equation constrains its operand to be spread; 1 for any other."""
+    if eqn.primitive.name not in _CONSTRAINTS:
+        return 1
     sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
     mesh = getattr(sharding, "mesh", None)
     if mesh is not None:  # an abstract one knows no devices, and that of no axes no size

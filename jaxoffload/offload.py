@@ -265,6 +265,9 @@ class Offloaded:
         if compat.is_tracing() or program.traced.captured:
             self._check_trace(call)
             whole = program.whole
+            if whole is not None and compat.in_manual_region():
+                # What was traced knows nothing of which values differ from device to device.
+                return self._plain(*_on_device(args), **_on_device(kwargs))
             if whole is not None:
                 more = program.traced.captured_words()
                 flat = whole.inline(*program.as_given(call.leaves), *more)
