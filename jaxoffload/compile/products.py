@@ -7,6 +7,9 @@ operands that are converted first. So float32 is asked for here, and rounded: th
 That code reads rows along which is summed. The compiler puts them in order by itself where more
 than one dimension is summed over; so a first dimension that is summed over counts as two.
 
+Its code for float32 takes two to ten times as long where the right factor is summed over along its
+rows, if the left one has few rows. So the factor with fewer rows is put on the right.
+
 Products with few results are sums in blocks (reductions.py).
 """
 
@@ -20,16 +23,24 @@ from jax import lax
 from jaxoffload.capture.slicing import wider
 from jaxoffload.compile.reductions import SHORTEST_ROW, block_sum, converted
 
+FEW_ROWS = 256
+"""Rows of a factor of which it pays to put the other one on the left."""
+LEAST_SIZE = 2**14
+"""Elements of the larger factor from which on the order of factors makes a difference."""
+
 
 def dot_general(x: Any, y: Any, **params: Any) -> Any:
     """What `dot_general` computes (`is_other`)."""
-    rule = _long_product if is_long_product(x, y, params) else _of_bfloat16
+    if is_long_product(x, y, params):
+        return _long_product(x, y, **params)
+    rule = _of_bfloat16 if _is_of_bfloat16(x, y, params) else _of_few_rows
     return rule(x, y, **params)
 
 
 def is_other(x: Any, y: Any, params: dict[str, Any]) -> bool:
     """Whether a `dot_general` of two abstract values is better not left to XLA as it is."""
-    return is_long_product(x, y, params) or _is_of_bfloat16(x, y, params)
+    rules = is_long_product, _is_of_bfloat16, _is_of_few_rows
+    return any(holds(x, y, params) for holds in rules)
 
 
 def _is_of_bfloat16(x: Any, y: Any, params: dict[str, Any]) -> bool:
@@ -59,6 +70,31 @@ def _of_bfloat16(
         preferred_element_type=jnp.float32,
     )
     return converted(product, preferred_element_type or jnp.bfloat16)
+
+
+def _is_of_few_rows(x: Any, y: Any, params: dict[str, Any]) -> bool:
+    (over, of_y), batch = params["dimension_numbers"]
+    wide = jnp.float32, jnp.float64
+    if batch[0] or len(over) != 1 or x.ndim != 2 or y.ndim != 2 or of_y[0] != 1:
+        return False
+    dtype = params["preferred_element_type"] or x.dtype
+    if not x.dtype == y.dtype == dtype or dtype not in wide:
+        return False
+    rows, others = x.shape[1 - over[0]], y.shape[0]
+    # The result is transposed, which costs as much as it saves where both have many rows.
+    is_better = over[0] == 0 or rows < others
+    return 1 < min(rows, others) <= FEW_ROWS and is_better and max(x.size, y.size) >= LEAST_SIZE
+
+
+def _of_few_rows(x: Any, y: Any, *, dimension_numbers: Any, **params: Any) -> Any:
+    """A product with its factors the other way round."""
+    (over, of_y), batch = dimension_numbers
+    params.pop("out_sharding", None)
+    if isinstance(params.get("precision"), tuple):
+        params["precision"] = params["precision"][::-1]
+    product = lax.dot_general(y, x, ((of_y, over), batch), **params)
+    # Without the barrier XLA would turn it round again.
+    return lax.optimization_barrier(product).T
 
 
 def _in_halves(x: Any, axis: int) -> Any:

@@ -105,3 +105,36 @@ def test_another_transposition_stays():
             lambda x, order=order: jnp.transpose(lax.dot_general(x, x, numbers), order), x
         )
         assert names == ["dot_general", "transpose"]
+
+
+FEW = {
+    "right turned": ((32, 300), (200, 300), (((1,), (1,)), ((), ())), True),
+    "both turned": ((300, 200), (32, 300), (((0,), (1,)), ((), ())), True),
+    "right turned, many rows": ((300, 300), (200, 300), (((1,), (1,)), ((), ())), False),
+    "plain": ((32, 300), (300, 200), (((1,), (0,)), ((), ())), False),
+    "one row": ((1, 300), (200, 300), (((1,), (1,)), ((), ())), False),
+    "small": ((8, 30), (20, 30), (((1,), (1,)), ((), ())), False),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_the_factor_of_few_rows_comes_second(name):
+    """Whole numbers, so that every order of the sums gives the same."""
+    left, right, numbers, is_turned = FEW[name]
+    rng = np.random.default_rng(1)
+    x, y = (rng.integers(-8, 9, shape).astype(np.float32) for shape in (left, right))
+
+    precision = lax.Precision.DEFAULT, lax.Precision.HIGHEST
+
+    def product(x, y):
+        return lax.dot_general(x, y, numbers, precision=precision)
+
+    found = jo.offload(product, device_memory=None)(x, y)
+    np.testing.assert_array_equal(found, product(x, y))
+    code = compat.lower(jax.jit(product).trace(x, y), "cpu", RULES).as_text()
+    (line,) = (line for line in code.splitlines() if "dot_general" in line)
+    wide, narrow = "x".join(map(str, right)), "x".join(map(str, left))
+    order = (wide, narrow) if is_turned else (narrow, wide)
+    assert f"(tensor<{order[0]}xf32>, tensor<{order[1]}xf32>)" in line
+    assert ("optimization_barrier" in code) == is_turned
+    assert (line.index("DEFAULT") > line.index("HIGHEST")) == is_turned

@@ -10,7 +10,7 @@ from jax import lax
 
 import jaxoffload as jo
 from jaxoffload import verification
-from jaxoffload.capture import scan, slicing
+from jaxoffload.capture import loops, scan, slicing
 from jaxoffload.verification import compare_with_jit, in_float64, max_relative_difference
 from tests.workloads import ALL
 
@@ -29,6 +29,8 @@ def test_a_sum_that_stands_still_is_seen(monkeypatch):
     jo.offload(bias_gradient, device_memory=None, verify=True)(*args)
     monkeypatch.setattr(scan.slicing, "wider", lambda dtype: dtype)
     monkeypatch.setattr(slicing, "RUN", 1000)
+    monkeypatch.setattr(loops, "LAYER_BYTES", 0)
+    monkeypatch.setattr(loops, "MOST_LAYERS", 400)
     # Apart in vertices, since XLA keeps float32 between two sums of one.
     step = jo.offload(bias_gradient, device_memory=None, verify=True, vertex_memory=1)
     with pytest.raises(
