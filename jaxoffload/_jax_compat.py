@@ -389,17 +389,6 @@ def weakly_typed(array: jax.Array) -> jax.Array:
     return _lax._convert_element_type(array, weak_type=True)
 
 
-def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The jaxprs inside an equation: what it calls, repeats or chooses from."""
-    found = []
-    for param in eqn.params.values():
-        for item in param if isinstance(param, tuple | list) else (param,):
-            body = item.jaxpr if isinstance(item, ClosedJaxpr) else item
-            if isinstance(body, Jaxpr):
-                found.append(body)
-    return found
-
-
 def keep_alive(lowering_context: Any, thing: Any) -> None:
     """Keeps `thing` alive for as long as the executable that is being lowered."""
     lowering_context.module_context.add_keepalive(thing)

@@ -13,6 +13,7 @@ import jax
 import jax.extend as jex
 
 from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.whole import bodies_of
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.cuts import WHOLE
 from jaxoffload.errors import CaptureError
@@ -93,7 +94,7 @@ def _values(jaxpr: Any) -> Iterator[Any]:
     """Abstract values of everything that a jaxpr computes; of a loop's body once."""
     for eqn in jaxpr.eqns:
         yield from (v.aval for v in eqn.outvars)
-        for body in compat.bodies(eqn):
+        for body in bodies_of(eqn):
             yield from _values(body)
 
 
