@@ -23,6 +23,7 @@ from jaxoffload.options import format_bytes
 from jaxoffload.verification import max_relative_difference
 
 SHARES = (None, 0.5, 0.25, 0.18)
+SMALL_SHARES = (None, 0.25)
 
 
 def jit_peak_bytes(function: Callable[..., Any], args: Any, donate: Any) -> int:
@@ -131,7 +132,7 @@ def run(small: bool = False, rounds: int = 9, out: str | None = None) -> list[di
         peak = jit_peak_bytes(function, args, donate)
         # One cut for both launch orders at a budget, so that only the order differs.
         steps: dict[str, jo.Offloaded] = {}
-        for share in SHARES:
+        for share in SMALL_SHARES if small else SHARES:
             make = functools.partial(
                 jo.offload,
                 function,

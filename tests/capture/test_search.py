@@ -125,7 +125,7 @@ def test_work_of_a_split_is_limited(monkeypatch):
 
 def test_what_a_split_notes_about_the_program_is_what_is_there(monkeypatch):
     """Noted anew only where a group has been put in the place of its members."""
-    ordered, known = _ordered(*_transformer(1)), splitting.Tilings()
+    ordered, known = _ordered(*_transformer(2)), splitting.Tilings()
     plain, replaced = splitting._Splitter._replace, []
 
     def replace(splitter, group):
