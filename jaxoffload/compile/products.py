@@ -59,7 +59,9 @@ def _of_bfloat16(
     **_: Any,
 ) -> Any:
     (over, of_y), batch = dimension_numbers
-    if len(over) == 1 and over[0] < x.ndim - 1 and not batch[0] and x.shape[over[0]] % 2 == 0:
+    if batch[0]:  # of some of those the compiler makes what it cannot run
+        x, y = (converted(factor, jnp.float32) for factor in (x, y))
+    elif len(over) == 1 and over[0] < x.ndim - 1 and x.shape[over[0]] % 2 == 0:
         x, y = _in_halves(x, over[0]), _in_halves(y, of_y[0])
         over, of_y = ((d[0], d[0] + 1) for d in (over, of_y))
     product = lax.dot_general(

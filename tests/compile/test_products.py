@@ -138,3 +138,21 @@ def test_the_factor_of_few_rows_comes_second(name):
     assert f"(tensor<{order[0]}xf32>, tensor<{order[1]}xf32>)" in line
     assert ("optimization_barrier" in code) == is_turned
     assert (line.index("DEFAULT") > line.index("HIGHEST")) == is_turned
+
+
+def attention(x, weights):
+    """Heads between the rows and their features, as they come out of a product."""
+    q, k, v = jnp.split((x @ weights).reshape(*x.shape[:2], 8, -1), 3, -1)
+    shares = jax.nn.softmax(jnp.einsum("bqhc,bkhc->bhqk", q, k).astype(jnp.float32))
+    return jnp.einsum("bhqk,bkhc->bqhc", shares.astype(x.dtype), v).astype(jnp.float32).sum()
+
+
+@pytest.mark.parametrize("cut", [1, "1MiB"])
+def test_attention_in_bfloat16_runs(cut):
+    """Some products of batches in bfloat16 XLA compiles to what it then refuses to run."""
+    x, weights = (y * jnp.bfloat16(0.05) for y in operands((8, 256, 512), (512, 1536)))
+    function = jax.grad(attention, argnums=(0, 1))
+    step = jo.offload(function, device_memory=None, vertex_memory=cut)
+    for got, want in zip(step(x, weights), jax.jit(function)(x, weights), strict=True):
+        got, want = (np.asarray(y, np.float32) for y in (got, want))
+        assert np.abs(got - want).max() <= 0.02 * np.abs(want).max()
