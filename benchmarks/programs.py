@@ -19,6 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import ode, sparse
 from jax.experimental import pallas as pl
 
+from benchmarks.steps import runge_kutta
+
 Made = tuple[Callable[..., Any], tuple[Any, ...]]
 PROGRAMS: dict[str, tuple[str, Callable[[], Made]]] = {}
 
@@ -799,14 +801,7 @@ def _() -> Made:
 def _() -> Made:
     def f(ws: Any, y: Any) -> Any:
         field = lambda y: jnp.tanh(y @ ws[0]) @ ws[1]  # noqa: E731
-
-        def step(y: Any, _: Any) -> Any:
-            k1 = field(y)
-            k2 = field(y + 0.005 * k1)
-            k3 = field(y + 0.005 * k2)
-            k4 = field(y + 0.01 * k3)
-            return y + 0.01 / 6 * (k1 + 2 * k2 + 2 * k3 + k4), None
-
+        step = runge_kutta(field, 0.01)
         return jnp.sum(lax.scan(step, y, None, length=100)[0] ** 2)
 
     return jax.grad(f), ((scaled(4, 32), scaled(32, 4)), normal(16, 4))

@@ -347,6 +347,19 @@ def graph(share: float) -> Step:
     return _trained(loss, params, data, optax.adam(1e-3))
 
 
+def runge_kutta(field: Any, size: float) -> Any:
+    """One step of the fourth order, of some size, as the body of a scan."""
+
+    def step(x: Any, _: Any) -> Any:
+        a = field(x)
+        b = field(x + size / 2 * a)
+        c = field(x + size / 2 * b)
+        d = field(x + size * c)
+        return x + size / 6 * (a + 2 * b + 2 * c + d), None
+
+    return step
+
+
 def differential_equation(share: float) -> Step:
     """30 Runge-Kutta steps of a small perceptron's field, through a loop, Adam."""
     random, width = _Random(), 128
@@ -354,14 +367,7 @@ def differential_equation(share: float) -> Step:
 
     def loss(params: Any, x: Any, wanted: Any) -> Any:
         field = lambda x: jnp.tanh(x @ params[0]) @ params[1]  # noqa: E731
-
-        def step(x: Any, _: Any) -> Any:
-            a = field(x)
-            b = field(x + 0.05 * a)
-            c = field(x + 0.05 * b)
-            d = field(x + 0.1 * c)
-            return x + 0.1 / 6 * (a + 2 * b + 2 * c + d), None
-
+        step = runge_kutta(field, 0.1)
         return jnp.square(lax.scan(step, x, None, length=30)[0] - wanted).mean()
 
     batch = max(8, int(256 * share))

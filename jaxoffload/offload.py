@@ -237,10 +237,7 @@ class Offloaded:
         self._as_it_is: Any = None
         is_whole = may_run_whole(options, ()) and not is_always_cut(options)
         if options.device_memory is None and is_whole:
-            self._as_it_is = jax.jit(
-                function,
-                static_argnums=sorted(spec.static_positions),
-                static_argnames=sorted(spec.static_names),
+            self._as_it_is = self._jitted(
                 donate_argnums=sorted(spec.donated_positions),
                 donate_argnames=sorted(spec.donated_names),
             )
@@ -282,11 +279,15 @@ class Offloaded:
     @functools.cached_property
     def _plain(self) -> Any:
         """The function jitted, with nothing donated."""
+        return self._jitted()
+
+    def _jitted(self, **options: Any) -> Any:
         spec = self._spec
         return jax.jit(
             self._function,
             static_argnums=sorted(spec.static_positions),
             static_argnames=sorted(spec.static_names),
+            **options,
         )
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:

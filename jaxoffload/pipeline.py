@@ -490,13 +490,11 @@ class Planner:
         coarse = FINEST, WHOLE
         least = min(min_budget(self.graph(cut))[0] for cut in coarse)
         tiled = [Cut(0, 1, split_size(share * least), piece_bytes=0) for share in SPLITS]
-        cuts = [*coarse, *tiled]
         is_long = len(self.graph(FINEST).vertices) > _ORDERED_VERTICES
-        if is_long and not self._compiles:
-            cuts = cuts[:3]  # it is only said, not relied on
-        best = self._lowest(cuts, None)
+        is_rough = is_long and not self._compiles  # it is only said, not relied on
+        best = self._lowest([*coarse, *(tiled[:1] if is_rough else tiled)], None)
         assert best is not None, "without a limit the first one works"
-        for _ in range(_LOWER if len(cuts) > 3 else 0):
+        for _ in range(0 if is_rough else _LOWER):
             room = _needs(best) - 1
             lower = self._lowest(self._ranking(room).feasible(), room)
             if lower is None:

@@ -71,16 +71,13 @@ class Whole:
 
         Compiles the function, which the first call need not do again.
         """
-        stats = self.run.lower(*self._shapes).compile().memory_analysis()
-        if stats is None:  # the platform does not tell
-            return _AMPLE * self._all_bytes
-        arrays = stats.argument_size_in_bytes + stats.output_size_in_bytes
-        constants = sum(map(_bytes, self._jaxpr.consts))
-        return arrays - stats.alias_size_in_bytes + stats.temp_size_in_bytes + constants
+        return self.needed_bytes_for(self._shapes) + sum(map(_bytes, self._jaxpr.consts))
 
     def needed_bytes_for(self, arguments: Sequence[Any]) -> int:
-        """Bytes that a run takes of each device over which arrays are spread."""
-        stats: Any = self.run.lower(*arguments).compile().memory_analysis()
+        """The same for arrays that may be spread over devices: bytes of each, constants apart."""
+        stats = self.run.lower(*arguments).compile().memory_analysis()
+        if stats is None:  # the platform does not tell
+            return _AMPLE * self._all_bytes
         arrays = stats.argument_size_in_bytes + stats.output_size_in_bytes
         return arrays - stats.alias_size_in_bytes + stats.temp_size_in_bytes
 
