@@ -20,7 +20,7 @@ from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_lite
 from jaxoffload.capture.kernel import Kernel, kernel_of, main_source
 from jaxoffload.capture.loops import Loop
 from jaxoffload.capture.order import live_equations, serial_order
-from jaxoffload.capture.products import turned_round
+from jaxoffload.capture.products import with_small_transpositions
 from jaxoffload.capture.rows import gathered_inputs
 from jaxoffload.capture.workspace import estimated_workspace
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, TensorKind, Vertex, VertexKind
@@ -76,7 +76,8 @@ def order_program(program: Program) -> Ordered:
             if is_literal(part):
                 parts[i] = (_materialize(part, program), offset)
     equations = live_equations(program, program.equations)
-    equations = turned_round(equations, program.result_values())
+    equations = with_small_transpositions(equations, program.result_values())
+    equations = live_equations(program, equations)
     return Ordered(serial_order(equations, program.parents), program)
 
 

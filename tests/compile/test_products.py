@@ -1,13 +1,21 @@
 """Products as they are lowered for the CPU: in bfloat16 by the fast code, turned round by us."""
 
+import functools
+import math
+import re
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from jax import lax
 
 import jaxoffload as jo
 from jaxoffload import _jax_compat as compat
+from jaxoffload.compile import products
 from jaxoffload.compile.lower import RULES
 from tests.helpers import capture, interpret_taskgraph
 
@@ -98,22 +106,25 @@ def test_a_product_that_is_also_wanted_as_it_is_stays():
 
 
 def test_another_transposition_stays():
-    (x,) = (np.asarray(a, np.float32) for a in operands((4, 5, 96)))
+    (x,) = (np.asarray(a, np.float32) for a in operands((4, 5, 6)))
     numbers = (((2,), (2,)), ((), ()))
-    for order in ((2, 1, 0, 3), (1, 0, 2, 3), (2, 3, 1, 0), (3, 2, 1, 0)):
-        names = names_and_results(
-            lambda x, order=order: jnp.transpose(lax.dot_general(x, x, numbers), order), x
-        )
-        assert names == ["dot_general", "transpose"]
+    names = names_and_results(
+        lambda x: jnp.transpose(lax.dot_general(x, x, numbers), (2, 1, 0, 3)), x
+    )
+    assert names == ["dot_general", "transpose"]  # some of the left, the right, the left again
 
 
 FEW = {
     "right turned": ((32, 300), (200, 300), (((1,), (1,)), ((), ())), True),
     "both turned": ((300, 200), (32, 300), (((0,), (1,)), ((), ())), True),
+    "right turned, as many rows": ((190, 3000), (200, 3000), (((1,), (1,)), ((), ())), False),
     "right turned, many rows": ((300, 300), (200, 300), (((1,), (1,)), ((), ())), False),
     "plain": ((32, 300), (300, 200), (((1,), (0,)), ((), ())), False),
     "one row": ((1, 300), (200, 300), (((1,), (1,)), ((), ())), False),
     "small": ((8, 30), (20, 30), (((1,), (1,)), ((), ())), False),
+    "batch": ((3, 32, 300), (3, 200, 300), (((2,), (2,)), ((0,), (0,))), True),
+    "left turned, many rows": ((300, 200), (300, 16), (((0,), (0,)), ((), ())), True),
+    "left turned, large result": ((64, 300), (64, 200), (((0,), (0,)), ((), ())), False),
 }
 
 
@@ -138,6 +149,103 @@ def test_the_factor_of_few_rows_comes_second(name):
     assert f"(tensor<{order[0]}xf32>, tensor<{order[1]}xf32>)" in line
     assert ("optimization_barrier" in code) == is_turned
     assert (line.index("DEFAULT") > line.index("HIGHEST")) == is_turned
+
+
+@pytest.mark.parametrize("columns", [100, 400])
+def test_dimensions_that_stand_together_are_one(columns):
+    """XLA would copy both factors, dimension by dimension; the smaller one is enough."""
+    x, y = (np.zeros(shape, np.float32) for shape in ((8, 64, 200), (64, 8, columns)))
+    product = jax.jit(lambda x, y: lax.dot_general(x, y, (((0, 1), (1, 0)), ((), ()))))
+    code = compat.lower(product.trace(x, y), "cpu", RULES).as_text()
+    (line,) = (line for line in code.splitlines() if "dot_general" in line)
+    assert re.search(r" contracting_dims = \[\d\] x \[\d\]", line)
+    turned = re.findall(r"stablehlo.transpose .* : \(tensor<(\d+x\d+x\d+)xf32", code)
+    assert turned == ["8x64x200" if columns > 200 else "64x8x100"]
+
+
+@st.composite
+def einsums(draw):
+    """A product of two arrays with dimensions of all kinds in any order, their sizes, and an order
+    in which to transpose each of the three."""
+    names = iter("abcdefghij")
+    kinds = [[next(names) for _ in range(draw(st.integers(0, most)))] for most in (2, 2, 3, 3)]
+    batch, over, *free = kinds
+    left, right = (draw(st.permutations(batch + over + part)) for part in free)
+    result = draw(st.permutations(batch + free[0] + free[1]))
+    sizes = {name: draw(st.sampled_from((2, 3, 8, 40))) for name in "abcdefghij"}
+    spec = f"{''.join(left)},{''.join(right)}->{''.join(result)}"
+    shapes = [tuple(sizes[name] for name in side) for side in (left, right)]
+    orders = [draw(st.permutations(range(len(side)))) for side in (left, right, result)]
+    return spec, shapes, orders
+
+
+@given(einsums(), st.integers(0, 2**16))
+@settings(max_examples=60, deadline=None)
+def test_einsums(einsum, seed):
+    """Whole numbers: the same to the bit, whatever the order; lowered alone and cut to pieces."""
+    spec, shapes, orders = einsum
+    assume(all(0 < math.prod(shape) < 2**17 for shape in shapes))
+    rng = np.random.default_rng(seed)
+    x, y = (rng.integers(-4, 5, shape).astype(np.float32) for shape in shapes)
+    expected = np.einsum(spec, x, y)
+    assume(expected.size < 2**20)
+    with mock.patch.object(products, "LEAST_SIZE", 0):
+        lowered = compat.lower(
+            jax.jit(functools.partial(jnp.einsum, spec)).trace(x, y), "cpu", RULES
+        )
+        np.testing.assert_array_equal(lowered.compile()(x, y), expected)
+    first = [jnp.transpose(a, np.argsort(order)) for a, order in zip((x, y), orders, strict=False)]
+
+    def transposed(x, y):
+        x, y = (lax.transpose(a, o) for a, o in zip((x, y), orders, strict=False))
+        return lax.transpose(jnp.einsum(spec, x, y), orders[2])
+
+    captured, arrays = capture(transposed, *first, max_bytes=0, max_equations=1)
+    (found,) = interpret_taskgraph(captured, arrays)
+    expected = expected.transpose(orders[2])
+    np.testing.assert_array_equal(found.view(np.float32).reshape(expected.shape), expected)
+
+
+def test_factors_keep_their_precision():
+    precision = lax.Precision.DEFAULT, lax.Precision.HIGHEST
+
+    def product(x, y):
+        return lax.dot(x, y, precision=precision).T
+
+    x, y = (np.asarray(a, np.float32) for a in operands((64, 96), (96, 48)))
+    captured, _ = capture(product, x, y, max_bytes=0, max_equations=1)
+    ((equation,),) = (cluster.equations for cluster in captured.clusters)
+    assert equation.operation.params["precision"] == precision[::-1]
+
+
+SMALL = {
+    "queries by one head of keys": ("bqhc,bkc->bhqk", (2, 40, 4, 8), (2, 50, 8), 2 * 40 * 4 * 8),
+    "shares by values": ("bhqk,bkc->bqhc", (2, 4, 40, 50), (2, 50, 8), 2 * 40 * 4 * 8),
+    "one factor of two dimensions": ("bkqh,bqhc->bkc", (2, 50, 40, 4), (2, 40, 4, 8), 0),
+    "large factor": ("akbc,kd->cabd", (7, 20, 4, 5), (20, 2), 5 * 7 * 4 * 2),
+    "large result": ("akbc,kd->cabd", (7, 20, 4, 5), (20, 50), 7 * 20 * 4 * 5),
+    "as written": ("ij,kj->ik", (30, 20), (40, 20), 0),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_smaller_array_is_transposed(name):
+    spec, *shapes, most = SMALL[name]
+    x, y = (np.random.default_rng(0).standard_normal(s).astype(np.float32) for s in shapes)
+    function = functools.partial(jnp.einsum, spec)
+    if name.startswith("large"):
+        function = lambda x, y: jnp.tensordot(x.transpose(3, 0, 2, 1), y, 1)  # noqa: E731
+    elif name == "as written":
+        function = lambda x, y: x @ y.T  # noqa: E731
+    captured, arrays = capture(
+        lambda x, y: jnp.sin(function(jnp.cos(x), jnp.cos(y))), x, y, max_bytes=0, max_equations=1
+    )
+    (found,) = interpret_taskgraph(captured, arrays)
+    expected = np.sin(np.einsum(spec, np.cos(x, dtype=float), np.cos(y, dtype=float)))
+    np.testing.assert_allclose(found.view(np.float32).reshape(expected.shape), expected, atol=1e-4)
+    equations = [e for cluster in captured.clusters for e in cluster.equations]
+    moved = [e.outputs[0] for e in equations if e.operation.name == "transpose"]
+    assert sum(math.prod(value.shape) for value in moved) == most
 
 
 def attention(x, weights):
