@@ -14,9 +14,15 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.kernel import Kernel
 from jaxoffload.capture.words import code_of, decoded, encoded
-from jaxoffload.compile import callbacks, convolutions, products, reductions
+from jaxoffload.compile import callbacks, convolutions, products, reductions, transpositions
 
-RULES = {**reductions.RULES, **products.RULES, **convolutions.RULES, **callbacks.RULES}
+RULES = {
+    **reductions.RULES,
+    **products.RULES,
+    **transpositions.RULES,
+    **convolutions.RULES,
+    **callbacks.RULES,
+}
 
 
 def lower(kernel: Kernel, platform: str) -> Any:

@@ -15,7 +15,7 @@ from jax import lax
 
 import jaxoffload as jo
 from jaxoffload import _jax_compat as compat
-from jaxoffload.compile import products
+from jaxoffload.compile import matrices
 from jaxoffload.compile.lower import RULES
 from tests.helpers import capture, interpret_taskgraph
 
@@ -117,7 +117,7 @@ def test_another_transposition_stays():
 FEW = {
     "right turned": ((32, 300), (200, 300), (((1,), (1,)), ((), ())), True),
     "both turned": ((300, 200), (32, 300), (((0,), (1,)), ((), ())), True),
-    "right turned, as many rows": ((190, 3000), (200, 3000), (((1,), (1,)), ((), ())), False),
+    "right turned, as many rows": ((155, 3000), (200, 3000), (((1,), (1,)), ((), ())), False),
     "right turned, many rows": ((300, 300), (200, 300), (((1,), (1,)), ((), ())), False),
     "plain": ((32, 300), (300, 200), (((1,), (0,)), ((), ())), False),
     "one row": ((1, 300), (200, 300), (((1,), (1,)), ((), ())), False),
@@ -163,6 +163,41 @@ def test_dimensions_that_stand_together_are_one(columns):
     assert turned == ["8x64x200" if columns > 200 else "64x8x100"]
 
 
+BATCHES = {
+    "small": ((300, 8, 32), (300, 8, 32), (((2,), (2,)), ((0,), (0,))), True),
+    "small, turned": ((300, 32, 8), (300, 32, 8), (((1,), (1,)), ((0,), (0,))), True),
+    "small, in the middle": ((8, 300, 32), (32, 8, 300), (((2,), (0,)), ((1,), (2,))), True),
+    "larger": ((300, 16, 32), (300, 16, 32), (((2,), (2,)), ((0,), (0,))), False),
+    "one row": ((300, 1, 64), (300, 64, 8), (((2,), (1,)), ((0,), (0,))), False),
+    "few": ((40, 8, 32), (40, 8, 32), (((2,), (2,)), ((0,), (0,))), False),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_small_products_of_a_batch_are_one_loop(name):
+    left, right, numbers, is_loop = BATCHES[name]
+    rng = np.random.default_rng(1)
+    x, y = (rng.standard_normal(shape).astype(np.float32) for shape in (left, right))
+
+    def product(x, y):
+        return lax.dot_general(x, y, numbers)
+
+    code = compat.lower(jax.jit(product).trace(x, y), "cpu", RULES).as_text()
+    assert ("dot_general" not in code) == is_loop
+    found = jo.offload(product, device_memory=None)(x, y)
+    with jax.enable_x64(True):
+        exact = np.asarray(product(np.asarray(x, np.float64), np.asarray(y, np.float64)))
+        terms = np.asarray(product(abs(np.asarray(x, np.float64)), abs(np.asarray(y, np.float64))))
+    assert (np.abs(found - exact) <= 4 * np.finfo(np.float32).eps * terms).all()
+
+
+def test_a_batch_in_columns_is_turned_in_a_loop():
+    x, y = (np.zeros(shape, np.float32) for shape in ((1024, 8), (8, 64, 1024)))
+    product = jax.jit(lambda x, y: lax.dot_general(x, y, (((1,), (0,)), ((0,), (2,)))))
+    code = compat.lower(product.trace(x, y), "cpu", RULES).as_text()
+    assert "stablehlo.while" in code
+
+
 @st.composite
 def einsums(draw):
     """A product of two arrays with dimensions of all kinds in any order, their sizes, and an order
@@ -189,7 +224,7 @@ def test_einsums(einsum, seed):
     x, y = (rng.integers(-4, 5, shape).astype(np.float32) for shape in shapes)
     expected = np.einsum(spec, x, y)
     assume(expected.size < 2**20)
-    with mock.patch.object(products, "LEAST_SIZE", 0):
+    with mock.patch.object(matrices, "LEAST_SIZE", 0):
         lowered = compat.lower(
             jax.jit(functools.partial(jnp.einsum, spec)).trace(x, y), "cpu", RULES
         )

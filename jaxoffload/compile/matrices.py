@@ -1,0 +1,184 @@
+"""Products in float32 and float64 as matrices that lie as XLA's CPU compiler wants them.
+
+It copies a factor first that is not summed over along the rows of the left one, or down the columns
+of the right one; and before that, where several dimensions are summed over, it copies factors
+into an order in which they often are already, dimension by dimension. So dimensions that stand
+together are made one, and the factors are taken in the order in which less is copied, the result
+included if it is then to be turned.
+
+Of each product in a batch it makes a call of half a microsecond, which is more than a small one
+takes: those are multiplied and added in one loop.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+
+from jaxoffload.compile.reductions import block_sum
+from jaxoffload.compile.transpositions import transpose
+
+LEAST_SIZE = 2**14
+"""Elements of the larger factor from which on the order of factors makes a difference."""
+TURNED_LEFT, TURNED_RIGHT, TURNED_RESULT = 3.0, 2.0, 1.5
+"""Nanoseconds an element that it takes to copy a factor that lies the wrong way, or to turn the
+result: fitted to 22 products, of which they order all by time but those that differ by a tenth."""
+GAIN = 1.25
+"""How much more must be saved by those figures than it costs: small matrices stay in the cache."""
+SMALLEST_BATCH, SMALL_PRODUCT = 64, 2048
+"""Products in a batch, and multiplications in one of them: so many so small ones are one loop."""
+
+
+def dot_general(x: Any, y: Any, *, dimension_numbers: Any, **params: Any) -> Any:
+    """What `dot_general` computes of factors of the result's dtype."""
+    params.pop("out_sharding", None)
+    way = _Way.of(x, y, dimension_numbers)
+    if not way.is_other:
+        return lax.dot_general(x, y, dimension_numbers, **params)
+    left, right = way.left, way.right
+    factors = left.matrices(x, way.is_columns[0]), right.matrices(y, way.is_columns[1])
+    shape = [left.shape[i] for i in (*left.batch, *left.free)]
+    shape += [right.shape[i] for i in right.free]
+    product = _small_products if way.is_small else _product
+    return lax.reshape(product(*factors, way, **params), shape)
+
+
+def is_other(x: Any, y: Any, dimension_numbers: Any) -> bool:
+    """Whether a product of two abstract values is better not left to XLA as it is."""
+    return _Way.of(x, y, dimension_numbers).is_other
+
+
+@dataclasses.dataclass(frozen=True)
+class _Factor:
+    """A factor as a batch of matrices.
+
+    Attributes:
+      shape: of the array.
+      over, batch: dimensions that are summed over, and those of the batch, each in the order of
+        the product.
+    """
+
+    shape: tuple[int, ...]
+    over: tuple[int, ...]
+    batch: tuple[int, ...]
+
+    @functools.cached_property
+    def free(self) -> tuple[int, ...]:
+        """The other dimensions."""
+        return tuple(i for i in range(len(self.shape)) if i not in (*self.over, *self.batch))
+
+    def parts(self, is_columns: bool) -> tuple[tuple[int, ...], ...]:
+        """Its dimensions as batch, free, summed over; or as columns: batch, summed over, free."""
+        return (
+            (self.batch, self.over, self.free) if is_columns else (self.batch, self.free, self.over)
+        )
+
+    def order(self, is_columns: bool) -> tuple[int, ...]:
+        return tuple(i for part in self.parts(is_columns) for i in part)
+
+    def is_columns(self, otherwise: bool) -> bool:
+        """Whether that order leaves the last dimension where it is; unless it is of the batch."""
+        last = len(self.shape) - 1
+        return last in self.free or (last in self.batch and otherwise)
+
+    def size(self, dimensions: Sequence[int]) -> int:
+        return math.prod(self.shape[i] for i in dimensions)
+
+    def matrices(self, x: Any, is_columns: bool) -> Any:
+        """The array with one dimension for each of the three kinds, or without that of a batch."""
+        parts = self.parts(is_columns)[0 if self.batch else 1 :]
+        shape = tuple(self.size(part) for part in parts)
+        return lax.reshape(transpose(x, permutation=self.order(is_columns)), shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """How a product is taken.
+
+    Attributes:
+      left, right: its factors as they are given.
+    """
+
+    left: _Factor
+    right: _Factor
+
+    @classmethod
+    def of(cls, x: Any, y: Any, dimension_numbers: Any) -> "_Way":
+        over, batch = dimension_numbers
+        # Whichever of those summed over comes first: as it is in the larger factor.
+        larger = int(y.size > x.size)
+        pairs = sorted(zip(*over, strict=True), key=lambda pair: pair[larger])
+        return cls(
+            *(
+                _Factor(tuple(factor.shape), tuple(pair[i] for pair in pairs), tuple(batch[i]))
+                for i, factor in enumerate((x, y))
+            )
+        )
+
+    @property
+    def is_other(self) -> bool:
+        """Whether this is better than the product as it is written."""
+        factors = self.left, self.right
+        if max(math.prod(factor.shape) for factor in factors) < LEAST_SIZE:
+            return False
+        is_turned = any(len(f.shape) - 1 in f.batch for f in factors)
+        return self.is_small or self.is_swapped or is_turned or len(self.left.over) > 1
+
+    @property
+    def is_columns(self) -> tuple[bool, bool]:
+        """Of each factor how its matrices are to lie: so that its last dimension stays the last."""
+        return self.left.is_columns(False), self.right.is_columns(True)
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """Rows, columns and terms of one product."""
+        left, right = self.left, self.right
+        return left.size(left.free), right.size(right.free), left.size(left.over)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a batch of products is one loop."""
+        count, (rows, columns, terms) = self.left.size(self.left.batch), self.sizes
+        is_small = rows * columns * terms <= SMALL_PRODUCT and min(rows, columns) > 1
+        return count >= SMALLEST_BATCH and is_small
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether the right factor comes first, and the product is turned afterwards."""
+        rows, columns, terms = self.sizes
+        if min(rows, columns, terms) <= 1 or self.is_small:
+            return False
+        left, right = self.is_columns
+        plain = left * TURNED_LEFT * rows + (not right) * TURNED_RIGHT * columns
+        swapped = right * TURNED_LEFT * columns + (not left) * TURNED_RIGHT * rows
+        swapped += TURNED_RESULT * rows * columns / terms
+        return GAIN * swapped < plain
+
+
+def _product(x: Any, y: Any, way: _Way, **params: Any) -> Any:
+    batch, first = tuple(range(x.ndim - 2)), x.ndim - 2
+    left, right = way.is_columns
+    over = (first + 1 - left,), (first + 1 - right,)
+    if not way.is_swapped:
+        return lax.dot_general(x, y, (over, (batch, batch)), **params)
+    if isinstance(params.get("precision"), tuple):
+        params["precision"] = params["precision"][::-1]
+    product = lax.dot_general(y, x, (over[::-1], (batch, batch)), **params)
+    # Without the barrier XLA would turn it round again.
+    product = lax.optimization_barrier(product)
+    return transpose(product, permutation=(*batch, first + 1, first))
+
+
+def _small_products(x: Any, y: Any, way: _Way, **_: Any) -> Any:
+    """(batch, rows, columns), of matrices with a batch."""
+    rows, columns, terms = way.sizes
+    x_turned, y_turned = way.is_columns
+    # Added along the dimension that is the second factor's last.
+    at = 2 if y_turned else 3
+    shape = (x.shape[0], rows, terms, columns) if y_turned else (x.shape[0], rows, columns, terms)
+    x = lax.broadcast_in_dim(x, shape, (0, at, 1) if x_turned else (0, 1, at))
+    y = lax.broadcast_in_dim(y, shape, (0, 2, 3))
+    return block_sum(lax.mul(x, y), (at,))
