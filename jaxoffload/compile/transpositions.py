@@ -50,7 +50,7 @@ def _turned(x: Any) -> Any:
     count, rows, columns = x.shape
 
     def turn(i: Any, made: Any) -> Any:
-        # The last block starts earlier where it would reach beyond the end: both of these see to it.
+        # Both of these let the last block start earlier where it would reach beyond the end.
         block = lax.dynamic_slice_in_dim(x, i * ROWS, ROWS, 1)
         return lax.dynamic_update_slice_in_dim(made, jnp.swapaxes(block, 1, 2), i * ROWS, 2)
 
