@@ -33,7 +33,8 @@ _LITTLE = 200e-6
 _NEAR = 1.1
 """The same where the link is what is short: with less to move it is another time that counts."""
 _WORSE = 1.2
-"""Where finer cuts take so many times the best, or computing more again does, that is the end."""
+"""Where finer cuts take so many times the best, or computing more again does, that is the end; and
+other rules for one cut are tried only up to this."""
 _LAST = 4
 """Cuts that have to be so much worse."""
 SIMULATED_VERTICES = 10_000
@@ -169,10 +170,11 @@ class Ranking:
 
     def _try(self, cut: Cut, graph: TaskGraph) -> float:
         took = float("inf")
+        best = min((seconds for seconds, _, _ in self._tried), default=took)
         for number, memgraph in enumerate(self._build(graph)):
             self._work += 0 if number else memgraph.num_vertices
             took = min(took, simulate(memgraph, machine=self._machine).seconds)
-            if took <= self._enough:
+            if took <= self._enough or took > _WORSE * best:
                 break
         self._tried.append((took, len(self._tried), cut))
         return took

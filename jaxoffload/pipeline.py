@@ -58,6 +58,9 @@ _COMPILED = 3
 """Cuts that are compiled before one is taken, at most."""
 _LITTLE = 0.03
 """Workspace below this share of the budget makes no difference to the choice of a cut."""
+_HOPEFUL = 0.6
+"""Of what everything kept takes, workspace as it is estimated; with less nothing is compiled to see
+whether it fits."""
 _ORDERED_VERTICES = 2000
 """Up to so many vertices other orders are tried: a second's planning."""
 _ALL_VARIANTS = 300
@@ -369,6 +372,7 @@ class Planner:
         self._rewritten: dict[tuple[int, float | None, float, float], Ordered] = {}
         self._tilings = Tilings()
         self._graphs: dict[Cut, Captured] = {}
+        self._guessed: dict[Cut, TaskGraph] = {}
         self._temp: dict[identity.Key, int] = {}  # workspace by kernel
         self._too_much: dict[Cut, int] = {}  # what cuts need at least that were given up
         self._reports: list[CompileReport] = []
@@ -413,10 +417,14 @@ class Planner:
 
     def _may_be_kept(self, budget: int | None) -> bool:
         """Whether everything may fit at once, as far as is known before anything is compiled."""
-        if budget is None or self.has_fixed_cut:
-            return True
-        found = self._in_other_orders((Captured(self.graph(WHOLE), ()), [], _NOTHING))
-        return any(resident_peak(cut[0].taskgraph) <= budget for cut in found)
+        return budget is None or self.has_fixed_cut or self.hopeful_peak <= budget
+
+    @functools.cached_property
+    def hopeful_peak(self) -> float:
+        """Bytes with less of which it is not worth compiling anything to see whether all fits."""
+        whole = Captured(self._estimated(WHOLE), ()), [], _NOTHING
+        found = self._in_other_orders(whole)
+        return _HOPEFUL * min(resident_peak(cut[0].taskgraph) for cut in found)
 
     def _fastest(
         self, cut: tuple[Captured, list[Any], CompileReport], budget: int
@@ -496,7 +504,7 @@ class Planner:
         assert best is not None, "without a limit the first one works"
         for _ in range(0 if is_rough else _LOWER):
             room = _needs(best) - 1
-            lower = self._lowest(self._ranking(room).feasible(), room)
+            lower = self._lowest(self._ranking(room, self.graph).feasible(), room)
             if lower is None:
                 break
             best = lower
@@ -521,13 +529,14 @@ class Planner:
     def _chosen(self, budget: int) -> tuple[Captured, list[Any], CompileReport] | None:
         """The best cut that works within a budget, None if none is found.
 
-        Cuts are simulated before they are compiled, when nobody knows what workspace executables
-        take. Where it turns out to matter, all are simulated once more with so much less memory.
+        Cuts are simulated before they are compiled, when the workspace that executables take is
+        estimated. Where it turns out to be another, and that matters, or nothing works, all are
+        simulated once more with so much less memory.
         """
-        best, least, workspace, reserve = None, float("inf"), 0, 0
-        for _ in range(2):
+        best, least, assumed, workspace = None, float("inf"), 0, 0
+        for graphs in (self._estimated, self.graph):
             number = 0
-            self._ranked = self._ranking(budget - reserve)
+            self._ranked = self._ranking(budget - workspace, graphs)
             for cut, expected in self._ranked.by_time():
                 if best is not None and (expected is None or least <= SAME * expected):
                     break
@@ -540,12 +549,12 @@ class Planner:
                 took = self._seconds(compiled[0].taskgraph, budget, SAME * expected)
                 if took < least:
                     best, least, workspace = compiled, took, spare
+                    assumed = headroom(graphs(cut), 1)[0]
                 number += 1
                 if number == _COMPILED:
                     break
-            if best is None or workspace <= _LITTLE * budget:
+            if best is not None and workspace - assumed <= _LITTLE * budget:
                 break
-            reserve = workspace
         return best
 
     def _seconds(self, graph: TaskGraph, budget: int, enough: float) -> float:
@@ -596,9 +605,9 @@ class Planner:
                 raise
             return None
 
-    def _ranking(self, budget: int) -> Ranking:
+    def _ranking(self, budget: int, graphs: Callable[[Cut], TaskGraph]) -> Ranking:
         return Ranking(
-            self.graph,
+            graphs,
             lambda graph: self._drafts(graph, budget),
             budget,
             self.machine,
@@ -647,8 +656,10 @@ class Planner:
 
     def _estimated(self, cut: Cut) -> TaskGraph:
         """The same with workspace as far as it can be told before anything is compiled."""
-        found = self._looked_at(cut)
-        return _with_workspace(found.taskgraph, found.workspace())
+        if cut not in self._guessed:
+            found = self._looked_at(cut)
+            self._guessed[cut] = _with_workspace(found.taskgraph, found.workspace())
+        return self._guessed[cut]
 
     def _looked_at(self, cut: Cut) -> Captured:
         if cut not in self._graphs:
@@ -758,6 +769,7 @@ class Planner:
         self._cuts = {cut: found for cut, found in self._cuts.items() if found[1] is executables}
         if self._compiles:
             self._graphs.clear()
+            self._guessed.clear()
         plan = Plan(
             self._request, budget, captured, graph, executables, report, resident,
             self.constants, self,

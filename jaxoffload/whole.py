@@ -15,20 +15,16 @@ import jax.extend as jex
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.whole import bodies_of
 from jaxoffload.compile.cache import CompileReport
-from jaxoffload.cuts import WHOLE
 from jaxoffload.errors import CaptureError
 from jaxoffload.graphs.memgraph import MemGraph
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 from jaxoffload.options import Options, format_bytes
 from jaxoffload.pipeline import Plan, Planner, Request
-from jaxoffload.plan.limits import resident_peak
 from jaxoffload.plan.static import keep_everything
 from jaxoffload.runtime import backends
 
 _AMPLE = 2
 """Where so many times all values fit at once, the function fits: layouts and workspace included."""
-_HOPEFUL = 0.75
-"""Of what the same function cut takes with everything kept; with less nobody asks XLA."""
 
 
 class Whole:
@@ -236,8 +232,7 @@ def make_plan(
         planner = Planner(request, backend)
         if not is_cut:
             assert budget is not None
-            least = _HOPEFUL * resident_peak(planner.graph(WHOLE))
-            if least <= budget and whole.needed_bytes <= budget:
+            if planner.hopeful_peak <= budget and whole.needed_bytes <= budget:
                 return WholePlan(request, whole, backend)
         return planner.plan()
     except CaptureError as error:

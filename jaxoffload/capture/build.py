@@ -15,6 +15,7 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload import identity
 from jaxoffload.capture import cost, slicing
+from jaxoffload.capture.alike import make_alike
 from jaxoffload.capture.cluster import MAX_EQUATIONS, Cluster, cut
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
 from jaxoffload.capture.kernel import Kernel, kernel_of, main_source
@@ -120,6 +121,7 @@ def build_taskgraph(
         max_bytes=max_bytes,
         max_equations=max_equations,
     )
+    make_alike(clusters)
     return _Builder(program, results, kinds, clusters).build(tuple(donated), kernels)
 
 

@@ -65,6 +65,21 @@ def kernel_of(
       outputs: the cluster's outputs in the order in which the executable returns them.
       overwrites: see `Kernel.overwrites`.
     """
+    steps, body, slot = _body(cluster)
+    inputs = tuple(v.aval for v in cluster.inputs)
+    chosen = tuple(slot[v] for v in outputs)
+    key = identity.intern(*body, chosen, overwrites)
+    avals = tuple(v.aval for v in outputs)
+    return Kernel(inputs, tuple(steps), chosen, avals, overwrites, key)
+
+
+def body_key(cluster: Cluster) -> tuple[identity.Key, dict[Value, int]]:
+    """What one cluster computes, whatever is read of it; and the slot of each of its values."""
+    _, body, slot = _body(cluster)
+    return identity.intern("body", *body), slot
+
+
+def _body(cluster: Cluster) -> tuple[list[Step], tuple[Any, Any], dict[Value, int]]:
     slot: dict[Value, int] = {v: i for i, v in enumerate(cluster.inputs)}
     steps, parts = [], []
     for equation in cluster.equations:
@@ -74,11 +89,8 @@ def kernel_of(
         steps.append(Step(equation.operation, operands, len(equation.outputs)))
         reads = tuple(x if type(x) is int else identity.literal_key(x) for x in operands)
         parts.append((equation.operation.key, reads))
-    inputs = tuple(v.aval for v in cluster.inputs)
-    chosen = tuple(slot[v] for v in outputs)
-    key = identity.intern(tuple(map(identity.aval_key, inputs)), tuple(parts), chosen, overwrites)
-    avals = tuple(v.aval for v in outputs)
-    return Kernel(inputs, tuple(steps), chosen, avals, overwrites, key)
+    inputs = tuple(identity.aval_key(v.aval) for v in cluster.inputs)
+    return steps, (inputs, tuple(parts)), slot
 
 
 def _reference(operand: Any, slot: dict[Value, int]) -> Any:

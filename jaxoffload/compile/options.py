@@ -14,6 +14,9 @@ FLAGS: dict[str, bool | int | str] = {
     # sums are lowered in blocks instead (reductions.py).
     "xla_disable_hlo_passes": "tree_reduction_rewriter",
     "xla_cpu_prefer_vector_width": 512,
+    # With 3, rows of a few vectors are unrolled into code of tens of thousands of instructions: a
+    # tanh of 64 x 32 numbers compiles in 0.4 s, with 2 in 0.04 s. Kernels run as fast.
+    "xla_backend_optimization_level": 2,
     # jaxlib's own value: with the plugin's default, jnp.maximum treats NaN otherwise than jax.jit.
     "xla_cpu_enable_fast_min_max": False,
     # Its products pack a right-hand side that is a parameter, and pack it again only when the

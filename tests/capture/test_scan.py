@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxoffload.capture import build
 from jaxoffload.capture.scan import unroll
 from tests.helpers import capture, interpret_taskgraph
 
@@ -147,7 +148,25 @@ def test_chunks_share_executables():
     assert 8 <= len(lengths) and len(set(lengths)) == 1
     chunks = {k for k, kernel in enumerate(captured.kernels)
               if any(step.operation.name == "scan" for step in kernel.steps)}  # fmt: skip
-    assert len(chunks) == 3  # forward, the last one forward (whose carry nobody reads), backward
+    assert len(chunks) == 2  # forward (the last one, whose carry nobody reads, too) and backward
+
+
+def test_what_is_given_for_nothing_makes_no_vertex_the_largest(monkeypatch):
+    def both(c, x):
+        return lax.scan(lambda c, r: (c * 0.5 + r, (jnp.tanh(c + r), jnp.sin(c + r))), c, x)[1]
+
+    def function(x, y):  # one scan is asked for this, the other for that
+        return both(x[0], x)[0], both(y[0], y)[1]
+
+    def largest():
+        captured, _ = capture(function, rows(40, 100), rows(40, 100, seed=1), piece_bytes=4000)
+        graph = captured.taskgraph
+        return max(sum(graph.tensors[t].bytes for t in {*v.inputs, *v.outputs})
+                   for v in graph.vertices)  # fmt: skip
+
+    found = largest()
+    monkeypatch.setattr(build, "make_alike", lambda clusters: None)
+    assert found == largest()
 
 
 @pytest.mark.parametrize("length", [100, 1_000, 10_000])

@@ -1,6 +1,7 @@
 """The search for a cut does a limited amount of work, counted and not timed."""
 
 import collections
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
-from jaxoffload import pipeline
+from jaxoffload import cuts, pipeline
 from jaxoffload.capture import split as splitting
 from jaxoffload.capture.build import order_program
 from jaxoffload.capture.recompute import recompute
@@ -227,3 +228,35 @@ def test_recomputation_goes_deeper_than_the_stack():
     ordered = _ordered(f, (np.ones((8, 8), np.float32),))
     found = recompute(ordered, 1024.0, 1.0, lambda equation: 1e-6)
     assert [e.outputs for e in found.equations] != [e.outputs for e in ordered.equations]
+
+
+def _recurrence_gradient(x):
+    """Of a recurrence that multiplies by a matrix: its chunks take workspace."""
+
+    def step(c, r):
+        c = jnp.tanh(c @ w + r)
+        return c, c * r
+
+    w = jnp.eye(WIDTH) * 0.5
+    return jax.grad(lambda x: jax.lax.scan(step, x[0], x)[1].sum())(x)
+
+
+def test_of_a_recurrence_nothing_is_compiled_that_is_not_run(work):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((100, WIDTH)), jnp.float32)
+    kept = jo.offload(_recurrence_gradient, device_memory=None, cut="always").plan(x)
+    jo.clear_caches()
+    half = jo.offload(_recurrence_gradient, device_memory=kept.peak_device_bytes // 2)
+    report = half.plan(x).compile_report
+    assert report.compiled == report.kernels
+
+
+def test_of_a_cut_far_from_the_best_one_rule_is_tried(monkeypatch):
+    drafts = {
+        name: [types.SimpleNamespace(num_vertices=1, seconds=s) for s in seconds]
+        for name, seconds in {"first": (10, 9, 8), "near": (9, 7), "far": (10, 1)}.items()
+    }
+    monkeypatch.setattr(cuts, "simulate", lambda draft, machine: draft)
+    ranking = cuts.Ranking(lambda cut: None, drafts.get, 100, None, "never")
+    vars(ranking)["_enough"] = 0.0
+    found = [ranking._try(cuts.Cut(size), name) for size, name in enumerate(drafts)]
+    assert found == [8, 7, 10]
