@@ -76,9 +76,9 @@ def order_program(program: Program) -> Ordered:
         for i, (part, offset) in enumerate(parts):
             if is_literal(part):
                 parts[i] = (_materialize(part, program), offset)
-    equations = live_equations(program, program.equations)
-    equations = with_small_transpositions(equations, program.result_values())
-    equations = live_equations(program, equations)
+    results = program.result_values()
+    equations = live_equations(program.equations, results)
+    equations = live_equations(with_small_transpositions(equations, results), results)
     return Ordered(serial_order(equations, program.parents), program)
 
 

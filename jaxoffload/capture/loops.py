@@ -18,9 +18,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
+
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import cost
-from jaxoffload.capture.flat import Equation, Operand, Operation, Value
+from jaxoffload.capture.flat import Equation, Operand, Operation, Value, is_literal
+from jaxoffload.capture.inline import Constant
 
 LAYER_BYTES = 2**20
 """Slices of one step from which on it is a layer: moving them takes as long as a vertex's work."""
@@ -54,6 +58,7 @@ class Body:
       size: operations, those of loops inside included once.
       seconds: a rough time.
       largest_bytes: operands and results of its largest operation.
+      has_constants: whether it reads an array that is no input.
     """
 
     def __init__(
@@ -65,6 +70,8 @@ class Body:
     ):
         self.closed, self.inputs = closed, inputs
         self.equations, self.outputs = equations, outputs
+        read = {v for e in equations for v in e.values()}.union(outputs)
+        self.has_constants = any(isinstance(v, Constant) for v in read)
         self.size, self.seconds, self.largest_bytes = len(equations), 0.0, 0
         for equation in equations:
             moved = sum(v.num_bytes() for v in (*equation.values(), *equation.outputs))
@@ -73,6 +80,16 @@ class Body:
                 moved = max(moved, equation.operation.body.largest_bytes)
             self.seconds += cost.seconds(equation)
             self.largest_bytes = max(self.largest_bytes, moved)
+
+    def apply(self, operands: Sequence[Any]) -> list[Any]:
+        """Evaluates the step on arrays or tracers."""
+        known: dict[Operand, Any] = dict(zip(self.inputs, operands, strict=True))
+        for equation in self.equations:
+            read = [x.val if is_literal(x) else known[x] for x in equation.inputs]
+            known.update(zip(equation.outputs, equation.operation.apply(read), strict=True))
+        return [
+            jnp.asarray(x.val, x.aval.dtype) if is_literal(x) else known[x] for x in self.outputs
+        ]
 
 
 class Loop(Operation):
@@ -91,6 +108,24 @@ class Loop(Operation):
         self.body, self.equations = body, body.equations
         self.length = self.repeats = length
         self.num_consts, self.num_carry = compat.scan_counts(eqn)
+
+    def apply(self, operands: Sequence[Any]) -> list[Any]:
+        if self.body.has_constants:
+            return super().apply(operands)
+        consts, given = list(operands[: self.num_consts]), operands[self.num_consts :]
+
+        def step(carries: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+            made = self.body.apply([*consts, *carries, *rows])
+            return made[: self.num_carry], made[self.num_carry :]
+
+        carries, stacks = lax.scan(
+            step,
+            list(given[: self.num_carry]),
+            list(given[self.num_carry :]),
+            self.length,
+            self.params["reverse"],
+        )
+        return [*carries, *stacks]
 
     @property
     def row_bytes(self) -> int:

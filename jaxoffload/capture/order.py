@@ -13,13 +13,13 @@ import heapq
 from collections.abc import Sequence
 
 from jaxoffload.capture import slicing
-from jaxoffload.capture.flat import Equation, Program, Value
+from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.views import is_view
 
 
-def live_equations(program: Program, equations: Sequence[Equation]) -> list[Equation]:
-    """Those of a program's equations, in serial order, that some result needs."""
-    needed = program.result_values()
+def live_equations(equations: Sequence[Equation], results: set[Value]) -> list[Equation]:
+    """Those of some equations, in program order, that some result needs."""
+    needed = set(results)
     kept: list[Equation] = []
     for equation in reversed(equations):
         if any(out in needed for out in equation.outputs):

@@ -303,7 +303,7 @@ class _Rewriter:
 
     def _live(self, equations: list[Equation]) -> list[Equation]:
         """Without what nobody reads any more."""
-        kept = live_equations(self.source.program, equations)
+        kept = live_equations(equations, self.source.program.result_values())
         made = {v for equation in kept for v in equation.outputs}
         for equation in kept:
             first = self.original.get(id(equation))

@@ -26,6 +26,8 @@ from jaxoffload.capture import slicing
 from jaxoffload.capture.flat import Equation, Operand, Program, Value, is_literal
 from jaxoffload.capture.inline import Constant, inline
 from jaxoffload.capture.loops import Body, Loop, Rows, rows_for
+from jaxoffload.capture.order import live_equations
+from jaxoffload.capture.products import with_small_transpositions
 from jaxoffload.capture.views import is_view
 from jaxoffload.graphs.taskgraph import Span
 
@@ -207,7 +209,9 @@ class _Unroller:
             inputs = [Value(var.aval) for var in closed.jaxpr.invars]
             constants = [Constant(c) for c in closed.consts]
             inner, outputs = inline(closed.jaxpr, constants, inputs)
-            body = Body(closed, inputs, [self._with_loop(e) for e in inner], outputs)
+            results = {v for v in outputs if isinstance(v, Value)}
+            inner = with_small_transpositions([self._with_loop(e) for e in inner], results)
+            body = Body(closed, inputs, live_equations(inner, results), outputs)
             self._bodies[id(closed)] = (body, None)
         body, _ = self._bodies[id(closed)]
         loop = Loop(operation.eqn, body, operation.params["length"])

@@ -169,6 +169,35 @@ def test_what_is_given_for_nothing_makes_no_vertex_the_largest(monkeypatch):
     assert found == largest()
 
 
+@pytest.mark.parametrize("piece_bytes", [ALL, 20_000])
+def test_products_of_a_step_are_made_as_they_are_wanted(piece_bytes):
+    """The gradient of a product is written as a transposed one, of steps that stay loops, too."""
+
+    def function(w, x):
+        return lax.scan(lambda c, r: (jnp.tanh(r @ w + c), c), x[0], x)[1].sum()
+
+    gradient = jax.grad(function)
+    args = rows(12, 12), rows(200, 4, 12, seed=1)
+    assert "transpose" in str(jax.make_jaxpr(gradient)(*args))
+    captured = assert_same(gradient, args, piece_bytes, rtol=1e-5)
+    names = {
+        equation.operation.name
+        for kernel in captured.kernels
+        for step in kernel.steps
+        for equation in step.operation.equations or ()
+    }
+    assert "dot_general" in names and "transpose" not in names
+
+
+def test_a_step_may_read_an_array_of_its_own():
+    table = rows(5, 8, seed=3)
+    assert_same(
+        lambda x: lax.scan(lambda c, r: (c + jnp.asarray(table)[1] * r, c), x[0], x)[1],
+        (rows(40, 8),),
+        2_000,
+    )
+
+
 @pytest.mark.parametrize("length", [100, 1_000, 10_000])
 def test_the_graph_does_not_grow_with_the_trips(length):
     function = jax.grad(lambda x: jnp.sum(recurrence(x)[1] ** 2))
