@@ -24,7 +24,8 @@ from jaxoffload.capture.inline import Constant
 from jaxoffload.capture.kernel import Kernel
 from jaxoffload.capture.recompute import recompute
 from jaxoffload.capture.scan import unroll
-from jaxoffload.capture.split import Tilings, split
+from jaxoffload.capture.split import Tilings, split, working_set
+from jaxoffload.capture.views import is_view
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.cuts import FINEST, PIECE, SAME, WHOLE, Cut, Ranking, split_size
 from jaxoffload.errors import PlanError
@@ -54,6 +55,8 @@ logger = logging.getLogger(__name__)
 SPLITS = (1 / 4, 1 / 16, 1 / 64)
 """Working sets to split operations down to, as shares of what the largest needs, for the smallest
 feasible budget."""
+_SAID = 1 / 8
+"""The same share where that budget is only said."""
 _COMPILED = 3
 """Cuts that are compiled before one is taken, at most."""
 _LITTLE = 0.03
@@ -371,8 +374,8 @@ class Planner:
         self._ranked: Ranking | None = None
         self._rewritten: dict[tuple[int, float | None, float, float], Ordered] = {}
         self._tilings = Tilings()
-        self._graphs: dict[Cut, Captured] = {}
-        self._guessed: dict[Cut, TaskGraph] = {}
+        self._graphs: dict[tuple[Any, ...], Captured] = {}
+        self._guessed: dict[tuple[Any, ...], TaskGraph] = {}
         self._temp: dict[identity.Key, int] = {}  # workspace by kernel
         self._too_much: dict[Cut, int] = {}  # what cuts need at least that were given up
         self._reports: list[CompileReport] = []
@@ -495,19 +498,33 @@ class Planner:
         fixed = self._fixed_cut()
         if fixed:
             return fixed
+        if not self._compiles and self._is_long:
+            return self._said_least()
         coarse = FINEST, WHOLE
         least = min(min_budget(self.graph(cut))[0] for cut in coarse)
         tiled = [Cut(0, 1, split_size(share * least), piece_bytes=0) for share in SPLITS]
-        is_long = len(self.graph(FINEST).vertices) > _ORDERED_VERTICES
-        is_rough = is_long and not self._compiles  # it is only said, not relied on
-        best = self._lowest([*coarse, *(tiled[:1] if is_rough else tiled)], None)
+        best = self._lowest([*coarse, *tiled], None)
         assert best is not None, "without a limit the first one works"
-        for _ in range(0 if is_rough else _LOWER):
+        for _ in range(_LOWER):
             room = _needs(best) - 1
             lower = self._lowest(self._ranking(room, self.graph).feasible(), room)
             if lower is None:
                 break
             best = lower
+        return best
+
+    @property
+    def _is_long(self) -> bool:
+        equations = self._ordered_for(FINEST).equations
+        return sum(not is_view(e) for e in equations) > _ORDERED_VERTICES
+
+    def _said_least(self) -> tuple[Captured, list[Any], CompileReport]:
+        """About the same for a long program, where it is only said, not relied on: operations split
+        once, and small ones taken together."""
+        largest = max(map(working_set, self._ordered_for(FINEST).equations))
+        size = split_size(_SAID * min(largest, min_budget(self.graph(WHOLE))[0]))
+        best = self._lowest([WHOLE, Cut(size, None, size, piece_bytes=0)], None)
+        assert best is not None, "without a limit the first one works"
         return best
 
     def _lowest(
@@ -656,15 +673,21 @@ class Planner:
 
     def _estimated(self, cut: Cut) -> TaskGraph:
         """The same with workspace as far as it can be told before anything is compiled."""
-        if cut not in self._guessed:
+        key = self._vertices_of(cut)
+        if key not in self._guessed:
             found = self._looked_at(cut)
-            self._guessed[cut] = _with_workspace(found.taskgraph, found.workspace())
-        return self._guessed[cut]
+            self._guessed[key] = _with_workspace(found.taskgraph, found.workspace())
+        return self._guessed[key]
 
     def _looked_at(self, cut: Cut) -> Captured:
-        if cut not in self._graphs:
-            self._graphs[cut] = self._captured(cut, kernels=False)
-        return self._graphs[cut]
+        key = self._vertices_of(cut)
+        if key not in self._graphs:
+            self._graphs[key] = self._captured(cut, kernels=False)
+        return self._graphs[key]
+
+    def _vertices_of(self, cut: Cut) -> tuple[Any, ...]:
+        """Equal for cuts that come to the same, as where nothing is to be split."""
+        return id(self._ordered_for(cut)), cut.max_bytes, cut.max_equations
 
     def _captured(self, cut: Cut, kernels: bool = True) -> Captured:
         limit = {} if cut.max_equations is None else {"max_equations": cut.max_equations}
@@ -800,7 +823,7 @@ def _needs(cut: tuple[Captured, list[Any], CompileReport]) -> int:
 def _with_workspace(graph: TaskGraph, temp: Sequence[int]) -> TaskGraph:
     """A graph with the workspace of each vertex."""
     vertices = tuple(
-        dataclasses.replace(v, workspace_bytes=count)
+        v if v.workspace_bytes == count else dataclasses.replace(v, workspace_bytes=count)
         for v, count in zip(graph.vertices, temp, strict=True)
     )
     return dataclasses.replace(graph, vertices=vertices)

@@ -20,12 +20,12 @@ _SHARE = 1 / 16
 
 def make_alike(clusters: Sequence[Cluster]) -> None:
     """Adds outputs to clusters that are loops, so that those that compute the same are the same."""
-    most = max(map(_moved, clusters), default=0)
     groups: dict[object, list[tuple[Cluster, dict[Value, int]]]] = {}
     for cluster in clusters:
         if any(e.operation.repeats is not None for e in cluster.equations):
             key, slots = body_key(cluster)
             groups.setdefault(key, []).append((cluster, slots))
+    most = max(map(_moved, clusters)) if groups else 0
     for group in groups.values():
         wanted = [{slots[v] for v in cluster.outputs} for cluster, slots in group]
         for known in (set().union(*wanted), *sorted(wanted, key=len, reverse=True)):

@@ -266,16 +266,21 @@ class _Builder:
                 safe.append((argument, result))
         return tuple(safe)
 
+    def _dies(self, value: Value, i: int) -> bool:
+        """Whether nobody needs a value after some cluster has read it."""
+        identity = self._identity(value)
+        is_last = self.last_reader[identity] == i and identity not in self.results
+        return is_last and value.num_bytes() > 0
+
     def _overwrites(
         self, i: int, cluster: Cluster, partner: dict[int, int]
     ) -> tuple[list[Value], tuple[tuple[int, int], ...]]:
         taken: dict[Value, Value] = {}
-        for out in cluster.outputs:
+        dying = [v for v in cluster.inputs if self._dies(v, i)]
+        for out in cluster.outputs if dying else ():
             reached = _elementwise_ancestors(cluster, out)
-            for v in cluster.inputs:
-                if v not in reached or v in taken or self.last_reader[self._identity(v)] != i:
-                    continue
-                if self._identity(v) in self.results or v.num_bytes() == 0:
+            for v in dying:
+                if v not in reached or v in taken:
                     continue
                 if v.argument is not None:
                     spans = [

@@ -58,8 +58,11 @@ def cut(
     """
     solid = [e for e in equations if not is_view(e) or any(v in results for v in e.outputs)]
     view_of = {v: e for e in equations if is_view(e) for v in e.outputs if v not in results}
-    segments = _segments_worth_a_cut(solid, parents)
     reads = [roots(e.values(), view_of) for e in solid]
+    if max_equations == 1:
+        runs = [(i, i + 1) for i in range(len(solid))]
+        return _assemble(equations, solid, reads, view_of, runs, results)
+    segments = _segments_worth_a_cut(solid, parents)
     last_reader = dict.fromkeys(results, len(solid))
     for i, values in enumerate(reads):
         for v in values:
@@ -136,19 +139,21 @@ class _Stretch:
 def _best_cuts(stretch: _Stretch, max_bytes: float, max_equations: int) -> list[tuple[int, int]]:
     run, reads, fused_until = stretch.equations, stretch.reads, stretch.fused_until
     crossing = _crossing_bytes(run, reads)
+    written = [[(v, v.num_bytes(), fused_until.get(v, len(run))) for v in e.outputs] for e in run]
+    sizes = [[(v, v.num_bytes()) for v in values] for values in reads]
     best, previous = [0.0] + [float("inf")] * len(run), [0] * (len(run) + 1)
     for stop in range(1, len(run) + 1):
         held: dict[Value, int] = {}
         total = 0
         for first in range(stop - 1, max(-1, stop - 1 - max_equations), -1):
-            for v in run[first].outputs:
-                total -= held.get(v, 0)
-                held[v] = 0 if fused_until.get(v, stop) < stop else v.num_bytes()
-                total += held[v]
-            for v in reads[first]:
+            for v, size, until in written[first]:
+                now = 0 if until < stop else size
+                total += now - held.get(v, 0)
+                held[v] = now
+            for v, size in sizes[first]:
                 if v not in held:
-                    held[v] = v.num_bytes()
-                    total += held[v]
+                    held[v] = size
+                    total += size
             if total > max_bytes and first < stop - 1:
                 continue
             price = best[first] + BYTES_OF_A_CUT + crossing[stop]

@@ -1,6 +1,6 @@
 """Rough time of an equation, for cutting and for priorities; never shown to a user as a fact."""
 
-import numpy as np
+import math
 
 from jaxoffload.capture.flat import Equation
 from jaxoffload.capture.rows import rows_of
@@ -45,13 +45,13 @@ def _flops(equation: Equation) -> float:
     if inner is not None:
         return (equation.operation.repeats or 1) * sum(flops(e) for e in inner)
     name, params = equation.operation.name, equation.operation.params
-    elements = sum(float(np.prod(v.shape, dtype=np.float64)) for v in equation.outputs)
+    elements = float(sum(math.prod(v.shape) for v in equation.outputs))
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         shape = equation.inputs[0].aval.shape
-        return 2.0 * elements * float(np.prod([shape[d] for d in contracted], dtype=np.float64))
+        return 2.0 * elements * math.prod(shape[d] for d in contracted)
     if name == "conv_general_dilated":
         kernel = equation.inputs[1].aval.shape
         features = params["dimension_numbers"].rhs_spec[0]
-        return 2.0 * elements * float(np.prod(kernel, dtype=np.float64)) / kernel[features]
+        return 2.0 * elements * math.prod(kernel) / kernel[features]
     return elements

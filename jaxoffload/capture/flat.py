@@ -56,13 +56,14 @@ class Operation:
       repeats: of a loop the steps, each of which applies `equations`; else None.
     """
 
-    __slots__ = ("_function", "_key", "eqn", "name", "params")
+    __slots__ = ("_function", "_key", "_source", "eqn", "name", "params")
     equations: Any = None
     repeats: int | None = None
 
     def __init__(self, eqn: Any, params: dict[str, Any] | None = None):
         self.eqn = eqn
         self._function = None
+        self._source: str | None = None
         self.name = eqn.primitive.name
         self.params = eqn.params if params is None else params
         self._key = None
@@ -72,14 +73,17 @@ class Operation:
         """An operation that calls `function(*operands)`, which gives an array or a list of them;
         name and parts, which are hashable, must tell it apart."""
         self = cls.__new__(cls)
-        self.eqn, self._function, self.params = eqn, function, {}
+        self.eqn, self._function, self._source, self.params = eqn, function, None, {}
         self.name, self._key = name, identity.intern("function", name, parts)
         return self
 
     @property
     def source(self) -> str:
         """The user's line, or "" where none is known."""
-        return compat.source_line(self.eqn.source_info) if self.eqn is not None else ""
+        if self._source is None:
+            known = self.eqn is not None
+            self._source = compat.source_line(self.eqn.source_info) if known else ""
+        return self._source
 
     @property
     def key(self) -> Any:

@@ -102,13 +102,16 @@ class Tilings:
 
 
 def split(ordered: Ordered, limit: float, known: Tilings | None = None) -> Ordered:
-    """The same program with groups in the place of equations whose working set is over the limit.
+    """The same program with groups in the place of equations whose working set is over the limit;
+    itself where there are none.
 
     Args:
       limit: bytes. Groups keep their tiles, all of one equation's operands and outputs, below half
         of it where the dimensions allow that.
       known: of earlier splits of the same program.
     """
+    if all(working_set(equation) <= limit for equation in ordered.equations):
+        return ordered
     return _Splitter(ordered, limit, known or Tilings()).run()
 
 
@@ -195,7 +198,7 @@ class _Splitter:
         return value.num_bytes() > _LARGE * self.limit
 
     def run(self) -> Ordered:
-        heavy = [(_working_set(e), -i, e) for i, e in enumerate(self.equations) if e]
+        heavy = [(working_set(e), -i, e) for i, e in enumerate(self.equations) if e]
         heavy = [found for found in heavy if found[0] > self.limit]
         stay: list[tuple[float, Equation]] = []  # what could not be made smaller, and how large
         for size, _, equation in sorted(heavy, key=lambda found: found[:2], reverse=True):
@@ -215,7 +218,7 @@ class _Splitter:
     def _best_group(self, seed: int) -> "_Group | None":
         """The group of the smallest working set, of those that grow from an equation."""
         equation = self.at(seed)
-        before = _working_set(equation)
+        before = working_set(equation)
         best: _Group | None = None
         shapes = tuple(v.shape for v in equation.values())
         known = (equation.operation.key, shapes)
@@ -290,7 +293,8 @@ class _Splitter:
         return kept[::-1]
 
 
-def _working_set(equation: Equation) -> int:
+def working_set(equation: Equation) -> int:
+    """Bytes of everything that one operation reads and writes."""
     return sum(v.num_bytes() for v in (*equation.values(), *equation.outputs))
 
 
@@ -572,19 +576,21 @@ class _Group:
             for v, d in zip(m.equation.outputs, m.tiling.outputs, strict=True):
                 producer[v, d] = m
         found: list[_Member] = []
+        begun: set[int] = set()
         done: set[int] = set()
-
-        def visit(member: _Member) -> None:
-            if id(member) in done:
-                return
-            done.add(id(member))
-            for key in member.uses:
-                if key in producer:
-                    visit(producer[key])
-            found.append(member)
-
-        for member in sorted(self.members.values(), key=lambda m: (m.is_copy, m.position)):
-            visit(member)
+        # Not by calls: groups are as deep as the program is long.
+        stack = sorted(self.members.values(), key=lambda m: (not m.is_copy, -m.position))
+        while stack:
+            member = stack[-1]
+            if id(member) not in begun:
+                begun.add(id(member))
+                made = [producer[key] for key in member.uses if key in producer]
+                stack += [m for m in reversed(made) if id(m) not in begun]
+                continue
+            stack.pop()
+            if id(member) not in done:
+                done.add(id(member))
+                found.append(member)
         return found
 
     def working_set(self) -> float:
@@ -592,7 +598,7 @@ class _Group:
         outside = {v for v, _ in self.inputs()} | {
             v for v in self.outputs() if not self._is_copied_later(v)
         }
-        tiles = max(_working_set(m.equation) for m in self.members.values()) / self.count
+        tiles = max(working_set(m.equation) for m in self.members.values()) / self.count
         accumulators = sum(
             _accumulator_bytes(v, m.tiling, self.count)
             for m in self.members.values()

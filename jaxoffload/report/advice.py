@@ -18,7 +18,8 @@ from jaxoffload.runtime.callers import byte_count
 _WORTH = 0.02
 """Share of the peak below which nothing is said."""
 _LONG = 500
-"""Vertices from which on one recomputation is looked at, in place of two."""
+"""Vertices from which on one recomputation is looked at, in place of two, and none within a budget:
+there the planner has looked at those worth it."""
 _WIDE = {"float32": "bfloat16", "float64": "float32"}
 """Dtypes, and what halves them."""
 
@@ -33,7 +34,7 @@ def advice(request: Request, planner: Planner, leaves: Sequence[Any] = ()) -> li
     peak = resident_peak(graph)
     lines = [
         *_to_donate(request, peak),
-        *_to_recompute(planner, peak),
+        *_to_recompute(planner, peak, request.options.device_memory is not None),
         *_needless(request, graph, peak, leaves),
     ]
     _, least_graph, vertex_id = planner.minimum()
@@ -72,13 +73,14 @@ def _to_donate(request: Request, peak: int) -> list[str]:
     ]
 
 
-def _to_recompute(planner: Planner, peak: int) -> list[str]:
+def _to_recompute(planner: Planner, peak: int, has_budget: bool) -> list[str]:
     """What computing again would do to the peak."""
-    if planner.has_fixed_cut:
+    is_long = len(planner.whole().vertices) > _LONG
+    if planner.has_fixed_cut or (is_long and has_budget):
         return []
     lower = min(
         resident_peak(planner.graph(Cut(WHOLE.max_bytes, recomputed=1.0, reach=peak / part)))
-        for part in ((8,) if len(planner.whole().vertices) > _LONG else (2, 8))
+        for part in ((8,) if is_long else (2, 8))
     )
     if peak - lower <= _WORTH * peak:
         return []

@@ -260,3 +260,26 @@ def test_of_a_cut_far_from_the_best_one_rule_is_tried(monkeypatch):
     vars(ranking)["_enough"] = 0.0
     found = [ranking._try(cuts.Cut(size), name) for size, name in enumerate(drafts)]
     assert found == [8, 7, 10]
+
+
+def test_a_split_of_nothing_is_no_other_graph(work):
+    function, args = _transformer(1)
+    step = jo.offload(function, device_memory=None)
+    planner = pipeline.Planner(step._program(step._spec.bind(args, {})).request())
+    graph = planner.graph(cuts.Cut(4096))
+    assert planner.graph(cuts.Cut(4096, split_bytes=2.0**30)) is graph
+    assert planner.graph(cuts.Cut(4096, split_bytes=2.0**10)) is not graph
+    assert work["taskgraphs"] == 2
+
+
+def test_explain_of_a_long_program_looks_at_few_cuts(work):
+    def loss(x, w):
+        for _ in range(1000):
+            x = jnp.tanh(x @ w) + x
+        return x.sum()
+
+    x = np.ones((32, 32), np.float32)
+    found = jo.offload(jax.grad(loss), device_memory="4MiB").explain(x, x)
+    assert found.plan is not None and len(found.usage.live) > 500
+    assert work["taskgraphs"] <= 3
+    assert found.min_device_memory <= found.plan.peak_device_bytes
