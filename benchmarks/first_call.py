@@ -6,7 +6,8 @@ refusal of one byte less. Processor seconds and wall seconds, each the least of 
 which the ways take turns, every cache cleared before each. A worker process does the work: a way
 that takes longer than the limit costs that way alone, and its time is then a lower bound.
 
-`python -m benchmarks.first_call [--quick] [--only TEXT ...] [--out FOLDER]`
+`python -m benchmarks.first_call [--quick] [--libraries] [--only TEXT ...] [--out FOLDER]`;
+`--libraries` takes programs of other libraries (`libraries.py`) instead.
 """
 
 import argparse
@@ -22,10 +23,12 @@ import jax
 import numpy as np
 
 import jaxoffload as jo
+from benchmarks.libraries import LIBRARIES
 from benchmarks.measure import machine, save
 from benchmarks.programs import PROGRAMS
 from benchmarks.ratios import difference, jit_peak_bytes
 
+ALL = PROGRAMS | LIBRARIES
 WAYS = ("jit", "none", "half", "search", "least", "refusal")
 """`half` and `least` are budgets; `search` finds the least one, `refusal` is of one byte less."""
 QUICK = (
@@ -93,9 +96,9 @@ def _serve(pipe: Any) -> None:
             name, way, budget = pipe.recv()
         except EOFError:
             return
-        if made is None or made[0] != name:
-            made = name, PROGRAMS[name][1]()
         try:
+            if made is None or made[0] != name:
+                made = name, ALL[name][1]()
             answer = _time(way, *made[1], budget)
         except Exception as error:  # what one way cannot do must not end the others
             answer = {"ended": f"{type(error).__name__}: {error}"[:300]}
@@ -141,7 +144,7 @@ def _time(way: str, function: Callable[..., Any], args: Any, budget: int | None)
 
 def _measure(worker: _Worker, name: str, rounds: int) -> dict[str, Any]:
     """One row: seconds of each way, and their ratios to jit's."""
-    row: dict[str, Any] = {"program": name, "area": PROGRAMS[name][0]}
+    row: dict[str, Any] = {"program": name, "area": ALL[name][0]}
     peak = worker.ask(name, "peak", None)
     found: dict[str, dict[str, Any]] = {}
     if "bytes" not in peak:
@@ -235,19 +238,22 @@ def run(
     finally:
         worker.stop()
     print(table(rows))
-    save("first_call", rows, out)
+    save("first_call" if set(names) <= set(PROGRAMS) else "libraries", rows, out)
     return rows
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="a handful of programs, once each")
+    parser.add_argument("--libraries", action="store_true", help="programs of other libraries")
     parser.add_argument("--only", nargs="+", help="programs and areas whose names have these texts")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds of one way")
     parser.add_argument("--out", help="folder for the JSON result")
     args = parser.parse_args(argv)
     names: Sequence[str] = QUICK if args.quick else tuple(PROGRAMS)
+    if args.libraries:
+        names = tuple(LIBRARIES)
     if args.only:
         names = [
             name
