@@ -160,7 +160,7 @@ class Plan:
 
         Compiles single operations to learn their workspace, so it takes a while when first asked.
         """
-        return self._planner.minimum()[0]
+        return self._planner.least_budget
 
     @functools.cached_property
     def resident_peak_bytes(self) -> int:
@@ -348,6 +348,7 @@ class Planner:
       compiles: False: plans are to be looked at only, and workspace counts as nothing.
       estimates: of plans to be looked at only, that workspace counts as what executables take where
         there are some, and where there are none as what they may take.
+      whole_bytes: if the function may run whole, what it takes then.
 
     Attributes:
       has_estimated: whether workspace was estimated for any cut.
@@ -360,8 +361,9 @@ class Planner:
         machine: Machine | None = None,
         compiles: bool = True,
         estimates: bool = False,
+        whole_bytes: Callable[[], int] | None = None,
     ):
-        self._request = request
+        self._request, self._whole_bytes = request, whole_bytes
         self._compiles, self._estimates = compiles, estimates
         self.has_estimated = False
         self._settings = compat.LoweringSettings()
@@ -485,8 +487,20 @@ class Planner:
         """The TaskGraph as it would be cut if memory did not matter."""
         return self._whole()[0].taskgraph
 
+    @functools.cached_property
+    def least_budget(self) -> int:
+        """The smallest feasible budget in bytes, cut or whole."""
+        least, jaxpr, donated = self.minimum()[0], self._request.jaxpr, self._request.donated
+        results = set(range(len(jaxpr.out_avals))).difference(result for _, result in donated)
+        arrays = sum(map(byte_count, jaxpr.in_avals))
+        arrays += sum(byte_count(jaxpr.out_avals[i]) for i in results)
+        hopeful = max(arrays, math.ceil(self.hopeful_peak))  # known before anything is compiled
+        if self._whole_bytes is None or hopeful >= least:
+            return least
+        return min(least, max(hopeful, self._whole_bytes()))
+
     def minimum(self) -> tuple[int, TaskGraph, int]:
-        """The smallest feasible budget in bytes, and the graph and vertex that set it."""
+        """The smallest budget in bytes that works cut, and the graph and vertex that set it."""
         graph = self._least[0].taskgraph
         least, vertex = min_budget(graph)
         return least, graph, vertex
@@ -801,15 +815,18 @@ class Planner:
         return plan
 
     def _refusal(self, budget: int) -> PlanError:
-        least, graph, vertex_id = self.minimum()
-        vertex = graph.vertices[vertex_id]
+        cut, graph, vertex_id = self.minimum()
+        vertex, least = graph.vertices[vertex_id], self.least_budget
         source = f" at {vertex.source}" if vertex.source else ""
+        needed = f"needed by {vertex.name}{source}"
+        if least < cut:
+            needed = f"needed to run whole; cut, {vertex.name}{source} needs {format_bytes(cut)}"
         step = 2**20 if least >= 2**22 else 2**10
         enough = f"{-(-least // step)}{'MiB' if step == 2**20 else 'KiB'}"
         return PlanError(
             f"offload({self._request.name}): device_memory={budget} bytes ({format_bytes(budget)}) "
-            f"is below the smallest feasible {least} bytes ({format_bytes(least)}), needed by "
-            f"{vertex.name}{source}. Pass device_memory='{enough}' or more, or make that operation "
+            f"is below the smallest feasible {least} bytes ({format_bytes(least)}), {needed}. "
+            f"Pass device_memory='{enough}' or more, or make that operation "
             "smaller (a smaller batch, for one).",
             least,
         )

@@ -149,7 +149,7 @@ class WholePlan(Plan):
     @functools.cached_property
     def min_device_memory(self) -> int:
         """The smallest budget in bytes that can work, cut as fine as it gets."""
-        return Planner(self._request, self.backend).minimum()[0]
+        return _planner(self._request, self.whole, self.backend).least_budget
 
     @property
     def peak_device_bytes(self) -> int:  # pyrefly: ignore[bad-override]
@@ -229,7 +229,7 @@ def make_plan(
     if not is_cut and whole.surely_fits(budget):
         return WholePlan(request, whole, backend)
     try:
-        planner = Planner(request, backend)
+        planner = _planner(request, whole, backend)
         if not is_cut:
             assert budget is not None
             if planner.hopeful_peak <= budget and whole.needed_bytes <= budget:
@@ -239,6 +239,12 @@ def make_plan(
         if not whole.surely_fits(budget):
             _refuse(request, whole, error)
         return WholePlan(request, whole, backend)
+
+
+def _planner(request: Request, whole: Whole, backend: backends.Backend | None) -> Planner:
+    """A planner that knows what the function takes whole, if that is a way to run it."""
+    is_cut = is_always_cut(request.options)
+    return Planner(request, backend, whole_bytes=None if is_cut else lambda: whole.needed_bytes)
 
 
 def _refuse(request: Request, whole: Whole, error: CaptureError) -> None:

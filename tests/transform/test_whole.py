@@ -150,6 +150,27 @@ def test_arrays_below_the_device_are_not_brought_there_whole():
     np.testing.assert_allclose(got[0], jax.jit(chain)(X, X)[0], rtol=1e-5, atol=1e-6)
 
 
+def test_the_least_budget_may_be_that_of_the_whole():
+    """A loop that cannot be cut has its operands and results twice, once it is a vertex."""
+
+    def function(x):
+        return jax.lax.while_loop(lambda c: c[1] < 5, lambda c: (jnp.tanh(c[0]), c[1] + 1), (x, 0))
+
+    x = np.linspace(0, 1, 1000, dtype=np.float32)
+    least = jo.offload(function, device_memory=None).plan(x).min_device_memory
+    assert least < jo.offload(function, device_memory=None, cut="always").plan(x).min_device_memory
+    whole = jo.offload(function, device_memory=least)
+    assert isinstance(whole.plan(x), WholePlan)
+    np.testing.assert_array_equal(whole(x)[0], jax.jit(function)(x)[0])
+    with pytest.raises(
+        jo.PlanError, match=f"smallest feasible {least} bytes .* to run whole; cut,"
+    ):
+        jo.offload(function, device_memory=least - 1)(x)
+    with pytest.raises(jo.PlanError) as raised:
+        jo.offload(function, device_memory=least - 1)(x)
+    assert raised.value.min_device_memory == least
+
+
 def test_always_cut():
     plan = jo.offload(chain, device_memory=None, cut="always").plan(X, X)
     assert not isinstance(plan, WholePlan)
