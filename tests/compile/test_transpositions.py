@@ -24,7 +24,7 @@ def transpositions_of(draw):
     return shape, tuple(draw(st.permutations(range(len(shape)))))
 
 
-@given(transpositions_of(), st.sampled_from([np.float32, np.int16, np.complex64, jnp.bfloat16]))
+@given(transpositions_of(), st.sampled_from([np.float32, np.int32, np.complex64]))
 @settings(max_examples=80, deadline=None)
 def test_every_element_comes_to_its_place(case, dtype):
     shape, order = case
@@ -42,8 +42,10 @@ CASES = {
     "rows stay rows": ((64, 32, 128), (1, 0, 2), np.float32, False),
     "few rows": ((16, 8192), (1, 0), np.float32, False),
     "few columns": ((8192, 8), (1, 0), np.float32, False),
+    "small ones": ((64, 64, 128), (0, 2, 1), np.float32, False),
     "small": ((64, 64), (1, 0), np.float32, False),
     "bytes": ((256, 512), (1, 0), np.int8, False),
+    "halves": ((256, 512), (1, 0), jnp.bfloat16, False),
 }
 
 
