@@ -124,6 +124,7 @@ class Loop(Operation):
             list(given[self.num_carry :]),
             self.length,
             self.params["reverse"],
+            max(1, min(self.params["unroll"], self.length)),
         )
         return [*carries, *stacks]
 

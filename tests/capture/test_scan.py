@@ -189,6 +189,16 @@ def test_products_of_a_step_are_made_as_they_are_wanted(piece_bytes):
     assert "dot_general" in names and "transpose" not in names
 
 
+def test_a_loop_keeps_its_unrolling():
+    def function(x):
+        return lax.scan(lambda c, r: (jnp.tanh(c + r), c), x[0], x, unroll=3)[1]
+
+    captured = assert_same(function, (rows(60, 8),), ALL)
+    traced = [jax.make_jaxpr(kernel.apply)(kernel.inputs) for kernel in captured.kernels]
+    scans = [e for closed in traced for e in closed.jaxpr.eqns if e.primitive.name == "scan"]
+    assert [e.params["unroll"] for e in scans] == [3]
+
+
 def test_a_step_may_read_an_array_of_its_own():
     table = rows(5, 8, seed=3)
     assert_same(
