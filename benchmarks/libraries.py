@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks import programs
 from benchmarks.programs import Made, normal
 
 LIBRARIES: dict[str, tuple[str, Callable[[], Made]]] = {}
@@ -18,21 +19,11 @@ LIBRARIES: dict[str, tuple[str, Callable[[], Made]]] = {}
 IDS = np.random.default_rng(0).integers(0, 64, (4, 33)).astype(np.int32)
 
 
-def program(name: str) -> Callable[[Callable[[], Made]], Callable[[], Made]]:
-    """Puts a function that makes a program into the table."""
-
-    def put(make: Callable[[], Made]) -> Callable[[], Made]:
-        LIBRARIES[name] = "libraries", make
-        return make
-
-    return put
-
-
 def _crossentropy(logits: Any, ids: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:]).mean()
 
 
-@program("Equinox: perceptron with checks, gradient")
+@programs.program("libraries", "Equinox: perceptron with checks, gradient", LIBRARIES)
 def _() -> Made:
     import equinox as eqx
 
@@ -67,22 +58,22 @@ def _solved(adjoint: str | None) -> Any:
     return solve
 
 
-@program("Diffrax: solve")
+@programs.program("libraries", "Diffrax: solve", LIBRARIES)
 def _() -> Made:
     return _solved(None), (normal(8, 8) / 4, normal(8))
 
 
-@program("Diffrax: gradient, recursive checkpoints")
+@programs.program("libraries", "Diffrax: gradient, recursive checkpoints", LIBRARIES)
 def _() -> Made:
     return jax.grad(_solved("RecursiveCheckpointAdjoint")), (normal(8, 8) / 4, normal(8))
 
 
-@program("Diffrax: gradient, backsolve")
+@programs.program("libraries", "Diffrax: gradient, backsolve", LIBRARIES)
 def _() -> Made:
     return jax.grad(_solved("BacksolveAdjoint")), (normal(8, 8) / 4, normal(8))
 
 
-@program("Flax linen: transformer step")
+@programs.program("libraries", "Flax linen: transformer step", LIBRARIES)
 def _() -> Made:
     from flax import linen as nn
 
@@ -109,7 +100,7 @@ def _() -> Made:
     return step, (params, optimizer.init(params), IDS)
 
 
-@program("Flax nnx: transformer gradient")
+@programs.program("libraries", "Flax nnx: transformer gradient", LIBRARIES)
 def _() -> Made:
     from flax import nnx
 
@@ -135,7 +126,7 @@ def _() -> Made:
     return step, (params, rest, IDS)
 
 
-@program("Optax: L-BFGS, one step")
+@programs.program("libraries", "Optax: L-BFGS, one step", LIBRARIES)
 def _() -> Made:
     optimizer = optax.lbfgs()
 
@@ -153,7 +144,7 @@ def _() -> Made:
     return step, (x, optimizer.init(x))
 
 
-@program("NumPyro: gradient of a log density")
+@programs.program("libraries", "NumPyro: gradient of a log density", LIBRARIES)
 def _() -> Made:
     import numpyro
     from numpyro import distributions, infer
@@ -184,17 +175,17 @@ def _sampled(name: str, *options: Any, **more: Any) -> Made:
     return step, (np.array([3, 4], np.uint32), sampler.init(normal(8)))
 
 
-@program("BlackJAX: HMC step")
+@programs.program("libraries", "BlackJAX: HMC step", LIBRARIES)
 def _() -> Made:
     return _sampled("hmc", 5)
 
 
-@program("BlackJAX: NUTS step")
+@programs.program("libraries", "BlackJAX: NUTS step", LIBRARIES)
 def _() -> Made:
     return _sampled("nuts", max_num_doublings=4)
 
 
-@program("Haiku: LSTM, gradient")
+@programs.program("libraries", "Haiku: LSTM, gradient", LIBRARIES)
 def _() -> Made:
     import haiku as hk
 
@@ -208,7 +199,7 @@ def _() -> Made:
     return jax.grad(lambda params, xs: jnp.mean(apply.apply(params, xs) ** 2)), (params, xs)
 
 
-@program("Jraph: graph network, gradient")
+@programs.program("libraries", "Jraph: graph network, gradient", LIBRARIES)
 def _() -> Made:
     import jraph
 

@@ -25,11 +25,13 @@ Made = tuple[Callable[..., Any], tuple[Any, ...]]
 PROGRAMS: dict[str, tuple[str, Callable[[], Made]]] = {}
 
 
-def program(area: str, name: str) -> Callable[[Callable[[], Made]], Callable[[], Made]]:
-    """Puts a function that makes a program into the table."""
+def program(
+    area: str, name: str, table: dict[str, tuple[str, Callable[[], Made]]] = PROGRAMS
+) -> Callable[[Callable[[], Made]], Callable[[], Made]]:
+    """Puts a function that makes a program into a table."""
 
     def put(make: Callable[[], Made]) -> Callable[[], Made]:
-        PROGRAMS[name] = area, make
+        table[name] = area, make
         return make
 
     return put
