@@ -8,7 +8,8 @@ import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -270,11 +271,34 @@ def _rule(primitive: Any, function: Callable[..., Any], holds: Callable[..., boo
     return rule
 
 
+_make_ir_context = _mlir.make_ir_context
+_lowering = threading.local()
+
+
+@contextlib.contextmanager
+def one_ir_context() -> Iterator[None]:
+    """Within it what this thread lowers shares one MLIR context: to make one for each function
+    takes JAX 5 ms, most of what lowering a small one takes. Constants live as long as it does."""
+    _mlir.make_ir_context = _context_of_this_thread
+    _lowering.make = functools.cache(_make_ir_context)
+    try:
+        yield
+    finally:
+        del _lowering.make
+
+
+def _context_of_this_thread() -> Any:
+    return getattr(_lowering, "make", _make_ir_context)()
+
+
 def portable_stablehlo(lowered: Any, version: str) -> bytes:
     """A lowered function as StableHLO bytecode that a consumer of `version` ("1.13.7") can read."""
-    code = _mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+    module = lowered.compiler_ir("stablehlo")
+    code = _mlir.module_to_bytecode(module)
     oldest = min((version, _stablehlo.get_current_version()), key=_version_key)
-    # This one, unlike the dialect's own, also takes CHLO operations such as erf.
+    if b"chlo" not in code:
+        return bytes(_stablehlo.serialize_portable_artifact(module, oldest))
+    # This one, in a context of its own, also takes CHLO operations such as erf.
     return bytes(_jax.mlir.serialize_portable_artifact(code, oldest))
 
 

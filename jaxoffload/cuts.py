@@ -37,8 +37,12 @@ _WORSE = 1.2
 other rules for one cut are tried only up to this."""
 _LAST = 4
 """Cuts that have to be so much worse."""
-SIMULATED_VERTICES = 10_000
-"""Vertices of the MemGraphs that are simulated before one is chosen, about a second's planning."""
+SIMULATED_VERTICES = 300, 10_000
+"""Vertices of the MemGraphs that are simulated before one is chosen, at least and at most: about a
+second's planning."""
+_VERTICES_A_SECOND = 2e7
+"""The same for each second that the kernels of the whole take: what is planned for longer than two
+thousand calls last is not worth its plan."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,6 +97,11 @@ class Ranking:
         self._work = 0
 
     @functools.cached_property
+    def _allowed(self) -> float:
+        """Vertices to simulate."""
+        return simulated_vertices(self._machine, self._captured(WHOLE))
+
+    @functools.cached_property
     def _enough(self) -> float:
         """Seconds; a cut that takes no longer ends the search: about what the kernels of the whole
         take, or what it takes to bring its arguments and to take its results away."""
@@ -122,7 +131,7 @@ class Ranking:
             if min_budget(graph)[0] > self._budget or graph == before:
                 continue
             before = graph
-            if len(graph.vertices) > SIMULATED_VERTICES:
+            if len(graph.vertices) > SIMULATED_VERTICES[1]:
                 yield cut, None
                 continue
             self._try(cut, graph)
@@ -218,7 +227,13 @@ class Ranking:
 
     def _is_enough(self) -> bool:
         is_fast = bool(self._tried) and min(self._tried)[0] <= self._enough
-        return is_fast or self._work > SIMULATED_VERTICES
+        return is_fast or self._work > self._allowed
+
+
+def simulated_vertices(machine: Machine, whole: TaskGraph) -> float:
+    """How many MemGraph vertices may be simulated for the sake of a program."""
+    least, most = SIMULATED_VERTICES
+    return min(most, max(least, _VERTICES_A_SECOND * float(machine.task_seconds(whole).sum())))
 
 
 def split_size(size: float) -> float:

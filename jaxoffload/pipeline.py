@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload import identity
+from jaxoffload import garbage, identity
 from jaxoffload.capture import cost
 from jaxoffload.capture.build import Captured, Ordered, build_taskgraph, order_program
 from jaxoffload.capture.flat import Equation
@@ -382,6 +382,7 @@ class Planner:
         self._too_much: dict[Cut, int] = {}  # what cuts need at least that were given up
         self._reports: list[CompileReport] = []
 
+    @garbage.paused()
     def plan(self) -> Plan:
         """The plan for the request's budget.
 
@@ -499,6 +500,7 @@ class Planner:
             return least
         return min(least, max(hopeful, self._whole_bytes()))
 
+    @garbage.paused()
     def minimum(self) -> tuple[int, TaskGraph, int]:
         """The smallest budget in bytes that works cut, and the graph and vertex that set it."""
         graph = self._least[0].taskgraph
@@ -598,6 +600,7 @@ class Planner:
                 break
         return least
 
+    @garbage.paused()
     def other(
         self,
         than: Sequence[Any],
@@ -696,14 +699,14 @@ class Planner:
     def _looked_at(self, cut: Cut) -> Captured:
         key = self._vertices_of(cut)
         if key not in self._graphs:
-            self._graphs[key] = self._captured(cut, kernels=False)
+            self._graphs[key] = self._captured(cut, self._compiles)
         return self._graphs[key]
 
     def _vertices_of(self, cut: Cut) -> tuple[Any, ...]:
         """Equal for cuts that come to the same, as where nothing is to be split."""
         return id(self._ordered_for(cut)), cut.max_bytes, cut.max_equations
 
-    def _captured(self, cut: Cut, kernels: bool = True) -> Captured:
+    def _captured(self, cut: Cut, kernels: bool) -> Captured:
         limit = {} if cut.max_equations is None else {"max_equations": cut.max_equations}
         captured = build_taskgraph(
             self._ordered_for(cut),
@@ -738,7 +741,7 @@ class Planner:
         if not self._compiles:
             self._cuts[cut] = (self._imagined(cut), [], _NOTHING)
             return self._within(cut, budget)
-        captured = self._captured(cut)
+        captured = self._looked_at(cut)
         kernels = captured.kernels
         tried = []  # stays, so that nothing is compiled twice
         waiting = _by_workspace(captured) if budget is not None else []
@@ -766,7 +769,7 @@ class Planner:
         if not self.backend.executables.has_some():
             self.has_estimated = True
             return Captured(self._estimated(cut), ())
-        captured = self._captured(cut)
+        captured = self._captured(cut, kernels=True)
         with self._settings.restored():
             known = self.backend.executables.known(captured.kernels)
         self.has_estimated |= None in known

@@ -90,10 +90,11 @@ class ExecutableCache:
             found = {key: self._by_kernel.get(key) for key in keys}
         digests: dict[identity.Key, bytes] = {}
         codes: dict[bytes, Any] = {}
-        for key, kernel in zip(keys, kernels, strict=True):
-            if found[key] is None and key not in digests:
-                digests[key], code = self._compiler.lower(kernel)
-                codes.setdefault(digests[key], code)
+        with compat.one_ir_context():
+            for key, kernel in zip(keys, kernels, strict=True):
+                if found[key] is None and key not in digests:
+                    digests[key], code = self._compiler.lower(kernel)
+                    codes.setdefault(digests[key], code)
         with self._lock:
             made = {digest: self._by_code.get(digest) for digest in codes}
         missing = [digest for digest, executable in made.items() if executable is None]

@@ -1,7 +1,7 @@
 """Where the memory goes, and whether it fits: the first questions after running out of it.
 
-Takes what a plan is made from; gives an `Explanation`. Nothing is allocated and nothing runs; the
-kernels are compiled, since only XLA knows their workspace, and are kept for the run.
+Takes what a plan is made from; gives an `Explanation`. Nothing is allocated, compiled or run:
+workspace that only a compiled kernel tells is estimated where there is none yet.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxoffload import garbage
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
 from jaxoffload.options import format_bytes
@@ -112,6 +113,7 @@ class Explanation:
     advice: tuple[str, ...]
 
     @classmethod
+    @garbage.paused()
     def of(cls, request: Request, asked: Any, leaves: Sequence[Any] = ()) -> "Explanation":
         """Explains one signature of an offloaded function.
 

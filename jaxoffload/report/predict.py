@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxoffload import garbage
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.options import format_bytes
@@ -73,6 +74,7 @@ class Prediction:
         )
 
 
+@garbage.paused()
 def predict(request: Request, machine: Machine | str, policy: str, jitter: float) -> Prediction:
     """Plans a request without compiling, and simulates it.
 

@@ -9,6 +9,7 @@ import dataclasses
 import html
 from collections.abc import Sequence
 
+from jaxoffload import garbage
 from jaxoffload.errors import PlanError
 from jaxoffload.options import format_bytes
 from jaxoffload.pipeline import Request
@@ -108,6 +109,7 @@ class Tradeoff:
         return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+@garbage.paused()
 def tradeoff(request: Request, machine: Machine | str, shares: Sequence[float]) -> Tradeoff:
     """Plans a request at several budgets and with each strategy.
 

@@ -190,7 +190,7 @@ def test_cut_that_needs_too_much_is_not_compiled_to_the_end(work):
     function, args = _transformer(1)
     step = jo.offload(function, device_memory=None)
     planner = pipeline.Planner(step._program(step._spec.bind(args, {})).request())
-    kernels = len(planner._captured(pipeline.FINEST).kernels)
+    kernels = len(planner._looked_at(pipeline.FINEST).kernels)
     bare = pipeline.min_budget(planner.graph(pipeline.FINEST))[0]
     assert planner._within(pipeline.FINEST, bare) is None
     assert 0 < work["compiled"] < kernels / 2
@@ -283,3 +283,24 @@ def test_explain_of_a_long_program_looks_at_few_cuts(work):
     assert found.plan is not None and len(found.usage.live) > 500
     assert work["taskgraphs"] <= 3
     assert found.min_device_memory <= found.plan.peak_device_bytes
+
+
+def test_search_is_as_long_as_what_it_plans_for(work):
+    """Microseconds of work are not worth many plans; the same search for a long step makes more."""
+
+    def loss(w, x):
+        carry, _ = jax.lax.scan(lambda c, row: (jnp.tanh(c * w + row), c.sum()), x[0], x)
+        return carry.sum()
+
+    step, x = jax.grad(loss), np.ones((1000, 8), np.float32)
+    least = jo.offload(step, device_memory=None).plan(x[0], x).min_device_memory
+    found = []
+    for seconds in (0.0, 1.0):
+        work.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuts, "_VERTICES_A_SECOND", seconds * 1e12)
+            jo.offload(lambda *a: step(*a), device_memory=least).plan(x[0], x)
+        found.append(work["memgraphs"])
+    assert found[0] < 0.8 * found[1]
+    machine, whole = jo.MACHINES["H200"], jo.offload(step, device_memory=None).plan(x[0], x)
+    assert cuts.simulated_vertices(machine, whole.taskgraph) == cuts.SIMULATED_VERTICES[0]

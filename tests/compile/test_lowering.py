@@ -1,0 +1,80 @@
+"""What lowering many kernels shares, and what it leaves as it was."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.interpreters import mlir
+
+import jaxoffload as jo
+from jaxoffload import _jax_compat as compat
+
+
+@pytest.fixture
+def contexts(monkeypatch):
+    """The MLIR contexts that JAX has made, in order."""
+    made, make = [], compat._make_ir_context
+    monkeypatch.setattr(compat, "_make_ir_context", lambda: made.append(make()) or made[-1])
+    return made
+
+
+def lowered(number):
+    return jax.jit(lambda x: x * number).lower(jnp.ones(3))
+
+
+def test_kernels_that_are_lowered_together_share_a_context(contexts):
+    with compat.one_ir_context():
+        modules = [lowered(i).compiler_ir("stablehlo") for i in range(3)]
+        assert len(contexts) == 1
+        assert len({id(m.context) for m in modules}) == 1
+    texts = [str(m) for m in modules]
+    assert len(set(texts)) == 3 and "dense<2.0" in texts[2]
+    lowered(3), lowered(4)
+    assert len(contexts) == 3, "outside it each function has its own"
+
+
+def test_context_is_not_shared_with_other_threads(contexts):
+    with compat.one_ir_context():
+        lowered(5)
+        thread = threading.Thread(target=lambda: [lowered(6), lowered(7)])
+        thread.start()
+        thread.join()
+        lowered(8)
+    assert len(contexts) == 3
+
+
+def test_context_ends_with_an_error(contexts):
+    with pytest.raises(ZeroDivisionError), compat.one_ir_context():
+        lowered(9)
+        raise ZeroDivisionError
+    lowered(10)
+    assert len(contexts) == 2
+
+
+def test_plan_lowers_its_kernels_in_one_context(contexts):
+    jo.clear_caches()
+
+    def f(x):
+        for i in range(6):
+            x = jnp.tanh(x @ x) + i
+        return x
+
+    x = np.eye(32, dtype=np.float32)
+    step = jo.offload(f, device_memory=None, vertex_memory=4096 * 3)
+    assert step.plan(x).compile_report.compiled > 2
+    assert len(contexts) == 1
+    np.testing.assert_allclose(step(x), f(x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("function", [jnp.tanh, jax.scipy.special.erf, jax.lax.top_k])
+def test_artifact_is_the_same_whichever_way_it_is_written(function):
+    """That without CHLO operations is written in the context where it was lowered."""
+    args = (2,) if function is jax.lax.top_k else ()
+    program = jax.jit(lambda x: function(x, *args)).lower(jnp.ones((4, 4)))
+    code = mlir.module_to_bytecode(program.compiler_ir("stablehlo"))
+    if b"chlo" not in code:
+        known = compat._jax.mlir.serialize_portable_artifact(code, "1.9.0")
+        assert compat.portable_stablehlo(program, "1.9.0") == bytes(known)
+    assert b"StableHLO_v1.9.0" in compat.portable_stablehlo(program, "1.9.0")
