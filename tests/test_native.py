@@ -3,6 +3,7 @@
 They need a compiler, cmake and ninja, but neither Python, JAX nor XLA: see custom_calls/tests.
 """
 
+import fcntl
 import functools
 import re
 import shutil
@@ -40,12 +41,15 @@ def must_run(command, **options):
 
 @functools.cache
 def binary(variant):
-    """Builds one variant, which is quick when nothing has changed."""
+    """Builds one variant, which is quick when nothing has changed; one process at a time."""
     folder = ROOT / "build" / f"tests-{variant}"
+    folder.mkdir(parents=True, exist_ok=True)
     cmake = [tool("cmake"), "-G", "Ninja", "-S", str(SOURCES), "-B", str(folder)]
     options = ["-DJAXOFFLOAD_TESTS=ON", f"-DJAXOFFLOAD_SANITIZE={SANITIZERS[variant]}"]
-    must_run([*cmake, f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", *options])
-    must_run([tool("cmake"), "--build", str(folder)])
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        must_run([*cmake, f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", *options])
+        must_run([tool("cmake"), "--build", str(folder)])
     return folder / "native_tests"
 
 
@@ -57,6 +61,7 @@ def without_address_randomization():
     return command if allowed else []
 
 
+@pytest.mark.timeout(900)  # the first one builds them
 @pytest.mark.parametrize("variant", SANITIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_native(case, variant):
