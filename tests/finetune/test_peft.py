@@ -111,6 +111,7 @@ def test_half_precision_files_of_others_are_read_as_float32(saved):
 
     rewrite(saved, halve, unknown_setting_of_a_later_peft=3)
     loaded, _ = peft.load_adapters(saved, shapes())
+    assert {x.dtype for x in jax.tree.leaves(loaded)} == {np.dtype(np.float32)}
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16).astype(np.float32)),
         loaded,
