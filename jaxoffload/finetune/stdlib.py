@@ -52,10 +52,10 @@ def pairs(limit: int = 2000) -> list[Pair]:
     return found[:limit]
 
 
-def split(found: list[Pair], share: float = 0.1) -> tuple[list[Pair], list[Pair]]:
-    """Pairs to train on, and those of about a share of the modules to judge by."""
-    names = {pair.module for pair in found}
-    held = {name for name in names if zlib.crc32(b"held out " + name.encode()) < share * 2**32}
+def split(found: list[Pair], every: int = 10) -> tuple[list[Pair], list[Pair]]:
+    """Pairs to train on, and those of every tenth module to judge by."""
+    names = list(dict.fromkeys(pair.module for pair in found))
+    held = set(names[every - 1 :: every] or names[-1:])
     seen = [pair for pair in found if pair.module not in held]
     return seen, [pair for pair in found if pair.module in held]
 

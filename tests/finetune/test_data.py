@@ -1,5 +1,6 @@
 """Examples, packing and order, with a tokenizer of one token a character."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -27,6 +28,14 @@ class Forgetful(Characters):
     def apply_chat_template(self, messages, add_generation_prompt=False):
         last = [m for m in messages if m["role"] != "assistant" or m is messages[-1]]
         return super().apply_chat_template(last, add_generation_prompt)
+
+
+class Thoughtful(Characters):
+    """Asks for thoughts that are not kept in the answer."""
+
+    def apply_chat_template(self, messages, add_generation_prompt=False):
+        text = super().apply_chat_template(messages, add_generation_prompt)
+        return text + "<think>" * add_generation_prompt
 
 
 CHAT = Characters()
@@ -111,6 +120,8 @@ def test_a_template_that_rewrites_what_was_said_is_refused():
                 said("assistant", "d")]  # fmt: skip
     with pytest.raises(ValueError, match="x:1: the chat template writes .* when message 4"):
         data.of_messages(messages, Forgetful(), "x:1")
+    with pytest.raises(ValueError, match="x:1: the chat template writes .* when message 2"):
+        data.of_messages(messages[:2], Thoughtful(), "x:1")
 
 
 def examples_of(*sizes, whole=True):
@@ -142,6 +153,7 @@ def test_every_example_is_a_segment_with_its_own_targets_and_weights():
     assert sorted(seen) == list(range(50)) and packed.num_examples == 50
     assert (packed.segments > 0).mean() > 0.9  # packing fills the rows
     assert packed.num_truncated == packed.num_dropped == 0
+    assert len(data.pack(examples_of(6, 5, 4), 12, seed=1)) == 1  # to the last token
 
 
 def test_too_long_examples_lose_their_ends_and_say_so():
@@ -164,7 +176,7 @@ def test_a_long_text_is_cut_without_loss(size):
     packed = data.pack([text], 8, seed=0)
     targets = packed.targets[packed.weights > 0]
     np.testing.assert_array_equal(np.sort(targets), np.arange(1, size))
-    assert packed.num_truncated == packed.num_lost_tokens == 0
+    assert packed.num_truncated == packed.num_lost_tokens == packed.num_dropped == 0
 
 
 def test_steps_are_a_function_of_seed_and_step_and_take_every_row_before_any_again():
@@ -188,6 +200,8 @@ def test_other_data_has_another_digest():
     one, same = (data.pack(examples_of(6, 7, 8), 10, seed=0) for _ in range(2))
     assert one.digest() == same.digest()
     assert one.digest() != data.pack(examples_of(6, 7, 9), 10, seed=0).digest()
+    turned = {name: array.reshape(-1, 5) for name, array in same.arrays().items()}
+    assert dataclasses.replace(same, **turned).digest() != same.digest()
     one.weights[0, 3] = 1 - one.weights[0, 3]
     assert one.digest() != same.digest()
 
@@ -219,7 +233,7 @@ def test_pairs_of_the_standard_library_are_functions_without_their_docstrings():
     assert len(pairs) == 300 and pairs == stdlib.pairs(300)
     for pair in pairs:
         question, answer = (m["content"] for m in pair.messages)
-        assert answer and answer not in question
+        assert answer and f'"""{answer.splitlines()[0]}' not in question
         assert "def " in question and question.count("```") == 2
     seen, held = stdlib.split(pairs)
     assert seen and held and not {p.module for p in seen} & {p.module for p in held}
