@@ -63,7 +63,8 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, adds_one: bool = False)
     if adds_one:
         factor = 1.0 + scale.astype(jnp.float32)
         return (normal * jax.lax.broadcast_in_dim(factor, x.shape, (x.ndim - 1,))).astype(x.dtype)
-    return normal.astype(x.dtype) * jax.lax.broadcast_in_dim(scale, x.shape, (x.ndim - 1,))
+    scale = jax.lax.broadcast_in_dim(scale.astype(x.dtype), x.shape, (x.ndim - 1,))
+    return normal.astype(x.dtype) * scale
 
 
 def visible(
