@@ -170,7 +170,7 @@ def init(params: Params, lora_config: LoraConfig, key: jax.Array) -> Adapters:
       ValueError: a target is nowhere in `params`, or is not a matrix.
     """
     adapters = {}
-    for path, leaf in _find_targets(params, lora_config).items():
+    for path, leaf in find_targets(params, lora_config).items():
         lead, fan_in, fan_out = _sizes(leaf, lora_config)
         keys, bound = _keys(key, path, lead), 1.0 / math.sqrt(fan_in)
         size = (lora_config.rank, fan_in)
@@ -286,41 +286,53 @@ def _path_of(keys: tuple[Any, ...]) -> str:
     return ".".join(words[:-1] if words[-1:] == ["weight"] and len(words) > 1 else words)
 
 
-def _find_targets(params: Params, lora_config: LoraConfig) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_leaf)
-    found: dict[str, Any] = {}
-    vectors = []
-    for keys, leaf in leaves:
+def matrices_of(params: Params) -> dict[str, Any]:
+    """The matrices of a pytree, by path; leading axes are those of stacked layers."""
+    found = {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_leaf):
         path = _path_of(keys)
-        module, _, last = path.rpartition(".")
-        names = (path, module) if last in _LEAF_NAMES and module else (path,)
-        if not any(lora_config.targets(name) for name in names):
-            continue
+        last = path.rpartition(".")[2]
         # A norm's weights, stacked over layers, have two axes as a matrix has.
-        if (
-            len(getattr(leaf, "shape", ())) < 2
-            or "norm" in path
-            or last in ("bias", "embed_tokens")
-        ):
-            vectors.append(path)
-        else:
+        vector = "norm" in last or last in ("bias", "embed_tokens")
+        if len(getattr(leaf, "shape", ())) >= 2 and not vector:
             found[path] = leaf
-    if not found:
-        known = ", ".join(sorted({_path_of(keys) for keys, _ in leaves})[:20])
-        why = f"only names what is no matrix ({vectors[0]})" if vectors else "is nowhere in params"
-        raise ValueError(
-            f"lora.init: target_modules={lora_config.target_modules!r} {why}. Name some of: {known}"
-        )
-    if not isinstance(lora_config.target_modules, str):
-        for target in lora_config.target_modules:
-            one = dataclasses.replace(lora_config, target_modules=(target,))
-            names = {name for p in found for name in (p, p.rpartition(".")[0])}
-            if not any(one.targets(name) for name in names):
-                raise ValueError(
-                    f"lora.init: target_modules has {target!r}, which names no matrix of params. "
-                    f"Leave it out, or name some of: {', '.join(sorted(found)[:20])}"
-                )
     return found
+
+
+def find_targets(params: Params, lora_config: LoraConfig) -> dict[str, Any]:
+    """The matrices that a config names, by path.
+
+    Raises:
+      ValueError: a target names none.
+    """
+    matrices = matrices_of(params)
+    listed = lora_config.target_modules
+    found: dict[str, Any] = {}
+    for target in (listed,) if isinstance(listed, str) else listed:
+        one = LoraConfig(target_modules=listed if isinstance(listed, str) else (target,))
+        own = {path: x for path, x in matrices.items() if any(map(one.targets, _names_of(path)))}
+        if not own:
+            raise ValueError(
+                f"lora: target_modules has {target!r}, which names no matrix of params. Name some "
+                f"of: {', '.join(sorted(matrices)[:20])}"
+            )
+        found |= own
+    return found
+
+
+def shapes_of(matrix: Any, lora_config: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """What "lora_A" and "lora_B" of a matrix must be."""
+    lead, fan_in, fan_out = _sizes(matrix, lora_config)
+    return {
+        "lora_A": (*lead, lora_config.rank, fan_in),
+        "lora_B": (*lead, fan_out, lora_config.rank),
+    }
+
+
+def _names_of(path: str) -> tuple[str, ...]:
+    """How a target may name a matrix: by its path, or by its module's."""
+    module, _, last = path.rpartition(".")
+    return (path, module) if last in _LEAF_NAMES and module else (path,)
 
 
 def _sizes(leaf: Any, lora_config: LoraConfig) -> tuple[tuple[int, ...], int, int]:
@@ -342,17 +354,14 @@ def _map_adapted(
         if path not in adapters:
             return leaf
         left.discard(path)
-        lead, fan_in, fan_out = _sizes(leaf, lora_config)
-        rank = lora_config.rank
-        want = {"lora_A": (*lead, rank, fan_in), "lora_B": (*lead, fan_out, rank)}
-        for name, shape in want.items():
+        for name, shape in shapes_of(leaf, lora_config).items():
             have = adapters[path].get(name)
             if have is None or tuple(have.shape) != shape:
                 raise ValueError(
                     f"lora.{what}: {name} of {path} is "
                     f"{'missing' if have is None else list(have.shape)}, must be {list(shape)} for "
-                    f"rank={rank} and a matrix {list(leaf.shape)}. Pass the adapters and the "
-                    "lora_config that were made for these params."
+                    f"rank={lora_config.rank} and a matrix {list(leaf.shape)}. Pass the adapters "
+                    "and the lora_config that were made for these params."
                 )
         return change(path, leaf, adapters[path])
 

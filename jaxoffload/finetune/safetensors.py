@@ -97,11 +97,11 @@ def save(
                 file.write(words)
 
 
-def _pieces(tensor: Any) -> Iterator[memoryview]:
+def _pieces(tensor: Any) -> Iterator[Any]:
     if isinstance(tensor, TierArray) and tensor.shape and tensor.size:
         rows = max(1, _PIECE * tensor.shape[0] // tensor.nbytes)
         parts = (tensor[i : i + rows] for i in range(0, tensor.shape[0], rows))
     else:
         parts = iter((np.asarray(tensor),))
     for part in parts:
-        yield memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+        yield np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
