@@ -119,7 +119,7 @@ def attention(
         v = jax.lax.dynamic_update_slice_in_dim(values, v.astype(values.dtype), at, 1)
         cache = k, v, at + t
     scores = jnp.einsum("btkgd,bskd->bkgts", q, k).astype(jnp.float32)
-    scores = scores * np.float32(config.query_scale)
+    scores = scores * np.float32(config.score_scale)
     seen = view.visible[:, None, None]
     scores = jnp.where(jnp.broadcast_to(seen, scores.shape), scores, -1e30)
     probs = jax.nn.softmax(scores, axis=-1).astype(x.dtype)

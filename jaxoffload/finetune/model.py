@@ -39,7 +39,7 @@ class Config:
       norm_adds_one: norms scale by 1 + weight.
       embedding_scale: what embeddings are multiplied by, rounded to their dtype.
       activation: a name in `layers.ACTIVATIONS`.
-      query_scale: what scores are multiplied by; 0 for 1 / √head_width.
+      query_scale: what scores are multiplied by, where that is not 1 / √head_width; else 0.
       window: keys that a query of a sliding layer looks at.
       sliding: for each layer whether it slides; () for all, where there is a window.
       rope, sliding_rope: positions, and those of sliding layers where they are others.
@@ -75,7 +75,6 @@ class Config:
     def __post_init__(self) -> None:
         head_width = self.head_width or self.width // self.num_heads
         object.__setattr__(self, "head_width", head_width)
-        object.__setattr__(self, "query_scale", self.query_scale or head_width**-0.5)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"Config: num_heads={self.num_heads} is no multiple of "
@@ -93,6 +92,11 @@ class Config:
     def slides(self, layer: int) -> bool:
         """Whether a layer looks at a window only."""
         return self.window is not None and (not self.sliding or self.sliding[layer])
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.query_scale or self.head_width**-0.5
 
     @property
     def is_mixed(self) -> bool:

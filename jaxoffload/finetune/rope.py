@@ -193,6 +193,8 @@ def from_huggingface(entry: Mapping[str, Any] | None, theta: float, max_length: 
         values.setdefault("original_length", max_length)
     if kind == "dynamic":  # as transformers does it, whatever else is said
         values["original_length"] = max_length
+    if kind == "yarn" and values.get("original_length"):  # as DeepSeek's configs leave it out
+        values.setdefault("factor", max_length / values["original_length"])
     if kind in KINDS[1:] and "factor" not in values:
         raise ValueError(f"rope: type {kind!r} has no factor.")
     return Rope(theta=theta, kind=kind, **values)

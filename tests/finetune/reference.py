@@ -98,6 +98,7 @@ def logits(config, params, tokens):
         scale = 1 + scale if config.norm_adds_one else scale
         return v / np.sqrt((v * v).mean(-1, keepdims=True) + config.norm_eps) * scale
 
+    score_scale = config.query_scale or d**-0.5
     table = array(params, "model", "embed_tokens", "weight")
     x = table[tokens] * config.embedding_scale
     for n in range(config.num_layers):
@@ -124,7 +125,7 @@ def logits(config, params, tokens):
             if config.has_qk_norm:
                 one_q = norm(one_q, own("self_attn", "q_norm", "weight"))
                 one_k = norm(one_k, own("self_attn", "k_norm", "weight"))
-            scores = turned(one_q, rope) @ turned(one_k, rope).T * config.query_scale
+            scores = turned(one_q, rope) @ turned(one_k, rope).T * score_scale
             for i in range(length):
                 for j in range(length):
                     if j > i or (slides and i - j >= config.window):
