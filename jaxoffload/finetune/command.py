@@ -11,8 +11,8 @@ FILE is a file of JSON lines, one example a line,
     {"text": "..."}
 or any other file, which is one text. The loss counts what the assistant says, completions, texts.
 
-FOLDER gets the adapters as PEFT reads them (with --full the whole model), and in checkpoints/ what
-is needed to go on with --resume. Ctrl-C saves and stops.
+FOLDER gets the adapters as PEFT reads them (with --full: model/, a Hugging Face folder), and in
+checkpoints/ what is needed to go on with --resume. Ctrl-C saves and stops.
 
 --plan-only says whether it fits, how fast it would be and why, and trains nothing.
 """
@@ -20,13 +20,14 @@ is needed to go on with --resume. Ctrl-C saves and stops.
 import contextlib
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from absl import flags, logging
 
-from jaxoffload.errors import OffloadError, PlanError
+from jaxoffload.errors import OffloadError, OffloadWarning, PlanError
 from jaxoffload.finetune import data, models, session, train
 from jaxoffload.finetune.lora import LoraConfig
 from jaxoffload.options import format_bytes
@@ -106,7 +107,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"jaxoffload finetune: {error}. See jaxoffload finetune --help.", file=sys.stderr)
         return 2
     try:
-        return _run()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", OffloadWarning)  # a model that fits is no surprise here
+            return _run()
     except session.Stopped as error:
         say(f"{error}. To go on, repeat the command with --resume.")
         return 130
@@ -169,7 +172,7 @@ def _run() -> int:
             say(f"going on after step {done}" if found else "no checkpoint yet: from the beginning")
         if ready.trainer.num_done == 0:
             ready.say_evaluation(say)
-        ready.train(checkpoints, say)
+        ready.run(checkpoints, say)
         ready.say_evaluation(say)
         ready.export(FLAGS.out)
     run = ready.step.last_run
@@ -179,7 +182,7 @@ def _run() -> int:
             f"{format_bytes(run.bytes_reloaded)} to the device and "
             f"{format_bytes(run.bytes_offloaded)} away"
         )
-    say(f"{'model' if full else 'adapters'}: {FLAGS.out}")
+    say(f"{'model/' if full else 'adapters'} in {FLAGS.out}")
     return 0
 
 

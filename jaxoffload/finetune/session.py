@@ -1,6 +1,6 @@
 """A fine-tuning from a model, examples and settings, to adapters or weights in a folder.
 
-`prepare` opens and checks everything and makes the offloaded step; `Session.train` takes the steps,
+`prepare` opens and checks everything and makes the offloaded step; `Session.run` takes the steps,
 writes checkpoints, judges by held-out rows, and stops where it can go on later.
 """
 
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxoffload.finetune import data, lora, peft, train
+from jaxoffload.finetune import data, huggingface, lora, peft, train
 from jaxoffload.finetune.checkpoint import CheckpointError, Checkpoints
 from jaxoffload.finetune.lora import LoraConfig
 from jaxoffload.finetune.train import Recipe
@@ -119,7 +119,7 @@ class Session:
         state = self.trainer.trained, self.trainer.opt_state
         checkpoints.save(self.trainer.num_done, state, self.about)
 
-    def train(self, checkpoints: Checkpoints, say: Say) -> list[float]:
+    def run(self, checkpoints: Checkpoints, say: Say) -> list[float]:
         """Takes the steps that are left; the losses of those that this call took.
 
         The first Ctrl-C, or SIGTERM, ends the step that is running, writes a checkpoint and stops;
@@ -165,7 +165,7 @@ class Session:
         return value
 
     def export(self, folder: str) -> None:
-        """Writes what was trained: adapters as PEFT keeps them, or the whole model.
+        """Writes what was trained: adapters as PEFT keeps them, or the model to `folder`/model.
 
         Raises:
           DiskError: the folder cannot be written to.
@@ -175,10 +175,9 @@ class Session:
             base = os.path.abspath(self.model.folder)
             peft.save_adapters(folder, self.trainer.trained, lora_config, base)
             return
-        from jaxoffload.finetune import huggingface
-
         config, words = self.model.config, self.model.tokenizer
-        huggingface.save_model(folder, config, self.trainer.trained, words)
+        path = os.path.join(folder, "model")
+        huggingface.save_model(path, config, self.trainer.trained, words)
 
     def _line(self, done: train.Progress, recent: list[train.Progress]) -> str:
         step, last = self.trainer.num_done, self.settings.recipe.num_steps
@@ -206,13 +205,12 @@ def prepare(
     packed = data.pack(examples, settings.length, settings.seed)
     judged = data.pack(held_out, settings.length, settings.seed) if held_out else None
     if judged is not None and len(judged) > settings.max_eval_rows:
-        rows = slice(0, settings.max_eval_rows)
-        cut = {name: array[rows] for name, array in judged.arrays().items()}
-        judged = dataclasses.replace(judged, **cut)
+        judged = judged.first(settings.max_eval_rows)
     lora_config, recipe = settings.lora_config, settings.recipe
     if settings.batch % recipe.accumulate:
         raise ValueError(
-            f"accumulate={recipe.accumulate} does not divide batch={settings.batch}. Pass a divisor."
+            f"accumulate={recipe.accumulate} does not divide batch={settings.batch}. Pass a "
+            "divisor."
         )
     if settings.length > model.config.max_length:
         raise ValueError(
