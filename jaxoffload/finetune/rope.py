@@ -200,6 +200,18 @@ def from_huggingface(entry: Mapping[str, Any] | None, theta: float, max_length: 
     return Rope(theta=theta, kind=kind, **values)
 
 
+_WRITTEN = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": (
+        "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"
+    ),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
+}  # fmt: skip
+"""What is always written of a kind: readers ask for some of it. Other parameters where they are
+set."""
+
+
 def to_huggingface(rope: Rope) -> dict[str, Any] | None:
     """The `rope_scaling` that `from_huggingface` reads as this rope; None for the default."""
     if rope.kind == "default":
@@ -208,6 +220,7 @@ def to_huggingface(rope: Rope) -> dict[str, Any] | None:
     plain = Rope()
     for theirs, ours in _NUMBERS.items():
         value = getattr(rope, ours)
-        if value != getattr(plain, ours) or theirs == "factor":
+        is_set = value != getattr(plain, ours) and theirs != "original_max_position_embeddings"
+        if is_set or theirs in _WRITTEN[rope.kind]:
             found[theirs] = value
     return found

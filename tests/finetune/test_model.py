@@ -131,6 +131,15 @@ def test_a_layer_that_everything_or_nothing_slides_in_takes_the_right_window():
     np.testing.assert_array_equal(forward(config, params, tokens), forward(full, params, tokens))
 
 
+def test_the_scale_of_embeddings_is_rounded_to_their_dtype():
+    """As Gemma's is: the root of 1,152 is 33.94, and 34 in bfloat16."""
+    config = dataclasses.replace(TINY, width=1152, embedding_scale=1152**0.5, dtype="bfloat16")
+    table = jnp.full((4, 1152), 1.5, jnp.bfloat16)
+    params = {"model": {"embed_tokens": {"weight": table}}}
+    got = model.embed(config, params, np.zeros((1, 2), np.int32))
+    assert got.dtype == jnp.bfloat16 and (got == 51.0).all()
+
+
 def test_loss_is_cross_entropy_of_the_tokens_that_count():
     logits = np.random.default_rng(0).standard_normal((2, 3, 5)).astype(np.float32)
     targets = np.array([[0, 1, 2], [4, 3, 0]], np.int32)
