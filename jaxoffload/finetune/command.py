@@ -141,7 +141,8 @@ def _run() -> int:
     model = models.open_model(
         FLAGS.model,
         dtype=FLAGS.dtype,
-        tier=FLAGS.tier,
+        # All weights are changed where they are, so those on disk are copies of the file's.
+        tier="host" if full else FLAGS.tier,
         quantize="none" if full else FLAGS.quantize,
     )
     if model.tokenizer is None:
