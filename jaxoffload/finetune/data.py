@@ -77,6 +77,13 @@ class Packed:
         names = ("tokens", "targets", "weights", "segments")
         return {name: getattr(self, name) for name in names}
 
+    def first(self, count: int) -> "Packed":
+        """The first rows only."""
+        return Packed(
+            self.tokens[:count], self.targets[:count], self.weights[:count], self.segments[:count],
+            self.num_examples, self.num_truncated, self.num_lost_tokens, self.num_dropped,
+        )  # fmt: skip
+
     def digest(self) -> str:
         """Of everything that training sees, to know other data by."""
         found = hashlib.sha256(repr(self.tokens.shape).encode())
