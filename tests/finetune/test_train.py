@@ -1,6 +1,5 @@
-"""Training, against the same written here in plain JAX and Optax, with matrices made whole."""
+"""What a training step is made of: schedules, clipping, dropout, microbatches, judging."""
 
-import functools
 import math
 
 import jax
@@ -9,13 +8,14 @@ import numpy as np
 import optax
 import pytest
 
-import jaxoffload as jo
 from jaxoffload.finetune import lora, model, train
-
-CONFIG = model.Config(61, 32, 2, 2, 1, 48)
-LORA = lora.LoraConfig(4, 8.0)
-RECIPE = train.Recipe(5e-3, 50, warmup_steps=5, weight_decay=0.1)
-NUM_STEPS = 50
+from tests.finetune.training import (
+    CONFIG,
+    LORA,
+    RECIPE,
+    batch_of,
+    plain_loss,
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,131 +23,9 @@ def params():
     return model.init(CONFIG, jax.random.key(0))
 
 
-def batch_of(step, size=4, length=12):
-    """Two segments a row, of which a varying part counts: microbatches differ in their weights."""
-    random = np.random.default_rng(step)
-    tokens = random.integers(0, CONFIG.vocab_size, (size, length + 1)).astype(np.int32)
-    is_noise = random.random((size, length + 1)) < 0.2
-    tokens = np.where(is_noise, tokens, tokens[:, :1])  # something to learn: the same again
-    weights = (np.arange(length)[None] >= random.integers(0, length - 1, (size, 1))).astype(
-        np.float32
-    )
-    segments = 1 + (np.arange(length)[None] >= random.integers(3, 9, (size, 1))).astype(np.int32)
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights,
-            "segments": segments}  # fmt: skip
-
-
-def plain_rate(step):
-    peak, warm, total = RECIPE.learning_rate, RECIPE.warmup_steps, RECIPE.num_steps
-    rise = jnp.minimum((step + 1) / warm, 1)
-    done = jnp.maximum(step - warm, 0) / (total - warm)
-    return peak * rise * (0.1 + 0.9 * (1 + jnp.cos(jnp.pi * done)) / 2)
-
-
-@jax.jit
-def plain_loss(params, batch):
-    logits = model.forward(CONFIG, params, batch["tokens"], segments=batch["segments"])
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-    return jnp.sum(each * batch["weights"]) / jnp.sum(batch["weights"])
-
-
-def plain_training(trained, full_params):
-    """Losses of 50 steps; `full_params` gives the whole model from what is trained."""
-
-    def is_matrix(path, leaf):
-        return leaf.ndim > 1 and "norm" not in str(path)
-
-    mask = functools.partial(jax.tree_util.tree_map_with_path, is_matrix)
-    opt = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(plain_rate, weight_decay=0.1, mask=mask)
-    )
-    state = opt.init(trained)
-
-    @jax.jit
-    def step(trained, state, batch):
-        value, grads = jax.value_and_grad(lambda t: plain_loss(full_params(t), batch))(trained)
-        updates, state = opt.update(grads, state, trained)
-        return optax.apply_updates(trained, updates), state, value
-
-    losses = []
-    for i in range(NUM_STEPS):
-        trained, state, value = step(trained, state, batch_of(i))
-        losses.append(float(value))
-    return losses
-
-
-def with_updates(params, scale, adapters):
-    """The model with W + scale · B A in the place of each W, written for this tree."""
-
-    def change(path, weight):
-        name = ".".join(key.key for key in path).removesuffix(".weight")
-        if name not in adapters:
-            return weight
-        return weight + scale * adapters[name]["lora_B"] @ adapters[name]["lora_A"]
-
-    return jax.tree_util.tree_map_with_path(change, params)
-
-
 @pytest.fixture(scope="module")
 def adapters(params):
     return lora.init(params, LORA, jax.random.key(1))
-
-
-@pytest.fixture(scope="module")
-def lora_losses(params, adapters):
-    return plain_training(adapters, functools.partial(with_updates, params, 2.0))
-
-
-@pytest.fixture(scope="module")
-def full_losses(params):
-    return plain_training(params, lambda trained: trained)
-
-
-def our_losses(step, frozen, trained, opt_state, num_steps=NUM_STEPS):
-    trainer = train.Trainer(step, frozen, trained, opt_state)
-    return [trainer.advance(batch_of(i)).loss for i in range(num_steps)], trainer
-
-
-def offloaded(step, budget, **options):
-    return jo.offload(step, device_memory=budget, donate_argnums=(1, 2), policy="once", **options)
-
-
-def assert_same(losses, want):
-    assert np.mean(want[-10:]) < 0.95 * np.mean(want[:10])  # it learns
-    np.testing.assert_allclose(losses, want, rtol=2e-4)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_lora_losses_equal_plain_training(params, adapters, lora_losses, accumulate):
-    recipe = train.Recipe(5e-3, 50, warmup_steps=5, weight_decay=0.1, accumulate=accumulate)
-    step = train.make_step(CONFIG, LORA, recipe)
-    state = recipe.optimizer().init(adapters)
-    assert_same(our_losses(jax.jit(step), params, adapters, state)[0], lora_losses)
-    below = jo.host_put(params)
-    run = offloaded(step, "48KiB")  # the base alone has 73 KiB
-    copies = jax.tree.map(jnp.copy, (adapters, state))
-    assert_same(our_losses(run, below, *copies)[0], lora_losses)
-    assert run.last_run.bytes_reloaded > 0
-
-
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_full_losses_equal_plain_training_with_state_below_the_device(
-    params, full_losses, accumulate, tmp_path
-):
-    recipe = train.Recipe(5e-3, 50, warmup_steps=5, weight_decay=0.1, accumulate=accumulate)
-    step = train.make_step(CONFIG, None, recipe)
-    state = recipe.optimizer().init(params)
-    assert_same(our_losses(jax.jit(step), None, params, state)[0], full_losses)
-    run = offloaded(step, "64KiB")  # weights and moments have 228 KiB
-    losses, trainer = our_losses(run, None, *jo.host_put((params, state)))
-    assert_same(losses, full_losses)
-    assert all(isinstance(x, jo.HostArray) for x in jax.tree.leaves(trainer.trained))
-    if accumulate > 1:
-        return  # the disk is below either in the same way
-    on_disk = offloaded(step, "64KiB", host_memory="1MiB", disk=tmp_path)
-    losses, trainer = our_losses(on_disk, None, *jo.disk_put((params, state), tmp_path))
-    assert_same(losses, full_losses)
-    assert all(isinstance(x, jo.DiskArray) for x in jax.tree.leaves(trainer.trained))
 
 
 def test_dropout_is_a_function_of_seed_step_and_microbatch(params, adapters):
