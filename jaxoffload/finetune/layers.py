@@ -1,7 +1,7 @@
 """What a decoder layer is made of: norms, attention, feed-forward. Plain functions.
 
-A matrix is stored (out, in), as Hugging Face stores it, and used as `x @ matrix.T` only, so it may
-be anything that stands for a matrix: packed blocks, a base with a low-rank update.
+A matrix is stored (out, in), as Hugging Face stores it. What is no array is used as `x @ matrix.T`
+only, so it may be anything that stands for a matrix: packed blocks, a base with a low-rank update.
 
 Shapes: B sequences, T tokens of them now, S tokens that may be looked at, C width, H query heads, K
 key and value heads, D width of a head.
@@ -44,7 +44,12 @@ Cache = tuple[jax.Array, jax.Array, jax.Array]
 
 def linear(weights: Any, x: jax.Array) -> jax.Array:
     """x (..., in) to (..., out), with a bias where there is one."""
-    out = x @ weights["weight"].T
+    matrix = weights["weight"]
+    if isinstance(matrix, jax.Array | np.ndarray):
+        # Not `x @ matrix.T`: gradients of stacks would be transposed, in a second copy of each.
+        out = jnp.tensordot(x, matrix, ((x.ndim - 1,), (1,)))
+    else:
+        out = x @ matrix.T
     bias = weights.get("bias")
     if bias is None:
         return out

@@ -95,7 +95,7 @@ class Tokenizer:
                 tools=None,
                 documents=None,
             )
-        except (errors.TemplateError, TypeError, KeyError) as error:
+        except (errors.TemplateError, TypeError, KeyError, OverflowError) as error:
             raise ValueError(
                 f"Tokenizer.apply_chat_template: the model's template refuses these messages: "
                 f"{error}. Pass messages with the roles and order that it knows."
@@ -145,10 +145,15 @@ def from_folder(folder: str | os.PathLike[str]) -> Tokenizer | None:
         with open(beside, encoding="utf-8") as file:
             template = file.read()
 
+    ids = _json(os.path.join(folder, "config.json"))
+
     def id_of(name: str) -> int | None:
         token = config.get(name)
         token = token.get("content") if isinstance(token, dict) else token
-        return None if token is None else backend.token_to_id(token)
+        if token is not None:
+            return backend.token_to_id(token)
+        found = ids.get(f"{name}_id")
+        return found[0] if isinstance(found, list) else found
 
     return Tokenizer(
         backend, bos_id=id_of("bos_token"), eos_id=id_of("eos_token"), chat_template=template

@@ -36,6 +36,7 @@ ROPES = {
     "dynamic": Rope(1e4, "dynamic", 4.0, 128),
     "llama3": Rope(5e5, "llama3", 8.0, 32, 1.0, 4.0),
     "yarn": Rope(1e4, "yarn", 4.0, 32, beta_fast=16.0, attention_factor=1.2, truncate=False),
+    "yarn, as in the paper": Rope(1e4, "yarn", 4.0, 32),
     "yarn, DeepSeek": Rope(1e4, "yarn", 4.0, 32, mscale=1.0, mscale_all_dim=0.8),
 }
 CONFIGS = {
@@ -335,6 +336,16 @@ def test_weights_that_do_not_belong_to_the_config_are_not_written(tmp_path):
     with pytest.raises(jo.DiskError):
         huggingface.save_model(tmp_path / "full" / "x" / "m", CONFIG, params)
     assert [p.name for p in tmp_path.iterdir()] == ["full"]
+
+
+def test_a_disk_that_fills_up_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(path, value):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(huggingface, "write_json", full)
+    with pytest.raises(jo.DiskError, match="No space left"):
+        huggingface.save_model(tmp_path / "m", CONFIG, random_params(CONFIG))
+    assert not list(tmp_path.iterdir())
 
 
 def test_both_spellings_of_ropes_are_read():

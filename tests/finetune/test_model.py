@@ -116,6 +116,17 @@ def test_packed_texts_do_not_see_each_other():
     assert np.abs(got - forward(config, params, packed)[0])[7:].max() > 1e-2
 
 
+def test_packed_texts_count_from_their_own_beginning():
+    """Which a rope shows whose rates follow the last position."""
+    config = dataclasses.replace(TINY, rope=Rope(1e4, "dynamic", 4.0, 8))
+    params = random_params(config)
+    texts = [TOKENS[0, :7] % 64, TOKENS[1, :5] % 64]
+    packed, segments = np.concatenate(texts)[None], np.array([[3] * 7 + [1] * 5], np.int32)
+    got = forward(config, params, packed, segments=segments)[0]
+    assert_near(got[:7], forward(config, params, texts[0][None])[0])
+    assert_near(got[7:], forward(config, params, texts[1][None])[0])
+
+
 def test_positions_are_those_given(params):
     later = np.arange(12, dtype=np.int32)[None] + 5
     same = forward(CONFIG, params, TOKENS[:1], positions=later)
