@@ -35,7 +35,8 @@ _OWN: dict[str, Any] = {"flag_values": FLAGS}
 flags.DEFINE_enum("preset", None, list(model.PRESETS), "A random model, not SmolLM2.", **_OWN)
 flags.DEFINE_integer("steps", 16, "Training steps.", 1, **_OWN)
 flags.DEFINE_integer("batch", 2, "Rows a step.", 1, **_OWN)
-flags.DEFINE_integer("length", 256, "Tokens a row.", 2, **_OWN)
+flags.DEFINE_integer("length", None, "Tokens a row: 256, or 768 where a token is a byte.",
+                     2, **_OWN)  # fmt: skip
 flags.DEFINE_integer("rank", 8, "Rank of the adapters.", 1, **_OWN)
 flags.DEFINE_float("learning_rate", 1e-3, "Peak learning rate.", 0.0, **_OWN)
 flags.DEFINE_string("device_memory", None, "Budget, as 512MiB; by default a quarter of jax.jit's.",
@@ -75,15 +76,16 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run() -> None:
     opened = _open()
+    length = FLAGS.length or (768 if isinstance(opened.tokenizer, ByteTokenizer) else 256)
     pairs = stdlib.pairs(FLAGS.pairs)
     seen, held = stdlib.split(pairs)
     packed, judged = (
         data.pack([data.of_messages(p.messages, opened.tokenizer, p.module) for p in some],
-                  FLAGS.length, FLAGS.seed)
+                  length, FLAGS.seed)
         for some in (seen, held)
     )  # fmt: skip
     judged = judged.first(FLAGS.eval_rows)
-    say(f"to learn from: {packed.report()}")
+    say(f"to learn from: {packed.report()}; {FLAGS.batch} rows a step")
 
     lora_config = lora.LoraConfig(FLAGS.rank, 2.0 * FLAGS.rank)
     recipe = train.Recipe(FLAGS.learning_rate, FLAGS.steps, warmup_steps=max(1, FLAGS.steps // 10))
@@ -139,8 +141,7 @@ def _open() -> Model:
             num_bytes = sum(x.nbytes for x in jax.tree.leaves(opened.params))
             say(
                 f"LoRA fine-tuning of SmolLM2-135M-Instruct, {opened.config.num_params() / 1e6:.1f}"
-                f" M frozen weights in {format_bytes(num_bytes)}, rank {FLAGS.rank}, "
-                f"{FLAGS.batch} x {FLAGS.length} tokens a step"
+                f" M frozen weights in {format_bytes(num_bytes)}, rank {FLAGS.rank}"
             )
             return opened
         except ImportError as error:
@@ -149,7 +150,7 @@ def _open() -> Model:
     config = model.PRESETS[preset]
     say(
         f"LoRA fine-tuning of a RANDOM model, preset {preset!r}: {config.num_params() / 1e6:.1f} M "
-        f"frozen weights, rank {FLAGS.rank}, {FLAGS.batch} x {FLAGS.length} tokens a step"
+        f"frozen weights, rank {FLAGS.rank}"
     )
     params = jo.host_put(model.init(config, jax.random.key(FLAGS.seed)))
     return Model(config, params, ByteTokenizer(), preset)
