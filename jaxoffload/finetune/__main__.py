@@ -216,8 +216,7 @@ def _report(
         say(f"tokens a second   {rate:.0f}")
     say(
         f"device memory     {format_bytes(run.peak_device_bytes)} at the peak, budget "
-        f"{format_bytes(plan.budget or 0)}, smallest that can work "
-        f"{format_bytes(plan.min_device_memory)}"
+        f"{format_bytes(plan.budget or 0)}"
     )
     say(
         f"moved each step   {format_bytes(run.bytes_reloaded)} to the device, "

@@ -61,6 +61,16 @@ def test_state_below_the_device_is_saved_and_comes_back_in_its_own_dtypes(tmp_pa
         assert all(isinstance(x, jo.DiskArray) for x in checkpoint._named(found[1]).values())
 
 
+def test_what_a_killed_process_left_unfinished_is_removed(tmp_path):
+    left = tmp_path / ".unfinished-step-00000002"
+    left.mkdir()
+    (left / "state.safetensors").write_bytes(b"half")
+    with Checkpoints(tmp_path) as kept:
+        assert not left.exists()
+        kept.save(2, state_of(2), ABOUT)
+        assert_state(kept.load(state_of(0), ABOUT), 2)
+
+
 def test_only_the_owner_can_read_them(tmp_path):
     before = os.umask(0)
     try:
