@@ -7,7 +7,7 @@ from typing import Any
 class ByteTokenizer:
     """Tokens 0 to 255 are bytes, 256 ends a text; messages stand under their roles' names."""
 
-    bos_id, eos_id, vocab_size = None, 256, 257
+    bos_id, eos_id, stop_ids, vocab_size = None, 256, (256,), 257
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Its bytes; there are no special tokens to add."""

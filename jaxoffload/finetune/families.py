@@ -5,6 +5,7 @@ not known is refused by name, never guessed.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -147,6 +148,13 @@ def from_huggingface(entry: Entry, dtype: str = "float32") -> Config:
       ValueError: a family, a rope or a switch that is not known, or a number that is missing; by
         name.
     """
+    try:
+        return _config(entry, dtype)
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"a value is not of the kind that its key asks for: {error}") from error
+
+
+def _config(entry: Entry, dtype: str) -> Config:
     kind = entry.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(f"model_type {kind!r} is not known; known are {', '.join(FAMILIES)}")
@@ -163,10 +171,8 @@ def from_huggingface(entry: Entry, dtype: str = "float32") -> Config:
     if "sliding_window" in entry and entry["sliding_window"] is None:
         given["sliding_window"] = None
     full = {**_DEFAULTS, **family.defaults, **given}
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-                "num_attention_heads"):  # fmt: skip
-        if not isinstance(full.get(key), int) or full[key] < 1:
-            raise ValueError(f"{key} is {full.get(key)!r}; it must be a whole number above 0")
+    full.setdefault("num_key_value_heads", full.get("num_attention_heads"))
+    _check(full)
     is_gemma = kind == "gemma3_text"
     name = full.get("hidden_activation" if is_gemma else "hidden_act", "silu")
     if name not in ACTIVATIONS:
@@ -180,9 +186,7 @@ def from_huggingface(entry: Entry, dtype: str = "float32") -> Config:
         width=full["hidden_size"],
         num_layers=full["num_hidden_layers"],
         num_heads=full["num_attention_heads"],
-        num_kv_heads=full.get("num_key_value_heads", full["num_attention_heads"])
-        if kind == "llama"
-        else full["num_key_value_heads"],
+        num_kv_heads=full["num_key_value_heads"],
         ffn_width=full["intermediate_size"],
         rope=one,
         sliding_rope=other,
@@ -200,6 +204,37 @@ def from_huggingface(entry: Entry, dtype: str = "float32") -> Config:
         **{ours: full[theirs] for theirs, ours in family.switches},
         **family.fixed,
     )
+
+
+_COUNTS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings",
+)  # fmt: skip
+_OPTIONAL_COUNTS = ("head_dim", "sliding_window", "max_window_layers", "sliding_window_pattern")
+_AMOUNTS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar")
+_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+_TABLES = ("rope_scaling", "rope_parameters")
+
+
+def _check(full: Entry) -> None:
+    """Raises ValueError for a value that cannot be what its key says."""
+    least = {"max_window_layers": 0}
+    for key in (*_COUNTS, *_OPTIONAL_COUNTS):
+        value = full.get(key)
+        if value is None and key in _OPTIONAL_COUNTS:
+            continue
+        if type(value) is not int or value < least.get(key, 1):
+            raise ValueError(f"{key} is {value!r}; it must be a whole number above 0")
+    for key in _AMOUNTS:
+        value = full.get(key, 1.0)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ValueError(f"{key} is {value!r}; it must be a number above 0")
+    for key in _SWITCHES:
+        if type(full.get(key, False)) is not bool:
+            raise ValueError(f"{key} is {full[key]!r}; it must be true or false")
+    for key in _TABLES:
+        if not isinstance(full.get(key, {}), Mapping):
+            raise ValueError(f"{key} is {full[key]!r}; it must be an object")
 
 
 def _ropes(full: Entry, has_two: bool) -> tuple[rope.Rope, rope.Rope | None]:

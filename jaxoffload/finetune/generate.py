@@ -161,6 +161,6 @@ def answer(
         max_tokens,
         temperature=temperature,
         seed=seed,
-        stop=() if words.eos_id is None else (words.eos_id,),
+        stop=words.stop_ids,
     )
     return words.decode(found, skip_special_tokens=True)

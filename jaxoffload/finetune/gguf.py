@@ -5,6 +5,7 @@ rotary embeddings of neighbouring elements; they are put back into Hugging Face'
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -74,8 +75,7 @@ def open_model(
     what, path = "gguf.open_model", os.fspath(file)
     weights.check_options(what, dtype, tier, quantize)
     library = _library()
-    handle, reader = _open(library, what, path)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
+    handle, reader, fields = _open(library, what, path)
     config = _config(what, path, fields, reader.tensors)
     found = {
         _name_of(tensor.name): _stored(library, config, path, handle, tensor, fields)
@@ -92,14 +92,15 @@ def open_model(
     return Model(config, params, words, path)
 
 
-def _open(library: Any, what: str, path: str) -> tuple[Any, Any]:
-    """A handle to read tensors with, and the package's reader of the rest."""
+def _open(library: Any, what: str, path: str) -> tuple[Any, Any, dict[str, Any]]:
+    """A handle to read tensors with, the package's reader of the rest, and the metadata."""
     try:
         handle = _native.DiskFile(path)
     except OSError as error:
         raise DiskError(error.errno, f"{what}: {error.strerror}") from error
     try:
-        return handle, library.GGUFReader(path)
+        reader = library.GGUFReader(path)
+        return handle, reader, {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, KeyError, IndexError, OverflowError, TypeError) as error:
         raise ValueError(
             f"{what}: {path} is not a whole GGUF file: {error}. Check that it was downloaded whole."
@@ -117,8 +118,11 @@ def _config(what: str, path: str, fields: Mapping[str, Any], tensors: Iterable[A
 
     def value(name: str, default: Any = None) -> Any:
         found = fields.get(f"{kind}.{name}", default)
-        if found is None:
-            raise ValueError(f"{what}: {path} does not say {kind}.{name}. It is not whole.")
+        if not isinstance(found, int | float) or not 0 < found < math.inf:
+            raise ValueError(
+                f"{what}: {path} does not say {kind}.{name}, a number above 0, but {found!r}. "
+                "Check that it was downloaded whole."
+            )
         return found
 
     width, heads = value("embedding_length"), value("attention.head_count")

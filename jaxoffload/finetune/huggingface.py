@@ -60,7 +60,7 @@ def open_model(
         dtype = table[0].dtype if table else np.float32
     try:
         config = families.from_huggingface(entry, np.dtype(dtype).name)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise ValueError(
             f"{what}: {os.path.join(path, 'config.json')}: {str(error).rstrip('.')}."
         ) from error

@@ -21,6 +21,7 @@ class Tokenizer:
     Attributes:
       backend: the `tokenizers.Tokenizer` that does the work.
       bos_id, eos_id: tokens that begin and end a text, or None.
+      stop_ids: tokens after which nothing is to be generated: of a chat model the end of a turn.
       chat_template: Jinja text, or None.
     """
 
@@ -30,9 +31,11 @@ class Tokenizer:
         *,
         bos_id: int | None = None,
         eos_id: int | None = None,
+        stop_ids: Iterable[int] = (),
         chat_template: str | None = None,
     ):
         self.backend, self.bos_id, self.eos_id = backend, bos_id, eos_id
+        self.stop_ids = tuple(sorted({*stop_ids, *(() if eos_id is None else (eos_id,))}))
         self.chat_template = chat_template
 
     @property
@@ -105,7 +108,7 @@ class Tokenizer:
         return "" if token is None else self.backend.id_to_token(token)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja into a folder."""
+        """Writes tokenizer.json, its config, generation_config.json, chat_template.jinja."""
         with replaced(os.path.join(folder, "tokenizer.json")) as file:
             file.write(self.backend.to_str().encode())
         config = {
@@ -114,6 +117,8 @@ class Tokenizer:
             "eos_token": self._text(self.eos_id) or None,
         }
         write_json(os.path.join(folder, "tokenizer_config.json"), config)
+        stops = {"bos_token_id": self.bos_id, "eos_token_id": list(self.stop_ids) or None}
+        write_json(os.path.join(folder, "generation_config.json"), stops)
         if self.chat_template is not None:
             with replaced(os.path.join(folder, "chat_template.jinja")) as file:
                 file.write(self.chat_template.encode())
@@ -155,8 +160,13 @@ def from_folder(folder: str | os.PathLike[str]) -> Tokenizer | None:
         found = ids.get(f"{name}_id")
         return found[0] if isinstance(found, list) else found
 
+    stops = _json(os.path.join(folder, "generation_config.json")).get("eos_token_id")
     return Tokenizer(
-        backend, bos_id=id_of("bos_token"), eos_id=id_of("eos_token"), chat_template=template
+        backend,
+        bos_id=id_of("bos_token"),
+        eos_id=id_of("eos_token"),
+        stop_ids=stops if isinstance(stops, list) else () if stops is None else (stops,),
+        chat_template=template,
     )
 
 

@@ -375,3 +375,21 @@ def test_both_spellings_of_ropes_are_read():
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
     assert families.from_huggingface(gemma) == GEMMA
+
+
+@pytest.mark.parametrize("name", ["llama, yarn", "qwen2, late window", "gemma3"])
+def test_values_that_a_key_cannot_have_are_refused(name):
+    entry = families.to_huggingface(CONFIGS[name]) | {"sliding_window_pattern": 6}
+    taken = []
+    for key in entry:
+        for wrong in (-1, "x", [1], {"a": 1}, float("nan")):
+            try:
+                families.from_huggingface({**entry, key: wrong})
+                taken.append(key)
+            except ValueError as error:
+                assert str(error)
+    unread = {"torch_dtype", "hidden_act", "hidden_activation", "rope_scaling"}
+    assert set(taken) <= unread
+    for key in ("num_key_value_heads", "hidden_size", "vocab_size"):
+        with pytest.raises(ValueError, match=f"{key} is 0; it must be a whole number above 0"):
+            families.from_huggingface({**entry, key: 0})

@@ -108,6 +108,18 @@ def test_the_spellings_of_tokenizer_configs_are_read(words, tmp_path):
     assert tokenizer.from_folder(tmp_path).eos_id == 1
 
 
+def test_the_end_of_a_turn_ends_an_answer(words, tmp_path):
+    """Which is another token than the end of a text, and told of beside the tokenizer."""
+    assert words.stop_ids == (1,)
+    words.save(tmp_path)
+    assert tokenizer.from_folder(tmp_path).stop_ids == (1,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 1]}))
+    again = tokenizer.from_folder(tmp_path)
+    assert again.stop_ids == (1, 3)
+    again.save(tmp_path)
+    assert tokenizer.from_folder(tmp_path).stop_ids == (1, 3)
+
+
 def test_a_missing_package_is_named(words, monkeypatch):
     monkeypatch.setattr(tokenizer.importlib, "import_module", _missing)
     with pytest.raises(
