@@ -122,7 +122,7 @@ def _run() -> None:
         f"{math.exp(after):.2f}, on modules that were not learnt from"
     )
     _report(done, others, offloaded, plan)
-    question = held[0].messages[0]["content"].partition("```python\n")[2]
+    question = held[0].messages[0]["content"].partition("```python\n")[2].partition("\n```")[0]
     say()
     say(f"asked             the docstring of a function of {held[0].module}:")
     say("\n".join(f"    {line}" for line in question.splitlines()[:4]))
