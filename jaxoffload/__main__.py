@@ -1,4 +1,4 @@
-"""`jaxoffload doctor`: what this machine has for jaxoffload."""
+"""`jaxoffload doctor`: what this machine has for jaxoffload. `jaxoffload finetune`: trains."""
 
 import sys
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from absl import app, logging
 
 from jaxoffload.doctor import backends, diagnose
 
-_USAGE = "usage: jaxoffload doctor"
+_USAGE = "usage: jaxoffload doctor\n       jaxoffload finetune --help"
 
 
 def _main(arguments: Sequence[str]) -> int:
@@ -22,6 +22,10 @@ def _main(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """The console script."""
+    if sys.argv[1:2] == ["finetune"]:
+        from jaxoffload.finetune import command  # what it needs is slow to import
+
+        sys.exit(command.main(sys.argv[2:]))
     app.run(_main)
 
 
