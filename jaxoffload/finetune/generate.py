@@ -15,7 +15,6 @@ import numpy as np
 from jaxoffload.finetune import model
 from jaxoffload.finetune.model import Config, Params
 from jaxoffload.finetune.weights import Model
-from jaxoffload.runtime.arrays import TierArray
 
 _PAD = 32
 """Prompts are padded to a multiple of it, so that prompts of nearly the same length share a
@@ -108,7 +107,7 @@ def generate(
     if transform is None:
         step = _jitted(config)
         params = jax.tree.map(
-            lambda x: jnp.asarray(np.asarray(x)) if isinstance(x, TierArray) else x, params
+            lambda x: x if isinstance(x, jax.Array) else jnp.asarray(np.asarray(x)), params
         )
     else:
         step = transform(functools.partial(next_token, config))
