@@ -93,6 +93,10 @@ def test_gradients_are_clipped_by_their_norm_which_is_told_before(params, adapte
     first = optax.tree_utils.tree_get(state, "mu")
     got = math.sqrt(sum(float(jnp.sum(x**2)) for x in jax.tree.leaves(first)))
     np.testing.assert_allclose(got, 0.1 * 1e-3, rtol=1e-4)
+    for limit, left in ((0.9, 0.9), (1.1, 1.0)):  # of the norm
+        clipped, norm = train.Recipe(max_grad_norm=limit * want).clip(grads)
+        got = math.sqrt(sum(float(jnp.sum(x.astype(float) ** 2)) for x in jax.tree.leaves(clipped)))
+        np.testing.assert_allclose([float(norm), got], [want, left * want], rtol=1e-5)
 
 
 def test_a_loss_that_is_not_finite_stops_training_and_names_the_step(params, adapters):
