@@ -1,0 +1,73 @@
+"""What people look at shows itself: as a page, in a notebook, in words.
+
+Plans and runs are made by stages that know nothing of reports. Their classes take their looks from
+here, and `report/` says what those are.
+"""
+
+import functools
+import os
+from typing import Any
+
+
+@functools.singledispatch
+def page(shown: Any, *, is_file: bool) -> str:
+    """HTML that shows something.
+
+    Args:
+      is_file: a whole page, in place of the part of one that a notebook takes.
+
+    Raises:
+      TypeError: there is no picture of such a thing.
+    """
+    raise TypeError(f"page: {shown!r} is a {type(shown).__name__}, of which there is no picture.")
+
+
+@functools.singledispatch
+def words(shown: Any) -> str:
+    """The same on one screen of text: a verdict first."""
+    return repr(shown)
+
+
+@functools.singledispatch
+def told(shown: Any, about: str) -> str:
+    """What became of the tensors that a name, a source line or an argument's path stands for."""
+    raise TypeError(f"told: {shown!r} is a {type(shown).__name__}, which knows of no tensors.")
+
+
+class Shown:
+    """Prints as words, shows itself in notebooks, and saves itself as a page."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return words(self)
+
+    def _repr_html_(self) -> str:
+        return page(self, is_file=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes one page that needs nothing beside it: memory and time, to look into.
+
+        Args:
+          path: of the file to write, "plan.html". What was there is replaced once all is written.
+
+        Raises:
+          TypeError: the path is none. OSError: the file cannot be written.
+        """
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"save: path={path!r} is a {type(path).__name__}. Pass a file's path.")
+        write_text(path, page(self, is_file=True))
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a file whole or not at all."""
+    path = os.fspath(path)
+    draft = f"{path}.{os.getpid()}.part"
+    try:
+        with open(draft, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(draft, path)
+    except BaseException:
+        if os.path.lexists(draft):
+            os.unlink(draft)
+        raise
