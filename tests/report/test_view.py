@@ -25,7 +25,7 @@ from jaxoffload.report.subjects import scene_of
 from jaxoffload.showing import write_text
 
 NODE = shutil.which("node") or shutil.which("nodejs")
-HOSTILE = "</script><b onload='x'>\"é\u2028&amp;]]>"
+HOSTILE = "</script x></script><b onload='x'>\"é\u2028&amp;]]>"
 
 
 def function(x):
@@ -46,16 +46,31 @@ def step():
 
 
 def chain(count, name="f32"):
-    """A MemGraph of a chain in which each vertex reads the last tensor and an old one."""
+    """A MemGraph of a chain in which each vertex reads the last tensor and an old one, and late
+    ones write over the last one."""
+    late = 3 * count // 4
     tensors = [
-        Tensor(256 * (1 + i % 7), f"{name}{i}", kind=TensorKind(i % 5), source=f"a.py:{i % 90}:1")
+        Tensor(
+            256 * (1 + min(i, late) % 7),
+            f"{name}{i}",
+            kind=TensorKind(i % 5),
+            source=f"a.py:{i % 90}:1",
+        )
         for i in range(count)
     ]
     vertices = [
-        Vertex(VertexKind.KERNEL, tuple({max(0, i - 1), i // 2} if i else ()), (i,), seconds=1e-3)
+        Vertex(
+            VertexKind.KERNEL,
+            tuple(dict.fromkeys((i - 1, i // 2))) if i else (),
+            (i,),
+            seconds=1e-3,
+            overwrites=((0, 0),) if i > late else (),
+        )
         for i in range(count)
     ]
-    return build_memgraph(TaskGraph(tuple(tensors), tuple(vertices)), 40 * 256)
+    graph = TaskGraph(tuple(tensors), tuple(vertices))
+    graph.check()
+    return build_memgraph(graph, 40 * 256)
 
 
 def simulated(graph):
@@ -224,6 +239,7 @@ def test_pages_are_well_formed_and_fetch_nothing(step, tmp_path):
     assert len([e for e in svg if e.get("class") == "lane"]) == plan.memgraph.num_vertices
     few = xml.etree.ElementTree.fromstring(picture(scene_of(plan), most=5))
     assert len([e for e in few if e.get("class") == "lane"]) == 5
+    assert len([e for e in few if (e.get("class") or "").startswith("k")]) == 5
 
 
 def test_names_of_the_user_stay_names(step):
@@ -236,7 +252,8 @@ def test_names_of_the_user_stay_names(step):
     assert shown["title"] == HOSTILE == shown["arguments"][0]
     assert f"{HOSTILE}3" in shown["strings"]
     assert [t for tag, t in elements.texts if tag == "h1"] == [HOSTILE]
-    assert "\u2028" not in next(t for tag, t in elements.texts if t.startswith("{"))
+    text = next(t for tag, t in elements.texts if t.startswith("{"))
+    assert text.isascii() and not set(text) & set("<>&")
 
 
 def test_pages_are_small():
