@@ -49,7 +49,7 @@ from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import reserve
 from jaxoffload.runtime.callers import byte_count
 from jaxoffload.runtime.load import load
-from jaxoffload.showing import Shown, told
+from jaxoffload.showing import ShownMemory
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Request:
         )
 
 
-class Plan(Shown):
+class Plan(ShownMemory):
     """A function planned for a budget: from shapes alone, before anything is allocated.
 
     Attributes:
@@ -308,18 +308,6 @@ class Plan(Shown):
     def timeline(self) -> Timeline:
         """When each vertex would run, by that model."""
         return simulate(self.memgraph, machine=self.machine, priority=self._priority)
-
-    def explain(self, about: str) -> str:
-        """What becomes of tensors: why they are evicted, when they come back, what that costs.
-
-        Args:
-          about: part of a tensor's name ("f32[512,512]"), of the source line that makes it
-            ("model.py:88"), or of an argument's path ("params['w1']"); case does not matter.
-
-        Raises:
-          TypeError, ValueError: it is no text, or empty.
-        """
-        return told(self, about)
 
     @property
     def executables(self) -> tuple[Any, ...]:

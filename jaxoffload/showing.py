@@ -59,6 +59,37 @@ class Shown:
         write_text(path, page(self, is_file=True))
 
 
+class ShownMemory(Shown):
+    """The same for what has tensors in places, and can tell of each."""
+
+    __slots__ = ()
+
+    def explain(self, about: str) -> str:
+        """What becomes of tensors: why they are evicted, when they come back, what that costs.
+
+        Args:
+          about: part of a tensor's name ("f32[512,512]"), of the source line that makes it
+            ("model.py:88"), or of an argument's path ("params['w1']"); case does not matter.
+
+        Returns:
+          Text about the tensors that match, those that move most first; close names if none does.
+
+        Raises:
+          TypeError, ValueError: `about` is no text, or empty.
+        """
+        if not isinstance(about, str):
+            raise TypeError(
+                f"explain: about={about!r} is a {type(about).__name__}. Pass part of a tensor's "
+                "name, of its source line or of an argument's path."
+            )
+        if not about.strip():
+            raise ValueError(
+                f"explain: about={about!r} is empty. Pass part of a tensor's name, of its source "
+                "line or of an argument's path."
+            )
+        return told(self, about.strip())
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes a file whole or not at all."""
     path = os.fspath(path)

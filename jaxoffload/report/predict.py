@@ -9,11 +9,11 @@ from jaxoffload.options import format_bytes
 from jaxoffload.pipeline import Planner, Request
 from jaxoffload.plan.hardware import MACHINES, Machine
 from jaxoffload.plan.simulate import Timeline, simulate
-from jaxoffload.showing import Shown
+from jaxoffload.showing import ShownMemory
 
 
 @dataclasses.dataclass(frozen=True)
-class Prediction(Shown):
+class Prediction(ShownMemory):
     """A simulated run.
 
     Nothing is compiled, so executables' workspace is not known and counts as nothing; times of

@@ -64,11 +64,26 @@ class Times:
         whom[heads], ready[heads] = tails, self.end[tails]  # of several the last one stays
         is_data = graph.edge_kind[order] == 0
         why[heads] = np.where(is_data, DATA, MEMORY)
-        turn = np.lexsort((self.end, self.start, self.lane))
-        before, after = turn[:-1], turn[1:]
-        busy = (self.lane[before] == self.lane[after]) & (self.end[before] > ready[after])
-        whom[after[busy]], why[after[busy]] = before[busy], LANE
+        before = self.before
+        busy = np.flatnonzero(before >= 0)
+        busy = busy[self.end[before[busy]] > ready[busy]]
+        whom[busy], why[busy] = before[busy], LANE
         return whom, why
+
+    @property
+    def before(self) -> np.ndarray:
+        """The vertex that had each vertex's lane before it, -1 for none, int64[N]."""
+        found = np.full(len(self.start), -1, dtype=np.int64)
+        turn = np.lexsort((self.end, self.start, self.lane))
+        same = self.lane[turn[:-1]] == self.lane[turn[1:]]
+        found[turn[1:][same]] = turn[:-1][same]
+        return found
+
+    def idle(self) -> np.ndarray:
+        """Seconds for which its lane stood still before each vertex, float64[N]."""
+        before = self.before
+        free = np.where(before >= 0, self.end[before], 0.0)
+        return np.maximum(self.start - free, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

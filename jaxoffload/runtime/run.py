@@ -13,7 +13,7 @@ from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.options import Options
 from jaxoffload.plan.hardware import Machine
 from jaxoffload.runtime.arrays import TierArray, empty_host_array
-from jaxoffload.showing import Shown
+from jaxoffload.showing import ShownMemory
 
 if TYPE_CHECKING:
     from jaxoffload.pipeline import Plan
@@ -24,7 +24,7 @@ DEVICE_LANES = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Run(Shown):
+class Run(ShownMemory):
     """What one run did.
 
     Attributes:
