@@ -34,6 +34,12 @@ def told(shown: Any, about: str) -> str:
     raise TypeError(f"told: {shown!r} is a {type(shown).__name__}, which knows of no tensors.")
 
 
+@functools.singledispatch
+def trace(shown: Any) -> str:
+    """Chrome's Trace Event JSON of something that has lanes."""
+    raise TypeError(f"trace: {shown!r} is a {type(shown).__name__}, which has no lanes.")
+
+
 class Shown:
     """Prints as words, shows itself in notebooks, and saves itself as a page."""
 
@@ -60,7 +66,7 @@ class Shown:
 
 
 class ShownMemory(Shown):
-    """The same for what has tensors in places, and can tell of each."""
+    """The same for what has tensors in places and vertices in lanes, and can tell of each."""
 
     __slots__ = ()
 
@@ -88,6 +94,22 @@ class ShownMemory(Shown):
                 "line or of an argument's path."
             )
         return told(self, about.strip())
+
+    def to_perfetto(self, path: str | os.PathLike[str]) -> None:
+        """Writes a trace that https://ui.perfetto.dev and chrome://tracing open: lanes with bytes
+        and source lines, and counters of memory; of a run measured and simulated.
+
+        Args:
+          path: of the file to write, "run.json".
+
+        Raises:
+          TypeError: the path is none. OSError: the file cannot be written.
+        """
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(
+                f"to_perfetto: path={path!r} is a {type(path).__name__}. Pass a file's path."
+            )
+        write_text(path, trace(self))
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

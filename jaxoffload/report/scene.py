@@ -159,15 +159,20 @@ class Scene:
         end[over] = np.maximum(end[over], times.start[self.overwriter[over]])
         return begin, end
 
-    def usage(self, times: Times, device: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of each kind of tensor in a device's arena over time.
+    def usage(
+        self, times: Times, index: int = 0, space: Space = Space.DEVICE
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of each kind of tensor in an arena over time.
+
+        Args:
+          index, space: the arena; by default the first device's.
 
         Returns:
           Seconds at which something changes, float64[E], and from then on the bytes of each kind,
           int64[E, kinds].
         """
         graph = self.graph
-        mine = np.flatnonzero((graph.space == Space.DEVICE) & (graph.index == device))
+        mine = np.flatnonzero((graph.space == space) & (graph.index == index))
         begin, end = (life[mine] for life in self.lives(times))
         kind = np.array([t.kind for t in graph.taskgraph.tensors] or [0])[graph.tensor[mine]]
         change = np.zeros((2 * len(mine), len(KINDS)), dtype=np.int64)

@@ -182,15 +182,18 @@ def run_plan(
     launch = options.launch
     touched: set[int] = set()
     try:
-        report = plan.native.run(
-            handover.arguments,
-            handover.places,
-            policy=launch.code,
-            seed=launch.seed,
-            max_delay_us=round(launch.max_delay_seconds * 1e6),
-            check=options.check,
-            ended=lambda report: touched.update(np.flatnonzero(report.touched_results).tolist()),
-        )
+        with jax.profiler.TraceAnnotation(f"jaxoffload {plan.name}"):
+            report = plan.native.run(
+                handover.arguments,
+                handover.places,
+                policy=launch.code,
+                seed=launch.seed,
+                max_delay_us=round(launch.max_delay_seconds * 1e6),
+                check=options.check,
+                ended=lambda report: touched.update(
+                    np.flatnonzero(report.touched_results).tolist()
+                ),
+            )
         run = make_run(plan, report)
     except BaseException:
         _delete_overwritten(plan, operands, donated, touched)
