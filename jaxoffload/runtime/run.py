@@ -181,6 +181,10 @@ def run_plan(
     handover = memory.hand_over(plan, operands, donated, below)
     launch = options.launch
     touched: set[int] = set()
+
+    def ended(report: Any) -> None:
+        touched.update(np.flatnonzero(report.touched_results).tolist())
+
     try:
         with jax.profiler.TraceAnnotation(f"jaxoffload {plan.name}"):
             report = plan.native.run(
@@ -190,9 +194,7 @@ def run_plan(
                 seed=launch.seed,
                 max_delay_us=round(launch.max_delay_seconds * 1e6),
                 check=options.check,
-                ended=lambda report: touched.update(
-                    np.flatnonzero(report.touched_results).tolist()
-                ),
+                ended=ended,
             )
         run = make_run(plan, report)
     except BaseException:

@@ -45,16 +45,10 @@ def two_devices():
         device = (i // 3) % 2
         tensors.append(Tensor(1024, f"t{i}", device=device, kind=TensorKind(i % 5)))
         reads = tuple(j for j in (i - 1, i - 12) if j >= 0 and tensors[j].device == device)
-        if i and tensors[i - 1].device != device:
-            vertices.append(
-                Vertex(VertexKind.TRANSFER, (i - 1,), (i,), device=device, seconds=1e-3)
-            )
-        else:
-            vertices.append(
-                Vertex(
-                    VertexKind.KERNEL, reads, (i,), f"v{i}", device, seconds=1e-3, source="a.py:1"
-                )
-            )
+        moves = i > 0 and tensors[i - 1].device != device
+        kind = VertexKind.TRANSFER if moves else VertexKind.KERNEL
+        reads = (i - 1,) if moves else reads
+        vertices.append(Vertex(kind, reads, (i,), f"v{i}", device, seconds=1e-3))
     graph = TaskGraph(tuple(tensors), tuple(vertices))
     graph.check()
     memgraph = build_memgraph(graph, 4096)
@@ -160,13 +154,10 @@ def test_planned_and_measured_agree_in_bytes_and_in_what_comes_before_what(step)
         both.append([(mine[v]["name"], mine[v]["cat"], mine[v]["args"]["bytes"]) for v in mine])
     assert sorted(both[0]) == sorted(both[1])
     for name in ("device memory", "host memory"):  # what is in memory in the end, and the most
+        counters = [e for e in events["C"] if e["name"] == name]
         most = [
-            max(
-                sum(e["args"].values())
-                for e in events["C"]
-                if is_measured(e) == w and e["name"] == name
-            )
-            for w in (True, False)
+            max(sum(e["args"].values()) for e in counters if is_measured(e) == wanted)
+            for wanted in (True, False)
         ]
         assert min(most) > 0 and max(most) <= 70 * 1024 + graph.host_bytes()
     planned = [e["args"]["name"] for e in events["M"] if not is_measured(e) and "name" in e["args"]]
@@ -216,6 +207,12 @@ def test_each_device_has_rows_and_memory_of_its_own(two_devices):
             if e["pid"] == device and e["name"] == "device memory"
         )
         assert 1024 <= most <= 4096
+        mine = (graph.space == Space.DEVICE) & (graph.index == device)
+        begins = two_devices.times[0].start[graph.writer[mine]]
+        seen = [e["ts"] for e in events["C"] if e["pid"] == device and "device" in e["name"]]
+        assert set(np.rint(begins * 1e9).astype(int)) <= set(
+            np.rint(np.array(seen) * 1e3).astype(int)
+        )
     moved = sum(e["args"]["bytes"] for e in events["X"] if e["cat"] == "transfer")
     assert moved == 1024 * int((graph.kind == Kind.TRANSFER).sum())
 
