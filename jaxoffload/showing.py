@@ -113,14 +113,20 @@ class ShownMemory(Shown):
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file whole or not at all.
+
+    Raises:
+      OSError: names the path that was asked for.
+    """
     path = os.fspath(path)
     draft = f"{path}.{os.getpid()}.part"
     try:
         with open(draft, "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(draft, path)
-    except BaseException:
+    except BaseException as error:
         if os.path.lexists(draft):
             os.unlink(draft)
+        if isinstance(error, OSError) and error.errno is not None:
+            raise type(error)(error.errno, os.strerror(error.errno), path) from None
         raise

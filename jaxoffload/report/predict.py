@@ -107,7 +107,8 @@ def predict(request: Request, machine: Machine | str, policy: str, jitter: float
     try:
         plan = planner.plan()
     except PlanError as error:
-        raise PlanError(f"{error} (planned without executables' workspace)") from None
+        least = error.min_device_memory
+        raise PlanError(f"{error} (planned without executables' workspace)", least) from None
     timeline = simulate(plan.memgraph, machine=machine, policy=policy, jitter=jitter)
     return Prediction(
         request.name, machine, budget, plan.memgraph, timeline, policy,

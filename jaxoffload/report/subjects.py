@@ -31,7 +31,7 @@ def format_seconds(seconds: float) -> str:
     '1.25 ms'
     """
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if seconds * scale >= 1:
+        if seconds * scale >= 1 or not seconds:
             return f"{seconds * scale:.3g} {unit}"
     return f"{seconds * 1e6:.3g} µs"
 
