@@ -95,32 +95,34 @@ function boxesIn(model, which, space, index) {
   for (let v = 0; v < version.space.length; v++) {
     if (version.space[v] === space && (space !== DEVICE || version.index[v] === index)) ids.push(v);
   }
-  return boxesOf(ids, begin, end);
+  const boxes = boxesOf(ids, begin, end), tensors = boxes.id.map((v) => version.tensor[v]);
+  boxes.low = Float64Array.from(boxes.id, (v) => version.offset[v]);
+  boxes.bytes = Float64Array.from(tensors, (t) => model.tensor.bytes[t]);
+  boxes.kind = Uint8Array.from(tensors, (t) => model.tensor.kind[t]);
+  return boxes;
 }
 
 // The version at a time and an address, or -1; of several the one written last.
 function hit(model, boxes, time, address) {
   const [first, last] = visible(boxes, time, time);
   for (let i = last - 1; i >= first; i--) {
-    const v = boxes.id[i], low = model.version.offset[v];
-    const high = low + model.tensor.bytes[model.version.tensor[v]];
-    if (boxes.end[i] >= time && low <= address && address < high) return v;
+    if (boxes.end[i] < time) continue;
+    if (boxes.low[i] <= address && address < boxes.low[i] + boxes.bytes[i]) return boxes.id[i];
   }
   return -1;
 }
 
 // Bytes by kind: after at[i] seconds of[kind][i] bytes are in use.
 function usage(model, boxes) {
-  const count = boxes.id.length, kindOf = (i) => model.tensor.kind[model.version.tensor[boxes.id[i]]];
-  const sizeOf = (i) => model.tensor.bytes[model.version.tensor[boxes.id[i]]];
+  const count = boxes.id.length;
   const byEnd = Uint32Array.from(boxes.id.keys()).sort((a, b) => boxes.end[a] - boxes.end[b]);
   const at = new Float64Array(2 * count), total = new Float64Array(2 * count);
   const of = model.kinds.map(() => new Float64Array(2 * count)), now = model.kinds.map(() => 0);
   for (let i = 0, j = 0, n = 0; n < 2 * count; n++) {
     const ends = i === count || boxes.end[byEnd[j]] <= boxes.begin[i];
     at[n] = ends ? boxes.end[byEnd[j]] : boxes.begin[i];
-    if (ends) now[kindOf(byEnd[j])] -= sizeOf(byEnd[j++]);
-    else now[kindOf(i)] += sizeOf(i++);
+    if (ends) now[boxes.kind[byEnd[j]]] -= boxes.bytes[byEnd[j++]];
+    else now[boxes.kind[i]] += boxes.bytes[i++];
     for (let k = 0; k < now.length; k++) total[n] += of[k][n] = now[k];
   }
   return { at, of, total };

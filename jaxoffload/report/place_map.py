@@ -120,7 +120,7 @@ def _use(scene: Scene) -> list[str]:
         y = base - scene.budget * scale
         parts.append(
             f'<path d="M{_LEFT} {y:.1f}h{_WIDE}" stroke="currentColor" stroke-width="2"/>'
-            f'<text x="{_LEFT + 6}" y="{y + 14:.1f}">budget {format_bytes(scene.budget)}</text>'
+            f'<text x="{_LEFT + 6}" y="{y - 4:.1f}">budget {format_bytes(scene.budget)}</text>'
         )
     parts.append(
         f'<text x="{_LEFT - 6}" y="{_TOP + 10}" text-anchor="end">{format_bytes(ceiling)}</text>'

@@ -218,21 +218,24 @@ function start(root) {
 
   // Boxes do not overlap, so each pixel is written about once, however many boxes there are.
   function paintMap(panel) {
-    const { version, tensor } = model, boxes = layers[0].maps[panel.map];
-    const [first, last] = visible(boxes, state.from, state.to), ratio = canvas.width / stage.clientWidth;
+    const boxes = layers[0].maps[panel.map], ratio = canvas.width / stage.clientWidth;
+    const [first, last] = visible(boxes, state.from, state.to);
     const width = Math.ceil(wide * ratio), height = Math.round(panel.tall * ratio);
     const image = context.createImageData(width, height), pixels = new Uint32Array(image.data.buffer);
     const scale = width / (state.to - state.from), lift = height / panel.top;
     for (let i = first; i < last; i++) {
       if (boxes.end[i] < state.from) continue;
-      const v = boxes.id[i], t = version.tensor[v], low = version.offset[v] * lift;
+      const low = boxes.low[i] * lift, tall = boxes.bytes[i] * lift, ink = inks[boxes.kind[i]];
       const x = Math.max(Math.floor((boxes.begin[i] - state.from) * scale), 0);
       let until = Math.min(Math.max(Math.round((boxes.end[i] - state.from) * scale), x + 1), width);
       const bottom = height - Math.floor(low);
-      let y = Math.max(Math.min(Math.round(height - low - tensor.bytes[t] * lift), bottom - 1), 0);
+      let y = Math.max(Math.min(Math.round(height - low - tall), bottom - 1), 0);
       if (until - x > 4) until--; // a gap between boxes that are large enough for one
       if (bottom - y > 4) y++;
-      const ink = inks[tensor.kind[t]];
+      // Of thin boxes that share a row those that add nothing to it are left out.
+      const middle = y * width + ((x + until) >> 1);
+      if (tall < 1 && pixels[y * width + x] === ink && pixels[middle] === ink &&
+        pixels[y * width + until - 1] === ink) continue;
       for (; y < bottom; y++) {
         if (until - x === 1) pixels[y * width + x] = ink;
         else pixels.fill(ink, y * width + x, y * width + until);
