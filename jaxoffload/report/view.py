@@ -25,6 +25,8 @@ from jaxoffload.whole import WholePlan, WholeRun
 _FILES = importlib.resources.files("jaxoffload.report")
 _STATIC_BOXES = 800
 """In the picture for where no script runs, of memory and of lanes each."""
+_MOST_IN_A_NOTEBOOK = 50_000
+"""Boxes of what a notebook shows: it keeps every output, and these take five megabytes."""
 _MOST_BOXES = 200_000
 """In all plans of a trade-off's page; beyond that smaller ones only are looked into."""
 
@@ -119,6 +121,15 @@ def scenes_page(scenes: Sequence[Scene], text: str, *, is_file: bool, more: str 
     if not scenes:
         return _page(f"<pre>{html.escape(text)}</pre>{more}", "jaxoffload", is_file)
     title = scenes[-1].title
+    boxes = sum(scene.graph.num_versions for scene in scenes)
+    if not is_file and boxes > _MOST_IN_A_NOTEBOOK:
+        text += f"\n{boxes} boxes are too many for a notebook: .save('plan.html') writes the view."
+        still = picture(scenes[-1], most=_STATIC_BOXES)
+        return _page(
+            f"<h1>{html.escape(title)}</h1><pre>{html.escape(text)}</pre>{more}{still}",
+            title,
+            False,
+        )
     data = {
         "colours": [colour for _, colour in KINDS.values()],
         "selected": len(scenes) - 1,

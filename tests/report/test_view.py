@@ -265,6 +265,18 @@ def test_pages_are_small():
         assert view._resource(name).count("\n") < 500
 
 
+def test_what_is_too_large_for_a_notebook_is_a_picture_there(step, tmp_path, monkeypatch):
+    run = step.last_run
+    monkeypatch.setattr(view, "_MOST_IN_A_NOTEBOOK", run.memgraph.num_versions - 1)
+    elements = Elements(run._repr_html_())
+    assert elements.found.count("script") == 0 and elements.found.count("svg") == 1
+    assert any("too many for a notebook" in text for _, text in elements.texts)
+    run.save(tmp_path / "run.html")
+    assert data_of((tmp_path / "run.html").read_text(encoding="utf-8"))
+    monkeypatch.setattr(view, "_MOST_IN_A_NOTEBOOK", run.memgraph.num_versions)
+    assert data_of(run._repr_html_())
+
+
 @pytest.mark.runs_whole
 @pytest.mark.filterwarnings("ignore:offload.*has no effect")
 def test_what_runs_whole_says_that_everything_fits():
