@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.workloads import full_step
+from benchmarks.workloads import LORA, RECIPE, full_step
 from jaxoffload.finetune import lora, model, train
 
 Shaped = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]
@@ -39,15 +39,12 @@ def inference(config: model.Config = MIDDLE, batch: int = 4, length: int = 512) 
 
 def lora_step(config: model.Config = MIDDLE, batch: int = 4, length: int = 512) -> Shaped:
     """A LoRA step on frozen weights, AdamW on the adapters."""
-    adapters_config = lora.LoraConfig()
-    optimizer = train.optimizer(1e-3, 100)
-    step = train.make_step(config, adapters_config, optimizer)
-    adapters = jax.eval_shape(
-        lambda: lora.init_adapters(config, adapters_config, jax.random.key(0))
-    )
-    state = jax.eval_shape(optimizer.init, adapters)
-    shapes = (model.init_shapes(config), adapters, state, _tokens(batch, length + 1))
-    return step, shapes, (1, 2)
+    base = model.init_shapes(config)
+    adapters = jax.eval_shape(lambda: lora.init(base, LORA, jax.random.key(0)))
+    state = jax.eval_shape(RECIPE.optimizer().init, adapters)
+    tokens = {name: _tokens(batch, length) for name in ("tokens", "targets", "segments")}
+    shapes = (base, adapters, state, {**tokens, "weights": _f32(batch, length)})
+    return train.make_step(config, LORA, RECIPE), shapes, (1, 2)
 
 
 def training_step(config: model.Config = MIDDLE, batch: int = 4, length: int = 512) -> Shaped:

@@ -16,21 +16,35 @@ from jaxoffload.finetune import lora, model, train
 Workload = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]
 
 
+LORA = lora.LoraConfig(rank=16, alpha=32.0)
+RECIPE = train.Recipe(1e-3, 100, warmup_steps=5, weight_decay=0.01)
+
+
 def lora_step(small: bool = False) -> Workload:
     """The main job's step: LoRA on a frozen LLaMA-style model, 1,024 tokens."""
     config = model.PRESETS["tiny" if small else "small"]
     batch, length = (2, 32) if small else (4, 256)
-    adapters_config = lora.LoraConfig()
     base = model.init(config, jax.random.key(0))
-    adapters = lora.init_adapters(config, adapters_config, jax.random.key(1))
-    optimizer = train.optimizer(1e-3, 100)
-    step = train.make_step(config, adapters_config, optimizer)
+    adapters = lora.init(base, LORA, jax.random.key(1))
+    step = train.make_step(config, LORA, RECIPE)
     tokens = _tokens(batch, length, config.vocab_size)
 
-    def reordered(adapters: Any, state: Any, base: Any, tokens: Any) -> Any:
-        return step(base, adapters, state, tokens)
+    def reordered(adapters: Any, state: Any, base: Any, batch: Any) -> Any:
+        return step(base, adapters, state, batch)
 
-    return reordered, (adapters, optimizer.init(adapters), base, tokens), (0, 1)
+    state = RECIPE.optimizer().init(adapters)
+    return reordered, (adapters, state, base, as_batch(tokens)), (0, 1)
+
+
+def as_batch(tokens: jax.Array) -> dict[str, jax.Array]:
+    """(B, T + 1) tokens as a batch in which all of them count."""
+    ones = jnp.ones_like(tokens[:, 1:])
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": ones.astype(jnp.float32),
+        "segments": ones,
+    }
 
 
 def train_step(small: bool = False) -> Workload:

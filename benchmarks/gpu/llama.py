@@ -13,10 +13,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxoffload as jo
+from benchmarks.workloads import LORA, RECIPE, as_batch
 from jaxoffload.finetune import lora, model, train
-
-LORA = lora.LoraConfig()
-ADAM = train.optimizer(1e-3, 1000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +42,7 @@ def weights(config: model.Config) -> Any:
         key = jax.random.key(sum(map(ord, str(path))))
         if shape.ndim == 1 or "norm" in str(path):
             return jo.host_put(np.ones(shape.shape, shape.dtype))
-        scale = 1 / np.sqrt(shape.shape[-2])
+        scale = 1 / np.sqrt(shape.shape[-1])
         draw = jax.jit(lambda k: jax.random.normal(k, shape.shape, jnp.bfloat16) * scale)(key)
         return jo.host_put(np.asarray(draw.astype(shape.dtype)))
 
@@ -59,14 +57,14 @@ def arguments(config: model.Config, case: Case) -> tuple[Any, ...]:
     tokens = random.integers(0, config.vocab_size, shape, dtype=np.int32)
     if case.kind == "prefill":
         return (jnp.asarray(tokens),)
-    adapters = lora.init_adapters(config, LORA, jax.random.key(1))
-    return adapters, ADAM.init(adapters), jnp.asarray(tokens)
+    adapters = lora.init(model.init_shapes(config), LORA, jax.random.key(1))
+    return adapters, RECIPE.optimizer().init(adapters), as_batch(jnp.asarray(tokens))
 
 
 def function(config: model.Config, case: Case, wrap: Any = lambda layer: layer) -> Any:
     """(weights, *arguments) to results: the last token's logits, or the next state and the loss."""
     if case.kind == "lora":
-        return train.make_step(config, LORA, ADAM, wrap)
+        return train.make_step(config, LORA, RECIPE, wrap)
 
     def prefill(base: Any, tokens: jax.Array) -> jax.Array:
         return model.forward(config, base, tokens, wrap_layer=wrap)[:, -1]
@@ -87,9 +85,9 @@ def host_offload(config: model.Config, case: Case, base: Any) -> tuple[Callable[
 
     def wrap(layer: Any) -> Any:
         def bring(x: jax.Array, given: Any) -> Any:
-            own, adapter = given
+            own, is_sliding = given
             own = jax.device_put(own, jax.tree.map(lambda _: near, own))
-            return layer(checkpoint_name(x, "carried"), (own, adapter))
+            return layer(checkpoint_name(x, "carried"), (own, is_sliding))
 
         if case.kind == "prefill":
             return bring
@@ -102,7 +100,7 @@ def host_offload(config: model.Config, case: Case, base: Any) -> tuple[Callable[
         return jax.checkpoint(bring, policy=policy)
 
     def place(path: Any, leaf: Any) -> Any:
-        where = pinned if "layers" in str(path[0]) else near
+        where = pinned if "layers" in str(path) else near
         return jax.device_put(np.asarray(leaf), where)
 
     return jax.jit(function(config, case, wrap)), jax.tree_util.tree_map_with_path(place, base)

@@ -1,7 +1,8 @@
 """The subcommands of `jaxoffload`, and how one of them is run.
 
 A subcommand is a module with `USAGE`, `FLAGS` (absl's, its own: no global ones) and
-`main(arguments) -> int`. It is imported when it is asked for.
+`main(arguments) -> int`; one without `USAGE` reads its flags and --help itself. It is imported when
+it is asked for.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ COMMANDS = {
         "does a function fit in so much memory; how fast",
     ),
     "simulate": ("jaxoffload.command.simulate", "the same by machine and by launch policy"),
+    "finetune": ("jaxoffload.finetune.command", "train a model within so much memory"),
     "bench": ("jaxoffload.command.bench", "run a function here, beside jax.jit"),
     "view": ("jaxoffload.command.view", "open a page or a trace that was saved"),
 }
@@ -60,13 +62,15 @@ def run(argv: Sequence[str]) -> int:
         print(f"jaxoffload: {name!r} is no command.\n{usage()}", file=sys.stderr)
         return MISUSED
     command = importlib.import_module(COMMANDS[name][0])
+    if not hasattr(command, "USAGE"):
+        return command.main(rest)
     if any(word in ("--help", "-h", "--helpfull", "--helpshort") for word in rest):
         print(help_text(name, command.USAGE, command.FLAGS))
         return OK
     try:
         for flag in command.FLAGS:
             command.FLAGS[flag].unparse()
-        arguments = command.FLAGS([name, *rest])[1:]
+        arguments = command.FLAGS([name, *map(_with_underscores, rest)])[1:]
         with _quiet(command.FLAGS.verbose):
             return command.main(arguments)
     except (flags.Error, UsageError) as error:
@@ -78,6 +82,14 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"jaxoffload {name}: interrupted", file=sys.stderr)
         return 130
+
+
+def _with_underscores(word: str) -> str:
+    """--device-memory is --device_memory, whatever its value."""
+    if not word.startswith("--"):
+        return word
+    flag, equals, value = word[2:].partition("=")
+    return "--" + flag.replace("-", "_") + equals + value
 
 
 @contextlib.contextmanager

@@ -1,125 +1,257 @@
-"""A byte-level BPE tokenizer: 256 bytes and the merges learnt from a text.
+"""Text to token ids and back, and conversations to text: a model's own tokenizer and template."""
 
-Decoding gives back the very bytes that were encoded. Text is first split into words (with the blank
-before them), so merges never cross a word and each distinct word is encoded once.
-"""
+import datetime
+import importlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-import collections
-import heapq
-import re
-from collections.abc import Callable
+from jaxoffload.finetune.atomic import replaced, write_json
 
-import numpy as np
+Message = Mapping[str, Any]
+"""{"role": "user", "content": "..."}"""
 
-_WORDS = re.compile(rb" ?[A-Za-z_]+| ?[0-9]+| ?[^\sA-Za-z0-9_]+|\n+[ ]*|\s+", re.DOTALL)
+REMEDY = "Install it: pip install 'jaxoffload[finetune]'."
 
 
 class Tokenizer:
-    """Encodes and decodes.
+    """A model's tokenizer.
 
     Attributes:
-      merges: pairs of token ids; pair i makes token 256 + i.
+      backend: the `tokenizers.Tokenizer` that does the work.
+      bos_id, eos_id: tokens that begin and end a text, or None.
+      stop_ids: tokens after which nothing is to be generated: of a chat model the end of a turn.
+      chat_template: Jinja text, or None.
     """
 
-    def __init__(self, merges: list[tuple[int, int]]):
-        self.merges = merges
-        self._rank = {pair: i for i, pair in enumerate(merges)}
-        self._bytes = [bytes([i]) for i in range(256)]
-        for left, right in merges:
-            self._bytes.append(self._bytes[left] + self._bytes[right])
-        self._known: dict[bytes, list[int]] = {}
+    def __init__(
+        self,
+        backend: Any,
+        *,
+        bos_id: int | None = None,
+        eos_id: int | None = None,
+        stop_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+    ):
+        self.backend, self.bos_id, self.eos_id = backend, bos_id, eos_id
+        self.stop_ids = tuple(sorted({*stop_ids, *(() if eos_id is None else (eos_id,))}))
+        self.chat_template = chat_template
 
     @property
     def vocab_size(self) -> int:
-        return len(self._bytes)
+        """Ids are below it."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    @classmethod
-    def train(
-        cls, text: bytes, vocab_size: int, progress: Callable[[int, int], None] | None = None
-    ) -> "Tokenizer":
-        """Learns merges: again and again the most frequent pair becomes a token.
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text; special tokens that are written in it count as such.
 
         Args:
-          text: what to learn from.
-          vocab_size: tokens wanted, 256 bytes included; fewer come out of a small text.
-          progress: called with (merges so far, merges wanted).
+          add_special_tokens: whether those that the tokenizer puts around a text are added; a chat
+            template writes its own.
+        """
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
+        """The text that tokens stand for."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False
+    ) -> str:
+        """A conversation as the model was taught to read it.
+
+        Args:
+          messages: with "role" and "content".
+          add_generation_prompt: whether the beginning of the next answer is written, too.
 
         Raises:
-          ValueError: vocab_size is below 256.
+          ValueError: there is no template, or it refuses the conversation. ImportError: jinja2 is
+          not installed.
         """
-        if vocab_size < 256:
-            raise ValueError(f"Tokenizer.train: vocab_size={vocab_size} is below 256. Pass more.")
-        counts = collections.Counter(_WORDS.findall(text))
-        words = [list(word) for word in counts]
-        weights = list(counts.values())
-        pairs: collections.Counter[tuple[int, int]] = collections.Counter()
-        where: dict[tuple[int, int], set[int]] = collections.defaultdict(set)
-        for i, word in enumerate(words):
-            for pair in zip(word, word[1:], strict=False):
-                pairs[pair] += weights[i]
-                where[pair].add(i)
-        heap = [(-count, pair) for pair, count in pairs.items()]
-        heapq.heapify(heap)
-        merges: list[tuple[int, int]] = []
-        while len(merges) < vocab_size - 256 and heap:
-            count, pair = heapq.heappop(heap)
-            if -count != pairs[pair] or -count < 2:
-                if pairs[pair] >= 2 and -count != pairs[pair]:
-                    heapq.heappush(heap, (-pairs[pair], pair))
-                continue
-            token = 256 + len(merges)
-            merges.append(pair)
-            changed: collections.Counter[tuple[int, int]] = collections.Counter()
-            for i in where.pop(pair):
-                old, new = words[i], _merge(words[i], pair, token)
-                for p in zip(old, old[1:], strict=False):
-                    changed[p] -= weights[i]
-                for p in zip(new, new[1:], strict=False):
-                    changed[p] += weights[i]
-                    where[p].add(i)
-                words[i] = new
-            for p, change in changed.items():
-                if change:
-                    pairs[p] += change
-                    heapq.heappush(heap, (-pairs[p], p))
-            if progress is not None and len(merges) % 64 == 0:
-                progress(len(merges), vocab_size - 256)
-        return cls(merges)
+        if self.chat_template is None:
+            raise ValueError(
+                "Tokenizer.apply_chat_template: this model has no chat template. Write its prompts "
+                "yourself, or set tokenizer.chat_template."
+            )
+        library = optional("jinja2.sandbox", "chat templates need jinja2")
+        errors = optional("jinja2", "chat templates need jinja2")
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """Token ids, int32."""
-        tokens: list[int] = []
-        for word in _WORDS.findall(text):
-            found = self._known.get(word)
-            if found is None:
-                found = self._known[word] = self._encode_word(word)
-            tokens.extend(found)
-        return np.array(tokens, dtype=np.int32)
+        def refuse(message: str) -> None:
+            raise errors.TemplateError(message)
 
-    def decode(self, tokens: np.ndarray) -> bytes:
-        """The bytes that the tokens stand for."""
-        return b"".join(self._bytes[t] for t in np.asarray(tokens).tolist())
+        # As transformers sets it up: templates are written for these blanks and names.
+        environment = library.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+            value, ensure_ascii=False, indent=indent
+        )
+        environment.globals["raise_exception"] = refuse
+        environment.globals["strftime_now"] = datetime.datetime.now().strftime
+        try:
+            return environment.from_string(self.chat_template).render(
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                bos_token=self._text(self.bos_id),
+                eos_token=self._text(self.eos_id),
+                tools=None,
+                documents=None,
+            )
+        except (errors.TemplateError, TypeError, KeyError, OverflowError) as error:
+            raise ValueError(
+                f"Tokenizer.apply_chat_template: the model's template refuses these messages: "
+                f"{error}. Pass messages with the roles and order that it knows."
+            ) from error
 
-    def _encode_word(self, word: bytes) -> list[int]:
-        tokens = list(word)
-        while len(tokens) > 1:
-            ranked = [
-                (self._rank[p], p) for p in zip(tokens, tokens[1:], strict=False) if p in self._rank
-            ]
-            if not ranked:
-                break
-            rank, pair = min(ranked)
-            tokens = _merge(tokens, pair, 256 + rank)
-        return tokens
+    def _text(self, token: int | None) -> str:
+        return "" if token is None else self.backend.id_to_token(token)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes tokenizer.json, its config, generation_config.json, chat_template.jinja."""
+        with replaced(os.path.join(folder, "tokenizer.json")) as file:
+            file.write(self.backend.to_str().encode())
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": self._text(self.bos_id) or None,
+            "eos_token": self._text(self.eos_id) or None,
+        }
+        write_json(os.path.join(folder, "tokenizer_config.json"), config)
+        stops = {"bos_token_id": self.bos_id, "eos_token_id": list(self.stop_ids) or None}
+        write_json(os.path.join(folder, "generation_config.json"), stops)
+        if self.chat_template is not None:
+            with replaced(os.path.join(folder, "chat_template.jinja")) as file:
+                file.write(self.chat_template.encode())
 
 
-def _merge(tokens: list[int], pair: tuple[int, int], new: int) -> list[int]:
-    out, i = [], 0
-    while i < len(tokens):
-        if i + 1 < len(tokens) and (tokens[i], tokens[i + 1]) == pair:
-            out.append(new)
-            i += 2
-        else:
-            out.append(tokens[i])
-            i += 1
-    return out
+def from_folder(folder: str | os.PathLike[str]) -> Tokenizer | None:
+    """The tokenizer of a Hugging Face folder; None where it has no tokenizer.json.
+
+    Raises:
+      ValueError: a file cannot be read, by name. ImportError: tokenizers is not installed.
+    """
+    path = os.path.join(folder, "tokenizer.json")
+    if not os.path.exists(path):
+        return None
+    library = _library()
+    try:
+        backend = library.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises a bare Exception
+        raise ValueError(
+            f"tokenizer: {path} cannot be read: {error}. Check that it was downloaded whole."
+        ) from error
+    config = _json(os.path.join(folder, "tokenizer_config.json"))
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {each.get("name"): each.get("template") for each in template}
+        template = named.get("default")
+    beside = os.path.join(folder, "chat_template.jinja")
+    if os.path.exists(beside):
+        with open(beside, encoding="utf-8") as file:
+            template = file.read()
+
+    ids = _json(os.path.join(folder, "config.json"))
+
+    def id_of(name: str) -> int | None:
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is not None:
+            return backend.token_to_id(token)
+        found = ids.get(f"{name}_id")
+        return found[0] if isinstance(found, list) else found
+
+    stops = _json(os.path.join(folder, "generation_config.json")).get("eos_token_id")
+    return Tokenizer(
+        backend,
+        bos_id=id_of("bos_token"),
+        eos_id=id_of("eos_token"),
+        stop_ids=stops if isinstance(stops, list) else () if stops is None else (stops,),
+        chat_template=template,
+    )
+
+
+PRE_TOKENIZERS = ("smollm", "gpt-2", "default")
+"""GGUF's names of the ways to split text that are known here."""
+_SPECIAL = (2, 3)
+_ADDED = (4,)
+"""GGUF's types of tokens: unknown and control, user defined."""
+
+
+def from_gguf(fields: Mapping[str, Any], where: str) -> Tokenizer:
+    """The tokenizer in a GGUF file's metadata.
+
+    Raises:
+      ValueError: it is not a byte-level BPE, or splits text in a way that is not known, by name.
+    """
+    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default")
+    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
+        raise ValueError(
+            f"tokenizer: {where} has a tokenizer {kind!r} with pre-tokenizer {pre!r}; known are "
+            f"'gpt2' with {', '.join(map(repr, PRE_TOKENIZERS))}. Open the model's Hugging Face "
+            "folder instead."
+        )
+    library = _library()
+    tokens = list(fields.get("tokenizer.ggml.tokens", ()))
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", ())]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    try:
+        backend = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=merges))
+    except Exception as error:  # the library raises a bare Exception
+        raise ValueError(f"tokenizer: {where}: vocabulary and merges disagree: {error}.") from error
+    bytes_of = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    digits = library.pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = (
+        library.pre_tokenizers.Sequence([digits, bytes_of]) if pre == "smollm" else bytes_of
+    )
+    backend.decoder = library.decoders.ByteLevel()
+    types = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    for wanted, is_special in ((_SPECIAL, True), (_ADDED, False)):
+        added = [t for t, kind in zip(tokens, types, strict=True) if kind in wanted]
+        made = [library.AddedToken(t, special=is_special, normalized=False) for t in added]
+        (backend.add_special_tokens if is_special else backend.add_tokens)(made)
+    return Tokenizer(
+        backend,
+        bos_id=fields.get("tokenizer.ggml.bos_token_id"),
+        eos_id=fields.get("tokenizer.ggml.eos_token_id"),
+        chat_template=fields.get("tokenizer.chat_template"),
+    )
+
+
+def check_vocabulary(what: str, tokenizer: Tokenizer | None, rows: int) -> None:
+    """Raises ValueError if the tokenizer has ids that the embedding has no row for."""
+    if tokenizer is not None and tokenizer.vocab_size > rows:
+        raise ValueError(
+            f"{what}: the tokenizer has {tokenizer.vocab_size} tokens, and the embedding only "
+            f"{rows} rows. Use the tokenizer that belongs to these weights."
+        )
+
+
+def optional(name: str, why: str) -> Any:
+    """A module of a package that only this needs.
+
+    Raises:
+      ImportError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{why}. {REMEDY}") from error
+
+
+def _library() -> Any:
+    return optional("tokenizers", "tokenizers of models need the package tokenizers")
+
+
+def _json(path: str) -> dict[str, Any]:
+    if not os.path.exists(path):
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}. Check that it was downloaded whole.") from (
+            error
+        )
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, not an object.")
+    return found

@@ -1,0 +1,322 @@
+"""A fine-tuning from a model, examples and settings, to adapters or weights in a folder.
+
+`prepare` opens and checks everything and makes the offloaded step; `Session.run` takes the steps,
+writes checkpoints, judges by held-out rows, and stops where it can go on later.
+"""
+
+import dataclasses
+import hashlib
+import math
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxoffload.finetune import data, huggingface, lora, peft, train
+from jaxoffload.finetune.checkpoint import CheckpointError, Checkpoints
+from jaxoffload.finetune.lora import LoraConfig
+from jaxoffload.finetune.train import Recipe
+from jaxoffload.finetune.weights import Model
+from jaxoffload.offload import Offloaded, offload
+from jaxoffload.runtime.arrays import HostArray, disk_put, host_put
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """How a session trains.
+
+    Attributes:
+      lora_config: of the adapters; None trains all weights.
+      recipe: how weights are changed.
+      batch: rows a step; length: tokens a row.
+      seed: of adapters, order and dropout.
+      device_memory, host_memory, disk: as of `jaxoffload.offload`.
+      tier: "host" or "disk", where weights that are all trained wait, and their optimizer state.
+      log_every, eval_every, save_every: in steps; 0 for at the end only.
+      keep: checkpoints that are kept.
+      max_eval_rows: held-out rows that are judged by.
+    """
+
+    lora_config: LoraConfig | None
+    recipe: Recipe
+    batch: int = 4
+    length: int = 512
+    seed: int = 0
+    device_memory: Any = "auto"
+    host_memory: Any = None
+    disk: str | None = None
+    tier: str = "host"
+    log_every: int = 1
+    eval_every: int = 0
+    save_every: int = 100
+    keep: int = 2
+    max_eval_rows: int = 64
+
+
+class Stopped(Exception):
+    """Training was asked to stop and has written a checkpoint, from which it can go on."""
+
+
+@dataclasses.dataclass(slots=True)
+class Session:
+    """Everything that a training needs, ready.
+
+    Attributes:
+      step, loss: offloaded; as `train.make_step` and `train.make_loss` give them.
+      trainer: the state.
+      packed, held_out: the rows; held_out is None where there are none to judge by.
+      about: what is trained, for checkpoints.
+    """
+
+    model: Model
+    settings: Settings
+    step: Offloaded
+    loss: Offloaded
+    trainer: train.Trainer
+    packed: data.Packed
+    held_out: data.Packed | None
+    about: dict[str, Any]
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Of the next step, in its order."""
+        state, done = self.trainer, self.trainer.num_done
+        settings = self.settings
+        batch = data.batch_at(self.packed, settings.batch, settings.seed, done)
+        key = train.dropout_key(settings.lora_config, settings.seed, done)
+        return state.frozen, state.trained, state.opt_state, batch, key
+
+    def evaluate(self) -> float:
+        """Mean loss of the held-out rows, in nats a token."""
+        assert self.held_out is not None
+        batches = data.in_order(self.held_out, self.settings.batch)
+        return train.evaluate(self.loss, self.trainer.trained, self.trainer.frozen, batches)
+
+    def resume(self, checkpoints: Checkpoints) -> bool:
+        """Takes the newest checkpoint's state; False where there is none.
+
+        Raises:
+          CheckpointError: it is of another training, or all are damaged.
+        """
+        state = self.trainer.trained, self.trainer.opt_state
+        found = checkpoints.load(state, self.about)
+        if found is None:
+            return False
+        step, (trained, opt_state) = found
+        for old in jax.tree.leaves(state):
+            old.delete()
+        self.trainer.trained, self.trainer.opt_state = _placed((trained, opt_state), self.settings)
+        self.trainer.num_done = step
+        return True
+
+    def save(self, checkpoints: Checkpoints) -> None:
+        """Writes a checkpoint of the steps so far."""
+        state = self.trainer.trained, self.trainer.opt_state
+        checkpoints.save(self.trainer.num_done, state, self.about)
+
+    def run(self, checkpoints: Checkpoints, say: Say) -> list[float]:
+        """Takes the steps that are left; the losses of those that this call took.
+
+        The first Ctrl-C, or SIGTERM, ends the step that is running, writes a checkpoint and stops;
+        the second one stops at once.
+
+        Raises:
+          Stopped: on Ctrl-C. TrainingError: see there. DiskError: a checkpoint could not be
+          written.
+        """
+        settings, trainer = self.settings, self.trainer
+        last = settings.recipe.num_steps
+        losses: list[float] = []
+        recent: list[train.Progress] = []
+        with _Signals() as signals:
+            while trainer.num_done < last:
+                *_, batch, key = self.arguments()
+                done = trainer.advance(batch, key)
+                losses.append(done.loss)
+                # The first step compiles; rates are those of the others.
+                recent = [done] if len(losses) <= 2 else [*recent[-19:], done]
+                step = trainer.num_done
+                if step == last or settings.log_every and step % settings.log_every == 0:
+                    say(self._line(done, recent))
+                if signals.caught:
+                    self.save(checkpoints)
+                    raise Stopped(f"stopped after step {step} of {last}, which is saved")
+                if step < last and settings.save_every and step % settings.save_every == 0:
+                    self.save(checkpoints)
+                if settings.eval_every and step % settings.eval_every == 0 and step < last:
+                    self.say_evaluation(say)
+            self.save(checkpoints)
+        return losses
+
+    def say_evaluation(self, say: Say) -> float | None:
+        """Judges by the held-out rows, where there are any, and says so."""
+        if self.held_out is None:
+            return None
+        value = self.evaluate()
+        say(
+            f"step {self.trainer.num_done}: held-out loss {value:.4f}, perplexity "
+            f"{math.exp(min(value, 700.0)):.3f}"
+        )
+        return value
+
+    def export(self, folder: str) -> None:
+        """Writes what was trained: adapters as PEFT keeps them, or the model to `folder`/model.
+
+        Raises:
+          DiskError: the folder cannot be written to.
+        """
+        lora_config = self.settings.lora_config
+        if lora_config is not None:
+            base = os.path.abspath(self.model.folder)
+            peft.save_adapters(folder, self.trainer.trained, lora_config, base)
+            return
+        config, words = self.model.config, self.model.tokenizer
+        path = os.path.join(folder, "model")
+        huggingface.save_model(path, config, self.trainer.trained, words)
+
+    def _line(self, done: train.Progress, recent: list[train.Progress]) -> str:
+        step, last = self.trainer.num_done, self.settings.recipe.num_steps
+        seconds = sum(x.seconds for x in recent)
+        rate = sum(x.num_tokens for x in recent) / seconds
+        left = seconds / len(recent) * (last - step)
+        return (
+            f"step {step:>{len(str(last))}}/{last}  loss {done.loss:.4f}  gradient "
+            f"{done.grad_norm:.3g}  rate {float(self.settings.recipe.rate(step - 1)):.2e}  "
+            f"{rate:.0f} tokens/s  {_clock(left)} left"
+        )
+
+
+def prepare(
+    model: Model,
+    examples: list[data.Example],
+    held_out: list[data.Example],
+    settings: Settings,
+) -> Session:
+    """Packs the examples and makes the state and the step, which is not planned yet.
+
+    Raises:
+      ValueError: settings, examples and model do not go together; says how.
+    """
+    packed = data.pack(examples, settings.length, settings.seed)
+    judged = data.pack(held_out, settings.length, settings.seed) if held_out else None
+    if judged is not None and len(judged) > settings.max_eval_rows:
+        judged = judged.first(settings.max_eval_rows)
+    lora_config, recipe = settings.lora_config, settings.recipe
+    if settings.batch % recipe.accumulate:
+        raise ValueError(
+            f"accumulate={recipe.accumulate} does not divide batch={settings.batch}. Pass a "
+            "divisor."
+        )
+    if settings.length > model.config.max_length:
+        raise ValueError(
+            f"length={settings.length} is more than the model's {model.config.max_length} tokens. "
+            "Pass less."
+        )
+    if settings.tier == "disk" and lora_config is None and settings.disk is None:
+        raise ValueError(
+            'tier="disk" needs a folder for weights and optimizer state. Pass disk="/scratch".'
+        )
+    frozen, trained = model.params, None
+    if lora_config is None:
+        frozen, trained = None, model.params
+        if any(jnp.issubdtype(x.dtype, jnp.integer) for x in jax.tree.leaves(trained)):
+            raise ValueError(
+                "all weights are to be trained, and some are packed in blocks, which cannot be. "
+                'Open the model with quantize="none".'
+            )
+        trained = _placed(trained, settings)
+    else:
+        trained = lora.init(frozen, lora_config, jax.random.key(settings.seed))
+    shapes = jax.eval_shape(recipe.optimizer().init, _shapes(trained))
+    zeros = shapes if lora_config is None else jax.tree.map(_zeros, shapes)
+    opt_state = _placed(zeros, settings)  # AdamW begins with zeros
+    options: dict[str, Any] = {
+        "device_memory": settings.device_memory, "host_memory": settings.host_memory,
+        "disk": settings.disk,
+        # One cut for good: a run that is resumed gives the same bits.
+        "policy": "once",
+    }  # fmt: skip
+    step = train.make_step(model.config, lora_config, recipe)
+    loss = train.make_loss(model.config, lora_config)
+    norm = np.asarray(model.params["model"]["norm"]["weight"])
+    about = {
+        "model": dataclasses.asdict(model.config),
+        "weights": hashlib.sha256(norm.tobytes()).hexdigest(),
+        "lora": None if lora_config is None else dataclasses.asdict(lora_config),
+        "recipe": dataclasses.asdict(recipe),
+        "batch": settings.batch, "length": settings.length, "seed": settings.seed,
+        "device_memory": str(settings.device_memory), "examples": packed.digest(),
+    }  # fmt: skip
+    fast_step, fast_loss = offload(step, donate_argnums=(1, 2), **options), offload(loss, **options)
+    trainer = train.Trainer(fast_step, frozen, trained, opt_state)
+    return Session(model, settings, fast_step, fast_loss, trainer, packed, judged, about)
+
+
+def open_checkpoints(folder: str, settings: Settings, resume: bool, say: Say) -> Checkpoints:
+    """The checkpoints of an output folder.
+
+    Raises:
+      CheckpointError: there are some, and training is not to be resumed; or they are in use.
+    """
+    found = Checkpoints(os.path.join(folder, "checkpoints"), settings.keep, say)
+    if found.steps() and not resume:
+        found.close()
+        raise CheckpointError(
+            f"{found.folder} has a checkpoint of step {found.steps()[-1]}. Pass --resume to go on "
+            "from it, or another --out."
+        )
+    return found
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(shape.shape, shape.dtype)
+
+
+def _placed(tree: Any, settings: Settings) -> Any:
+    """Trained state where it belongs: adapters on the device, weights below it."""
+    if settings.lora_config is not None:
+        return jax.tree.map(lambda x: jnp.array(np.asarray(x)), tree)
+    if settings.tier == "disk":
+        assert settings.disk is not None
+        return disk_put(tree, settings.disk)
+    return jax.tree.map(lambda x: x if isinstance(x, HostArray) else host_put(x), tree)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
+
+
+class _Signals:
+    """Ctrl-C and SIGTERM: the first is noted, the second acts as ever."""
+
+    def __init__(self) -> None:
+        self.caught = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        except ValueError:
+            pass  # not the main thread, which alone gets signals
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.caught = True
+        self.__exit__()
+        self._before.clear()

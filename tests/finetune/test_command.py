@@ -1,0 +1,147 @@
+"""The command on a model of the test's own: trained, stopped, killed, resumed, planned, refused."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jaxoffload.finetune import model, peft
+from tests.finetune.tiny import CONFIG, flags_of, make_folder, run
+
+pytestmark = pytest.mark.runs_whole
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("command"))
+
+
+def lines(text):
+    """Step to (loss, gradient) as they were printed."""
+    found = re.findall(r"^step +(\d+)/\d+ +loss (\S+) +gradient (\S+)", text, re.MULTILINE)
+    return {int(step): (loss, norm) for step, loss, norm in found}
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    """The output folder and text of a training that nobody disturbed."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    done = start(folder, out, f"--eval-data={folder / 'eval.jsonl'}")
+    text, errors = done.communicate()
+    assert done.returncode == 0, errors
+    return out, text
+
+
+def start(folder, out, *more):
+    words = [sys.executable, "-m", "jaxoffload", "finetune",
+             *flags_of(folder, f"--out={out}", "--save-every=2", *more)]  # fmt: skip
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_it_trains_adapters_that_peft_reads_and_judges_before_and_after(folder, trained):
+    out, text = trained
+    assert set(lines(text)) == set(range(1, 9))
+    judged = re.findall(r"step (\d+): held-out loss (\S+), perplexity (\S+)", text)
+    assert [step for step, _, _ in judged] == ["0", "8"]
+    assert float(judged[1][1]) < float(judged[0][1]) - 0.1
+    np.testing.assert_allclose(np.exp(float(judged[1][1])), float(judged[1][2]), rtol=1e-3)
+    for words in ("40 examples", "4 examples", "tokens/s", "left", "adapters in"):
+        assert words in text
+    adapters, config = peft.load_adapters(out, model.init_shapes(CONFIG))
+    assert config.rank == 8 and len(adapters) == 2
+    assert any(np.abs(pair["lora_B"]).max() > 0 for pair in adapters.values())
+    assert sorted(os.listdir(out / "checkpoints")) == [".lock", "step-00000006", "step-00000008"]
+
+
+def read_until(process, step):
+    """Reads a process's output until it tells of a step."""
+    text = ""
+    while step not in lines(text):
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        text += line
+    return text
+
+
+def test_killed_then_stopped_then_resumed_it_gives_the_same_losses_and_adapters(
+    folder, trained, tmp_path
+):
+    out, draw = tmp_path / "out", random.Random(os.getpid())
+    process = start(folder, out)
+    text = read_until(process, draw.choice([2, 3, 4]))
+    time.sleep(draw.uniform(0, 0.03))
+    process.send_signal(signal.SIGKILL)
+    text += process.communicate()[0]
+    process = start(folder, out, "--resume")
+    more = read_until(process, 5)
+    process.send_signal(signal.SIGINT)
+    more += process.communicate()[0]
+    assert process.returncode == 130 and re.search(r"going on after step [24]\n", more)
+    (step,) = re.findall(r"stopped after step (\d+) of 8, which is saved.*--resume", more)
+    assert f"step-{int(step):08}" in os.listdir(out / "checkpoints")
+    assert not (out / peft.WEIGHTS).exists()
+    process = start(folder, out, "--resume")
+    last, errors = process.communicate()
+    assert process.returncode == 0 and f"going on after step {step}\n" in last, errors
+    want = lines(trained[1])
+    for some in (text, more, last):
+        assert lines(some).items() <= want.items()
+    assert lines(text + more + last).keys() == want.keys()
+    assert (out / peft.WEIGHTS).read_bytes() == (trained[0] / peft.WEIGHTS).read_bytes()
+
+
+def test_a_folder_with_checkpoints_is_not_overwritten_and_other_settings_are_refused(
+    folder, trained, capsys
+):
+    out = trained[0]
+    status, _, errors = run(capsys, *flags_of(folder, f"--out={out}"))
+    assert status == 1 and "has a checkpoint of step 8. Pass --resume" in errors
+    status, _, errors = run(capsys, *flags_of(folder, f"--out={out}", "--resume", "--rank=4"))
+    assert status == 1 and "lora was" in errors and "'rank': 8" in errors
+
+
+@pytest.mark.parametrize(
+    "words, status, message",
+    [
+        (["--model=x"], 2, "--data is missing"),
+        (["--model=x", "--data=y"], 2, "--out is missing"),
+        (["--no-such-flag"], 2, "no_such_flag"),
+        (["stray"], 2, "not understood: stray"),
+        (["--model=/no/model", "--data=y", "--out=z"], 1, "there is no '/no/model'"),
+        (["--rank=0", "--model=x"], 2, "rank"),
+        (["--model={model}", "--data=/no/data", "--out={out}"], 1, "/no/data"),
+        (["--model={model}", "--data={data}", "--out={out}", "--full", "--quantize=nf4"], 1,
+         "Leave one out"),
+        (["--model={model}", "--data={data}", "--out={out}", "--length=5000"], 1,
+         "more than the model's 2048"),
+        (["--model={model}", "--data={data}", "--out={out}", "--batch=4", "--accumulate=3"], 1,
+         "accumulate=3 does not divide batch=4"),
+        (["--model={model}", "--data={data}", "--out={out}", "--device-memory=lots"], 1,
+         "device_memory"),
+        (["--model={model}", "--data={data}", "--out={out}", "--target-modules=x_proj"], 1,
+         "'x_proj', which names no matrix"),
+        (["--model={model}", "--data={data}", "--out={out}", "--full", "--tier=disk"], 1,
+         "needs a folder"),
+    ],
+    ids=lambda x: str(x)[-30:],
+)  # fmt: skip
+def test_what_cannot_be_done_is_said_and_leaves_nothing(
+    folder, tmp_path, capsys, words, status, message
+):
+    names = {"model": folder / "model", "data": folder / "chat.jsonl", "out": tmp_path / "out"}
+    got, _, errors = run(capsys, *(word.format(**names) for word in words))
+    assert (got, message in errors) == (status, True), errors
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_names_the_flags_and_the_forms_of_examples(capsys):
+    status, text, _ = run(capsys, "--help")
+    assert status == 0
+    for words in ("--device_memory", "--resume", '"messages"', '"completion"', "Ctrl-C"):
+        assert words in text
