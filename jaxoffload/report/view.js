@@ -65,12 +65,13 @@ function start(root) {
       const names = Array.from({ length: model.devices }, (_, d) => "device " + d);
       bar.append(choose("", names, state.device, (d) => ((state.device = d), arrange())));
     }
-    bar.append(make("input", { type: "search", placeholder: "find a tensor, line or argument",
-      "aria-label": "find a tensor", oninput: (event) => {
+    bar.append(make("button", { type: "button", onclick: reset }, "whole run"), make("input", {
+      type: "search", placeholder: "find a tensor, line or argument", "aria-label": "find a tensor",
+      oninput: (event) => {
         const found = search(model, event.target.value, 40);
-        hits.replaceChildren(...found.map((v) => make("button", { type: "button", onclick: () => pick(v),
-          onfocus: () => pick(v) }, nameOf(model, v))));
-      } }), make("button", { type: "button", onclick: reset }, "whole run"));
+        hits.replaceChildren(...found.map((v) => make("button", { type: "button",
+          onclick: () => pick(v), onfocus: () => pick(v) }, nameOf(model, v))));
+      } }));
   }
 
   function load() {
@@ -422,7 +423,7 @@ function start(root) {
     event.preventDefault();
   });
 
-  root.querySelector(".static").replaceWith(slider, bar, stage, legend, help, hits, facts);
+  root.querySelector(".static").replaceWith(slider, bar, hits, stage, legend, help, facts);
   load();
   new ResizeObserver(draw).observe(stage);
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
