@@ -75,7 +75,8 @@ class ShownMemory(Shown):
 
         Args:
           about: part of a tensor's name ("f32[512,512]"), of the source line that makes it
-            ("model.py:88"), or of an argument's path ("params['w1']"); case does not matter.
+            ("model.py:88"), or of an argument's path ("params['w1']"); case does not matter. What
+            is just so called goes before what only holds it.
 
         Returns:
           Text about the tensors that match, those that move most first; close names if none does.

@@ -4,7 +4,7 @@ Takes a `Scene` and part of a name, a source line or an argument's path; gives t
 """
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -38,11 +38,10 @@ def _of_whole(shown: WholePlan, about: str) -> str:
 
 
 def fate(scene: Scene, about: str) -> str:
-    """The text for all tensors of which some name holds `about`."""
+    """The text for all tensors that `about` stands for."""
     tensors = scene.graph.taskgraph.tensors
     names = [_names(scene, t) for t in range(len(tensors))]
-    wanted = about.lower()
-    found = [t for t, of in enumerate(names) if any(wanted in name.lower() for name in of)]
+    found = _matching(names, about.lower())
     if not found:
         return _nothing(about, sorted({name for of in names for name in of}))
     teller = _Teller(scene)
@@ -57,6 +56,21 @@ def fate(scene: Scene, about: str) -> str:
     for tensor in found[:_SHOWN]:
         lines += teller.lines(tensor)
     return "\n".join(lines)
+
+
+def _matching(names: Sequence[Sequence[str]], wanted: str) -> list[int]:
+    """Those with just that name; else those of an argument so called ("params"); else those of
+    which any name holds it."""
+    tests: tuple[Callable[[str], bool], ...] = (
+        lambda name: name == wanted,
+        lambda name: name.startswith((f"{wanted}[", f"{wanted}.")),
+        lambda name: wanted in name,
+    )
+    for test in tests:
+        found = [t for t, of in enumerate(names) if any(test(name.lower()) for name in of)]
+        if found:
+            return found
+    return []
 
 
 def _names(scene: Scene, tensor_id: int) -> list[str]:

@@ -90,7 +90,7 @@ def _kernel_seconds(graph: MemGraph, times: Times) -> float:
 
 def _against(seconds: float, alone: float) -> str:
     if alone <= 0:
-        return "nothing is computed"
+        return "all of it copies"
     return f"{seconds / alone:.2f} of its kernels' time with everything resident"
 
 
@@ -130,6 +130,8 @@ def _bound(graph: MemGraph, times: Times, rows: list[tuple[str, float, int]], wh
     """One line: what a run waits for, and what would help."""
     if not rows:
         return "Nothing runs: results are arguments."
+    if not (graph.kind == Kind.KERNEL).any():
+        return "Nothing is computed: what the results are is copied there."
     name, busy, _ = max(rows, key=lambda row: row[1])
     share = busy / whole
     if name == LANES[0] and share >= _BUSY:

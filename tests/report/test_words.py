@@ -16,7 +16,8 @@ from jaxoffload.report.told import fate
 X = np.ones((64, 64), np.float32)
 
 
-def function(x, w):
+def function(t, w):
+    x = t
     parts = [jnp.sin(x * (i + 1)) @ w["in"] for i in range(6)]
     for _ in range(2):  # all are read late, and twice
         for part in reversed(parts):
@@ -42,7 +43,8 @@ def test_a_tensor_is_found_by_its_name_its_line_and_its_arguments_path(step):
     plan = step.plan(X, {"in": X})
     by_path = plan.explain("w['IN']")
     assert "argument 1; w['in']" in by_path and "tensors match" not in by_path
-    assert by_path == plan.explain("argument 1")
+    assert by_path == plan.explain("argument 1") == plan.explain("w")  # not all lines with a w
+    assert plan.explain("T").startswith("f32[64,64], 16 KiB, batch: argument 0; t\n")
     number = next(i for i, t in enumerate(plan.taskgraph.tensors) if "sin" in t.name or t.source)
     line = plan.taskgraph.tensors[number].source.split(" ")[0]
     assert line in plan.explain(line) and "test_words.py" in line
@@ -155,6 +157,15 @@ def test_the_verdict_names_what_bounds_the_run(step):
     assert "Bound by copies host to device" in str(slower(run, Kind.RELOAD, 1.0))
     assert "waits" in str(slower(run, Kind.OFFLOAD, 20e-6)).splitlines()[1]
     assert "for room" in str(slower(run, Kind.OFFLOAD, 20e-6)).splitlines()[1]
+
+
+@pytest.mark.filterwarnings("ignore:offload.*has no effect")
+def test_a_function_that_only_returns_its_arguments_says_so():
+    same = jo.offload(lambda x: x, device_memory=None, vertex_memory=1)
+    same(X)
+    for shown in (same.plan(X), same.last_run):
+        assert "Nothing is computed" in str(shown) and "resident" not in str(shown)
+        assert "jaxoffload-view" in shown._repr_html_()
 
 
 @pytest.mark.runs_whole
