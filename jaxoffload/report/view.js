@@ -26,7 +26,8 @@ function start(root) {
   const inks = data.colours.map(inkOf), laneInk = inkOf("#56B4E9"), over = inkOf("#888888");
   let model, panels, rows, layers;
 
-  const canvas = make("canvas", { tabindex: 0, role: "img" }), front = make("canvas", { "aria-hidden": "true" });
+  const canvas = make("canvas", { tabindex: 0, role: "img" });
+  const front = make("canvas", { "aria-hidden": "true" });
   const stage = make("div", { class: "stage" }, canvas, front);
   const facts = make("dl", { "aria-live": "polite" }), hits = make("div", { class: "hits" });
   const bar = make("div", { class: "bar" }), says = make("output", {});
@@ -54,7 +55,8 @@ function start(root) {
     bar.replaceChildren();
     if (model.times.length > 1) {
       const labels = model.times.map((t) => t.label + " (" + formatSeconds(t.seconds) + ")");
-      const options = [...labels, ...labels.map((label, i) => label + " over " + model.times[1 - i].label)];
+      const pairs = labels.map((label, i) => label + " over " + model.times[1 - i].label);
+      const options = [...labels, ...pairs];
       bar.append(choose("times", options, state.which + (state.both ? 2 : 0), (n) => {
         state.which = n % 2;
         state.both = n > 1;
@@ -107,7 +109,8 @@ function start(root) {
     const used = layers[0].use.total.reduce((top, bytes) => Math.max(top, bytes), 0);
     const most = Math.max(model.budget || 0, used + model.reserved, 1);
     // A fifth more, for the budget's line and its words.
-    panels = [{ name: "in use", says: "≤ " + formatBytes(used + model.reserved), tall: 120, top: 1.2 * most }];
+    panels = [{ name: "in use", says: "≤ " + formatBytes(used + model.reserved), tall: 120,
+      top: 1.2 * most }];
     ["device " + state.device, "host memory", "disk"].forEach((name, n) => {
       if (n && !tops[n]) return;
       panels.push({ name, says: formatBytes(tops[n]), map: n, tall: n ? 70 : 280, top: tops[n] || 1 });
@@ -178,7 +181,8 @@ function start(root) {
 
   // Of each column the moment at which most is in use, so that no peak is lost.
   function paintUse(panel) {
-    const { at, of, total } = layers[0].use, scale = panel.tall / panel.top, base = panel.y + panel.tall;
+    const { at, of, total } = layers[0].use;
+    const scale = panel.tall / panel.top, base = panel.y + panel.tall;
     for (let x = 0; x < wide; x++) {
       const until = timeOf(left + x + 1);
       let n = Math.max(bisect(at, timeOf(left + x), true) - 1, 0), best = n, most = -1;
@@ -289,6 +293,7 @@ function start(root) {
   function paintAbove() {
     above.clearRect(0, 0, stage.clientWidth, stage.clientHeight);
     const { version, tensor, vertex } = model, { begin, end } = model.lives[state.which];
+    const run = model.times[state.which];
     const v = state.over >= 0 ? state.over : state.chosen;
     above.save();
     above.beginPath();
@@ -301,14 +306,16 @@ function start(root) {
         const n = { [DEVICE]: 0, [HOST]: 1, [DISK]: 2 }[version.space[p]];
         const panel = panels.find((candidate) => candidate.map === n);
         const writer = version.writer[p] - 1;
-        const row = writer >= 0 && rows.find((r) => r.row === ROW_OF_KIND[vertex.kind[writer]]);
-        if (row) {
-          const x = xOf(model.times[state.which].start[writer]);
-          above.strokeRect(x, row.y, Math.max(xOf(model.times[state.which].end[writer]) - x, 2), row.tall);
+        const line = writer >= 0 ? ROW_OF_KIND[vertex.kind[writer]] : -1;
+        const row = rows.find((r) => r.row === line);
+        if (row && (line >= NO_DEVICE || vertex.device[writer] === state.device)) {
+          const x = xOf(run.start[writer]), w = xOf(run.end[writer]) - x;
+          above.strokeRect(x, row.y, Math.max(w, 2), row.tall);
         }
         if (!panel || (n === 0 && version.index[p] !== state.device)) continue;
-        const h = (panel.tall * tensor.bytes[version.tensor[p]]) / panel.top, x = xOf(begin[p]);
-        above.strokeRect(x, yOf(panel, version.offset[p]) - h, Math.max(xOf(end[p]) - x, 2), Math.max(h, 2));
+        const h = (panel.tall * tensor.bytes[version.tensor[p]]) / panel.top;
+        const x = xOf(begin[p]), w = xOf(end[p]) - x;
+        above.strokeRect(x, yOf(panel, version.offset[p]) - h, Math.max(w, 2), Math.max(h, 2));
       }
     }
     if (state.drag) {
@@ -331,7 +338,8 @@ function start(root) {
   }
 
   function under([x, y]) {
-    const time = timeOf(x), panel = panels.find((p) => p.map !== undefined && y >= p.y && y < p.y + p.tall);
+    const maps = panels.filter((p) => p.map !== undefined), time = timeOf(x);
+    const panel = maps.find((p) => y >= p.y && y < p.y + p.tall);
     if (panel) {
       return hit(model, layers[0].maps[panel.map], time, panel.top * (1 - (y - panel.y) / panel.tall));
     }
