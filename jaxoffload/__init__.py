@@ -29,6 +29,8 @@ from jaxoffload.plan.hardware import Machine as Machine
 from jaxoffload.report.explain import Explanation as Explanation
 from jaxoffload.report.predict import Prediction as Prediction
 from jaxoffload.report.tradeoff import Tradeoff as Tradeoff
+from jaxoffload.report.view import Comparison as Comparison
+from jaxoffload.report.view import compare as compare
 from jaxoffload.runtime.arrays import DiskArray as DiskArray
 from jaxoffload.runtime.arrays import HostArray as HostArray
 from jaxoffload.runtime.arrays import disk_put as disk_put

@@ -75,8 +75,12 @@ def _cuda_report() -> BackendReport:
     return BackendReport("cuda", True, detail, names)
 
 
-def diagnose() -> Iterator[str]:
-    """Lines about everything that a report of a fault should say."""
+def diagnose(disk: str | None = None) -> Iterator[str]:
+    """Lines about everything that a report of a fault should say.
+
+    Args:
+      disk: the folder that `disk=` would name; None: the system's for temporary files.
+    """
     from jaxoffload import __version__
 
     yield f"jaxoffload {__version__}, jax {jax.__version__}, jaxlib {jaxlib.__version__}, " + (
@@ -98,13 +102,26 @@ def diagnose() -> Iterator[str]:
             f"host tier: {stats['num_pin_failures']} ranges could not be pinned, so copies of them "
             "are slow. Let the process lock more memory (ulimit -l, or the container's limit)."
         )
-    yield _disk_line()
+    yield _home_line()
+    yield _disk_line(disk)
 
 
-def _disk_line() -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        try:
+def _home_line() -> str:
+    home = os.path.expanduser("~")
+    if os.access(home, os.W_OK):
+        return f"home: {home}; nothing is kept there but what Profile.save is told to"
+    return f"home: {home} cannot be written to, which does no harm: save profiles elsewhere"
+
+
+def _disk_line(disk: str | None) -> str:
+    try:
+        where = disk or tempfile.gettempdir()
+        with tempfile.TemporaryDirectory(dir=where) as folder:
             store = _native.DiskStore([folder])
-        except OSError as error:
-            return f"disk tier: not available in {folder}: {error}"
-        return f"disk tier: {store.engine} ({store.engine_reason})"
+            return f"disk tier: {store.engine} ({store.engine_reason}), in {where}"
+    except OSError as error:
+        where = f"in {disk}: " if disk else ""
+        return (
+            f"disk tier: not available: {where}{error.strerror or error}. Name a folder on a local "
+            "drive that can be written to: --disk=FOLDER here, disk= in offload"
+        )

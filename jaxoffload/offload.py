@@ -54,6 +54,7 @@ class _Program:
     Args:
       asked: whether the user named the budget.
       profile: takes what calls measure.
+      argument_names: what the user calls each leaf.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class _Program:
         options: Options,
         asked: bool,
         profile: Profile,
+        argument_names: tuple[str, ...],
     ):
-        self._profile = profile
+        self._profile, self._argument_names = profile, argument_names
         self._tuner = Tuner(profile, options)
         self.traced = trace(call, shapes_of(signature), signature.codes, signature.tree)
         self._derived = Derived()
@@ -93,7 +95,7 @@ class _Program:
     def request(self) -> Request:
         """What is planned for direct calls."""
         params = self.params()
-        return make_request(
+        request = make_request(
             self.traced.jaxpr,
             self._name,
             params["kinds"],
@@ -101,6 +103,7 @@ class _Program:
             self.options,
             self._signature.tiers,
         )
+        return dataclasses.replace(request, argument_names=self._argument_names)
 
     @property
     def whole(self) -> Whole | None:
@@ -389,7 +392,8 @@ class Offloaded:
                 margin = int(free * KNOWN_MARGIN) + self._unseen_bytes
             options = dataclasses.replace(options, device_memory=max(1, free - margin))
         body = self._spec.caller(self._function, call.signature)
-        return _Program(self._spec.name, body, call.signature, options, asked, self.profile)
+        names = self._spec.names_of(call.signature)
+        return _Program(self._spec.name, body, call.signature, options, asked, self.profile, names)
 
     def _run(self, program: _Program, call: Call) -> list[Any]:
         for leaf in call.leaves:

@@ -43,12 +43,13 @@ from jaxoffload.plan.limits import (
     resident_peak,
 )
 from jaxoffload.plan.order import orders
-from jaxoffload.plan.simulate import simulate
+from jaxoffload.plan.simulate import Timeline, simulate
 from jaxoffload.plan.static import keep_everything
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import reserve
 from jaxoffload.runtime.callers import byte_count
 from jaxoffload.runtime.load import load
+from jaxoffload.showing import ShownMemory
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class Request:
       options: with `device_memory` already a number or None.
       disk_arguments: those that are on disk.
       reloads_all: no argument may be read where it is: kernels cannot reach some of them.
+      argument_names: what the user calls each argument, for reports; empty where that is not known.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Request:
     options: Options
     disk_arguments: frozenset[int] = frozenset()
     reloads_all: bool = False
+    argument_names: tuple[str, ...] = ()
 
     @property
     def disk_results(self) -> frozenset[int]:
@@ -109,7 +112,7 @@ class Request:
         )
 
 
-class Plan:
+class Plan(ShownMemory):
     """A function planned for a budget: from shapes alone, before anything is allocated.
 
     Attributes:
@@ -295,6 +298,16 @@ class Plan:
     def machine(self) -> Machine:
         """The model by which it was chosen."""
         return self._planner.machine
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        """What the user calls each flat argument; empty where that is not known."""
+        return self._request.argument_names
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """When each vertex would run, by that model."""
+        return simulate(self.memgraph, machine=self.machine, priority=self._priority)
 
     @property
     def executables(self) -> tuple[Any, ...]:

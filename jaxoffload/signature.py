@@ -233,12 +233,15 @@ class ArgumentSpec:
 
     def name_of(self, call: Call, leaf: int) -> str:
         """What the user calls a leaf of a call."""
-        signature = call.signature
-        numbered = jax.tree.unflatten(signature.tree, range(len(call.leaves)))
+        return self.names_of(call.signature)[leaf]
+
+    def names_of(self, signature: Signature) -> tuple[str, ...]:
+        """What the user calls each leaf: "params['w1']"."""
+        numbered = jax.tree.unflatten(signature.tree, range(len(signature.avals)))
         static = {where for where, _ in signature.static if isinstance(where, int)}
         positions = [i for i in range(len(numbered[0]) + len(static)) if i not in static]
-        path, _ = jax.tree_util.tree_leaves_with_path(numbered)[leaf]
-        return self._path_text(path, positions)
+        paths = jax.tree_util.tree_leaves_with_path(numbered)
+        return tuple(self._path_text(path, positions) for path, _ in paths)
 
     def _path_text(self, path: Any, positions: Sequence[int]) -> str:
         if path[0].idx == 1:

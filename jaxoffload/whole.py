@@ -22,6 +22,7 @@ from jaxoffload.options import Options, format_bytes
 from jaxoffload.pipeline import Plan, Planner, Request
 from jaxoffload.plan.static import keep_everything
 from jaxoffload.runtime import backends
+from jaxoffload.showing import Shown
 
 _AMPLE = 2
 """Where so many times all values fit at once, the function fits: layouts and workspace included."""
@@ -180,7 +181,7 @@ def _tensor(aval: Any, **parts: Any) -> Tensor:
     return Tensor(_bytes(aval), aval.str_short(), dtype=str(dtype), shape=shape, **parts)
 
 
-class WholeRun:
+class WholeRun(Shown):
     """What one run of a function that runs whole did: nothing that jaxoffload could tell.
 
     Attributes:

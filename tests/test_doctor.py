@@ -78,15 +78,14 @@ def test_jax_compiles_for_the_runtime_and_keeps_what_it_compiled(monkeypatch):
 
 
 def test_doctor_prints_a_report_and_knows_no_other_word():
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxoffload", "doctor"], capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "jaxoffload", "doctor", "--nomeasure"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for word in ("jaxoffload", "cpu: available", "cuda:", "disk tier:", "Python"):
         assert word in done.stdout
     assert not done.stderr
     done = subprocess.run([sys.executable, "-m", "jaxoffload"], capture_output=True, text=True)
-    assert done.returncode == 2 and "usage: jaxoffload doctor" in done.stderr
+    assert done.returncode == 2 and "usage: jaxoffload COMMAND" in done.stderr
 
 
 def test_ranges_that_could_not_be_pinned_are_told(monkeypatch):

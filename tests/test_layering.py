@@ -6,10 +6,10 @@ import pathlib
 import pytest
 
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "jaxoffload"
-ORDER = ["errors", "graphs", "once", "garbage", "_jax_compat", "identity", "capture", "plan",
-         "compile", "policies", "options", "runtime", "verification", "signature", "cuts",
+ORDER = ["errors", "showing", "graphs", "once", "garbage", "_jax_compat", "identity", "capture",
+         "plan", "compile", "policies", "options", "runtime", "verification", "signature", "cuts",
          "pipeline", "whole", "primitive", "transforms", "report", "recut", "tuner", "offload",
-         "caches", "doctor", "finetune"]  # fmt: skip
+         "caches", "doctor", "command", "finetune"]  # fmt: skip
 STAGES = {"capture": {"plan", "compile", "runtime"}, "plan": {"capture", "compile", "runtime"},
           "compile": {"plan", "runtime"}, "runtime": {"capture"}}  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))

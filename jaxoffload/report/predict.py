@@ -9,10 +9,11 @@ from jaxoffload.options import format_bytes
 from jaxoffload.pipeline import Planner, Request
 from jaxoffload.plan.hardware import MACHINES, Machine
 from jaxoffload.plan.simulate import Timeline, simulate
+from jaxoffload.showing import ShownMemory
 
 
 @dataclasses.dataclass(frozen=True)
-class Prediction:
+class Prediction(ShownMemory):
     """A simulated run.
 
     Nothing is compiled, so executables' workspace is not known and counts as nothing; times of
@@ -25,6 +26,8 @@ class Prediction:
       memgraph: what would be run.
       timeline: when each vertex would run.
       policy: the launch policy.
+      reserved_bytes: device bytes beside the arena: arguments and results that are in place.
+      argument_names: what the user calls each flat argument, as far as that is known.
     """
 
     name: str
@@ -33,6 +36,8 @@ class Prediction:
     memgraph: MemGraph
     timeline: Timeline
     policy: str
+    reserved_bytes: int = 0
+    argument_names: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -100,8 +105,12 @@ def predict(request: Request, machine: Machine | str, policy: str, jitter: float
         dataclasses.replace(request, options=options), machine=machine, compiles=False
     )
     try:
-        memgraph = planner.plan().memgraph
+        plan = planner.plan()
     except PlanError as error:
-        raise PlanError(f"{error} (planned without executables' workspace)") from None
-    timeline = simulate(memgraph, machine=machine, policy=policy, jitter=jitter)
-    return Prediction(request.name, machine, budget, memgraph, timeline, policy)
+        least = error.min_device_memory
+        raise PlanError(f"{error} (planned without executables' workspace)", least) from None
+    timeline = simulate(plan.memgraph, machine=machine, policy=policy, jitter=jitter)
+    return Prediction(
+        request.name, machine, budget, plan.memgraph, timeline, policy,
+        plan.bytes_outside_the_arena, request.argument_names,
+    )  # fmt: skip

@@ -16,6 +16,7 @@ from jaxoffload.pipeline import Request
 from jaxoffload.plan.hardware import Machine
 from jaxoffload.plan.limits import resident_peak
 from jaxoffload.report.predict import Prediction, predict
+from jaxoffload.showing import Shown
 
 STRATEGIES = {"offload": "never", "recompute": "always", "both": "auto"}
 """What is done with values that do not stay on the device, and the option that asks for it."""
@@ -32,17 +33,19 @@ class Point:
       budget: bytes of device memory.
       seconds: simulated time of a run.
       bytes_moved: up and down.
+      prediction: the plan itself, of the strategy "both".
     """
 
     strategy: str
     budget: int
     seconds: float
     bytes_moved: int
+    prediction: Prediction | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tradeoff:
-    """A sweep of budgets; print it, or show `svg()`.
+class Tradeoff(Shown):
+    """A sweep of budgets; print it, show it in a notebook, `save` it, or take its `svg()`.
 
     Attributes:
       name: the user's function.
@@ -139,5 +142,6 @@ def tradeoff(request: Request, machine: Machine | str, shares: Sequence[float]) 
             except PlanError:
                 continue
             moved = found.bytes_reloaded + found.bytes_offloaded
-            points.append(Point(strategy, budget, found.seconds, moved))
+            kept = found if strategy == "both" else None
+            points.append(Point(strategy, budget, found.seconds, moved, kept))
     return Tradeoff(request.name, whole.machine.name, tuple(points))

@@ -11,7 +11,9 @@ import numpy as np
 from jaxoffload.errors import RunError
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.options import Options
+from jaxoffload.plan.hardware import Machine
 from jaxoffload.runtime.arrays import TierArray, empty_host_array
+from jaxoffload.showing import ShownMemory
 
 if TYPE_CHECKING:
     from jaxoffload.pipeline import Plan
@@ -22,7 +24,7 @@ DEVICE_LANES = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Run(ShownMemory):
     """What one run did.
 
     Attributes:
@@ -35,6 +37,11 @@ class Run:
       bytes_loaded, bytes_stored: read from disk, and written to it.
       copied_outputs: outputs that XLA did not write in place and that were copied there.
       realigned_bytes: argument bytes that were copied first because their address was not aligned.
+      name: the user's function.
+      budget: bytes of device memory that it could use, None for no limit.
+      reserved_bytes: of the peak, what is beside the arena: workspace, and what is in place.
+      machine: the model by which its plan was chosen, to simulate it on.
+      argument_names: what the user calls each flat argument, as far as that is known.
     """
 
     memgraph: MemGraph
@@ -49,6 +56,11 @@ class Run:
     bytes_stored: int
     copied_outputs: int
     realigned_bytes: int
+    name: str = ""
+    budget: int | None = None
+    reserved_bytes: int = 0
+    machine: Machine | None = None
+    argument_names: tuple[str, ...] = ()
 
     @functools.cached_property
     def lanes(self) -> dict[int, tuple[int | None, str]]:
@@ -133,6 +145,11 @@ def make_run(plan: "Plan", report: Any) -> Run:
         bytes_stored=int(report.bytes_stored),
         copied_outputs=int(report.copied_outputs),
         realigned_bytes=int(report.realigned_bytes),
+        name=plan.name,
+        budget=plan.budget,
+        reserved_bytes=plan.bytes_outside_the_arena,
+        machine=plan.machine,
+        argument_names=plan.argument_names,
     )
 
 
@@ -164,16 +181,21 @@ def run_plan(
     handover = memory.hand_over(plan, operands, donated, below)
     launch = options.launch
     touched: set[int] = set()
+
+    def ended(report: Any) -> None:
+        touched.update(np.flatnonzero(report.touched_results).tolist())
+
     try:
-        report = plan.native.run(
-            handover.arguments,
-            handover.places,
-            policy=launch.code,
-            seed=launch.seed,
-            max_delay_us=round(launch.max_delay_seconds * 1e6),
-            check=options.check,
-            ended=lambda report: touched.update(np.flatnonzero(report.touched_results).tolist()),
-        )
+        with jax.profiler.TraceAnnotation(f"jaxoffload {plan.name}"):
+            report = plan.native.run(
+                handover.arguments,
+                handover.places,
+                policy=launch.code,
+                seed=launch.seed,
+                max_delay_us=round(launch.max_delay_seconds * 1e6),
+                check=options.check,
+                ended=ended,
+            )
         run = make_run(plan, report)
     except BaseException:
         _delete_overwritten(plan, operands, donated, touched)

@@ -1,7 +1,6 @@
 """Pictures and traces of a run that really moved something."""
 
 import dataclasses
-import json
 import xml.etree.ElementTree
 
 import jax
@@ -10,11 +9,8 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
-from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.plan.hardware import SMALL_SERVER, Link
-from jaxoffload.report.perfetto import perfetto_json
 from jaxoffload.report.place_map import place_map_svg
-from jaxoffload.runtime.run import LANES
 
 
 @pytest.fixture(scope="module")
@@ -42,48 +38,6 @@ def test_place_map_draws_every_place_and_vertex(run):
     for box in places:
         top = float(box.get("y"))
         assert low - 0.2 <= top and top + float(box.get("height")) <= high + 0.2
-
-
-def test_trace_has_a_slice_for_every_vertex_and_the_bytes_that_moved(run):
-    events = json.loads(perfetto_json(run))["traceEvents"]
-    slices = [e for e in events if e["ph"] == "X"]
-    assert len(slices) == run.memgraph.num_vertices
-    moved = sum(e["args"]["bytes"] for e in slices if e["cat"] == Kind.RELOAD.name.lower())
-    assert moved == run.bytes_reloaded > 0
-    assert {e["args"]["name"] for e in events if e["ph"] == "M"} == {
-        "device 0: compute",
-        "device 0: host to device",
-        "device 0: device to host",
-    }
-    starts = [e["id"] for e in events if e["ph"] == "s"]
-    assert starts and sorted(starts) == sorted(e["id"] for e in events if e["ph"] == "f")
-
-
-def copying(graph):
-    """The same with a vertex that stores to disk."""
-    kind = graph.kind.copy()
-    kind[0] = Kind.STORE
-    return dataclasses.replace(graph, kind=kind)
-
-
-def test_each_device_has_lanes_of_its_own_in_a_trace_and_the_disk_two(run):
-    """Lanes are numbered as the runtime numbers them: three a device, then the disk's."""
-    graph = run.memgraph
-    capacity = np.zeros(2, dtype=np.int64)
-    lane = np.arange(graph.num_vertices, dtype=np.int32) % 8
-    two = dataclasses.replace(
-        run, memgraph=dataclasses.replace(graph, capacity=capacity), lane=lane
-    )
-    events = json.loads(perfetto_json(two))["traceEvents"]
-    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == [
-        *(f"device 0: {name}" for name in LANES[:3]),
-        *(f"device 1: {name}" for name in LANES[:3]),
-        *LANES[3:],
-    ]
-    spent = two.end_seconds - two.start_seconds
-    for number, name in ((2, LANES[2]), (6, LANES[3])):
-        busy = dataclasses.replace(two, memgraph=copying(two.memgraph)).lane_busy_seconds[name]
-        assert busy == pytest.approx(spent[lane == number].sum())
 
 
 def test_bytes_by_tensor_add_up(run):

@@ -1,0 +1,1 @@
+"""The `jaxoffload` command: a table of subcommands, one file each."""

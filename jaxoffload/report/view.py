@@ -1,0 +1,173 @@
+"""Pages: what a notebook shows, and what `save` writes, of plans, runs, predictions, trade-offs.
+
+A page is one piece: words, a static picture, the data, and a script (model.js, view.js) that puts a
+view to look into in the picture's place. Nothing is fetched. Whatever the user named is escaped.
+"""
+
+import dataclasses
+import functools
+import html
+import importlib.resources
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jaxoffload.pipeline import Plan
+from jaxoffload.report.place_map import picture
+from jaxoffload.report.predict import Prediction
+from jaxoffload.report.scene import KINDS, Scene, encoded
+from jaxoffload.report.subjects import scene_of
+from jaxoffload.report.tradeoff import Tradeoff
+from jaxoffload.runtime.run import Run
+from jaxoffload.showing import Shown, page, words
+from jaxoffload.whole import WholePlan, WholeRun
+
+_FILES = importlib.resources.files("jaxoffload.report")
+_STATIC_BOXES = 800
+"""In the picture for where no script runs, of memory and of lanes each."""
+_MOST_IN_A_NOTEBOOK = 50_000
+"""Boxes of what a notebook shows: it keeps every output, and these take five megabytes."""
+_MOST_BOXES = 200_000
+"""In all plans of a trade-off's page; beyond that smaller ones only are looked into."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Comparison(Shown):
+    """Several plans, runs or predictions in one view; from `compare`.
+
+    Attributes:
+      shown: in order of their budgets.
+    """
+
+    shown: tuple[Plan | Run | Prediction, ...]
+
+    def __repr__(self) -> str:
+        return "\n".join(repr(one) for one in self.shown)
+
+
+def compare(*shown: Plan | Run | Prediction) -> Comparison:
+    """Plans for several budgets in one view, with a slider to go from one to the next.
+
+    Args:
+      shown: plans (`Offloaded.plan`), runs (`last_run`) or predictions, made beforehand.
+
+    Returns:
+      What a notebook shows, and `save(path)` writes.
+
+    Raises:
+      TypeError: one of them is something else, or ran whole. ValueError: there is none.
+
+    >>> import jax, jaxoffload as jo
+    >>> x = jax.ShapeDtypeStruct((64, 64), "float32")
+    >>> f = jo.offload(lambda x: x @ x, device_memory=None, cut="always")
+    >>> len(jo.compare(f.plan(x), f.predict(x, machine="H200")).shown)
+    2
+    """
+    if not shown:
+        raise ValueError("compare: shown=() is empty. Pass plans, runs or predictions.")
+    for one in shown:
+        if isinstance(one, WholePlan | WholeRun) or not isinstance(one, Plan | Run | Prediction):
+            raise TypeError(
+                f"compare: {one!r} is a {type(one).__name__}. Pass plans, runs or predictions of "
+                "functions that were cut."
+            )
+    order = sorted(shown, key=lambda one: float("inf") if one.budget is None else one.budget)
+    return Comparison(tuple(order))
+
+
+@page.register(Plan)
+@page.register(Run)
+@page.register(Prediction)
+def _page_of_one(shown: Plan | Run | Prediction, *, is_file: bool) -> str:
+    return scenes_page([scene_of(shown)], str(shown), is_file=is_file)
+
+
+@page.register
+def _page_of_several(shown: Comparison, *, is_file: bool) -> str:
+    return scenes_page([scene_of(one) for one in shown.shown], words(shown), is_file=is_file)
+
+
+@page.register(WholePlan)
+@page.register(WholeRun)
+def _page_of_whole(shown: WholePlan | WholeRun, *, is_file: bool) -> str:
+    text = "Everything fits: it runs whole, as jax.jit runs it, and nothing is moved."
+    return _page(f"<h1>{text}</h1><pre>{html.escape(str(shown))}</pre>", text, is_file)
+
+
+@page.register
+def _page_of_tradeoff(shown: Tradeoff, *, is_file: bool) -> str:
+    """The curves, and below them the plans to look into."""
+    made = [p.prediction for p in shown.points if p.prediction is not None]
+    scenes, boxes = [], 0
+    for found in sorted(made, key=lambda found: found.memgraph.num_versions):
+        boxes += found.memgraph.num_versions
+        if boxes <= _MOST_BOXES:
+            scenes.append(scene_of(found))
+    scenes.sort(key=lambda scene: scene.budget or 0)
+    text = str(shown)
+    if len(scenes) < len(made):
+        text += f"\n{len(made) - len(scenes)} plans are too large to be looked into on this page."
+    curves = shown.svg().replace('xmlns="http://www.w3.org/2000/svg" ', "").replace("#444", "")
+    return scenes_page(scenes, text, is_file=is_file, more=curves)
+
+
+def scenes_page(scenes: Sequence[Scene], text: str, *, is_file: bool, more: str = "") -> str:
+    """HTML of some scenes, the last of them in view.
+
+    Args:
+      text: the words above.
+      more: HTML between these and the view.
+    """
+    if not scenes:
+        return _page(f"<pre>{html.escape(text)}</pre>{more}", "jaxoffload", is_file)
+    title = scenes[-1].title
+    boxes = sum(scene.graph.num_versions for scene in scenes)
+    if not is_file and boxes > _MOST_IN_A_NOTEBOOK:
+        text += f"\n{boxes} boxes are too many for a notebook: .save('plan.html') writes the view."
+        still = picture(scenes[-1], most=_STATIC_BOXES)
+        return _page(
+            f"<h1>{html.escape(title)}</h1><pre>{html.escape(text)}</pre>{more}{still}",
+            title,
+            False,
+        )
+    data = {
+        "colours": [colour for _, colour in KINDS.values()],
+        "selected": len(scenes) - 1,
+        "scenes": [encoded(scene) for scene in scenes],
+    }
+    body = (
+        f"<h1>{html.escape(title)}</h1><pre>{html.escape(text)}</pre>{more}"
+        f'<div class="static">{picture(scenes[-1], most=_STATIC_BOXES)}</div>'
+        f'<script type="application/json">{_json(data)}</script>'
+    )
+    return _page(body, title, is_file, _script())
+
+
+def _page(body: str, title: str, is_file: bool, script: str = "") -> str:
+    part = f'<div class="jaxoffload-view"><style>{_resource("view.css")}</style>{body}</div>'
+    if script:
+        part += f"<script>{script}</script>"
+    if not is_file:
+        return part
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title></head>"
+        f'<body class="jaxoffload-page">{part}</body></html>\n'
+    )
+
+
+def _json(data: Any) -> str:
+    """JSON in which no text of the user's can end the element that holds it."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _script() -> str:
+    """Both files in one function: a page may hold several views."""
+    return f"(function () {{\n{_resource('model.js')}\n{_resource('view.js')}}})();"
+
+
+@functools.cache
+def _resource(name: str) -> str:
+    return _FILES.joinpath(name).read_text(encoding="utf-8")
