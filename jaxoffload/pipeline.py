@@ -71,6 +71,8 @@ _ALL_VARIANTS = 300
 """Up to so many vertices cuts are compared by all of the planner's rules."""
 _GAIN = 0.99
 """Of the simulated time, what another order must come down to."""
+_WAITS = 1.5
+"""Of what its kernels take, the time from which on a plan waits for copies."""
 _LOWER = 20
 """Steps down from a feasible budget in search of a smaller one, at most."""
 _FIRST_COMPILED = 4
@@ -420,8 +422,25 @@ class Planner:
         found = self._fixed_cut() or self._least_or(budget)
         if _needs(found) > budget:
             raise self._refusal(budget)
-        best, graph = self._fastest(found, budget)
+        best, graph = self._fastest_or_plain(found, budget)
         return self._finish(best, graph, budget, resident=False)
+
+    def _fastest_or_plain(
+        self, cut: tuple[Captured, list[Any], CompileReport], budget: int
+    ) -> tuple[tuple[Captured, list[Any], CompileReport], MemGraph]:
+        """As `_fastest`; where a cut that computes again waits for copies all the same, the best
+        that does not is tried beside it: in another order it may have less to move."""
+        best, graph, seconds = self._fastest(cut, budget)
+        vertices = cut[0].taskgraph.vertices
+        if self._ranked is None or not any(v.repeated for v in vertices):
+            return best, graph
+        if seconds <= _WAITS * float(self.machine.task_seconds(cut[0].taskgraph).sum()):
+            return best, graph
+        for other, _ in self._ranked.simulated():
+            if not other.recomputed and (compiled := self._within(other, budget)):
+                rival = self._fastest(compiled, budget)
+                return rival[:2] if rival[2] < _GAIN * seconds else (best, graph)
+        return best, graph
 
     def _least_or(self, budget: int) -> tuple[Captured, list[Any], CompileReport]:
         """The best cut for a budget; where none is known the one that needs least."""
@@ -447,9 +466,9 @@ class Planner:
 
     def _fastest(
         self, cut: tuple[Captured, list[Any], CompileReport], budget: int
-    ) -> tuple[tuple[Captured, list[Any], CompileReport], MemGraph]:
-        """The MemGraph of a cut that ends first in simulation: of its own order by any of the
-        planner's rules, then of other orders by the best of these."""
+    ) -> tuple[tuple[Captured, list[Any], CompileReport], MemGraph, float]:
+        """The MemGraph of a cut that ends first in simulation, and when: of its own order by any of
+        the planner's rules, then of other orders by the best of these."""
         is_small = len(cut[0].taskgraph.vertices) <= _ORDERED_VERTICES
         variants = VARIANTS[: None if is_small else 1]
         best, rule, least, compute = cut, variants[0], float("inf"), 0.0
@@ -468,7 +487,7 @@ class Planner:
             variants = (rule,)
             if least <= compute / _GAIN:
                 break
-        return best, self.build(best[0].taskgraph, budget, **rule)
+        return best, self.build(best[0].taskgraph, budget, **rule), least
 
     def _in_other_orders(
         self, cut: tuple[Captured, list[Any], CompileReport]
@@ -633,7 +652,7 @@ class Planner:
             drafts = self._drafts(costs(compiled[0].taskgraph, compiled[1]), budget)
             runs = (simulate(draft, machine=self.machine).seconds for draft in drafts)
             if min(runs, default=float("inf")) < seconds:
-                best, graph = self._fastest(compiled, budget)
+                best, graph, _ = self._fastest(compiled, budget)
                 return self._finish(best, graph, budget, resident=False)
         return None
 
