@@ -32,6 +32,7 @@ from jaxoffload.runtime import backends
 ADAPTERS = lora.LoraConfig(rank=16, alpha=32.0)
 RECIPE = train.Recipe()
 BATCH, LENGTH = 4, 256
+SMALL = 1, 16
 SHARES = {"half": 0.5, "quarter": 0.25, "least": 0.0}
 REACH_BUDGET = 1 << 30
 _KEEP = 1.0 / 64
@@ -50,15 +51,13 @@ class Job:
 
     @classmethod
     def make(cls, small: bool, dtype: str = "float32", quantize: str | None = "none") -> "Job":
-        name = "SmolLM2-135M"
         try:
+            if small:
+                raise ImportError("not needed")
             opened = models.open_model(models.smollm2(), dtype=dtype, quantize=quantize)
-            config, base = opened.config, opened.params
+            name, config, base = "SmolLM2-135M", opened.config, opened.params
         except ImportError:
-            small = True
-        if small:
-            name = "a random model (tiny)"
-            config = dataclasses.replace(model.PRESETS["tiny"], dtype=dtype)
+            name, config = "a random model", dataclasses.replace(model.PRESETS["tiny"], dtype=dtype)
             base = model.init(config, jax.random.key(0))
         adapters = lora.init(base, ADAPTERS, jax.random.key(1))
         return cls(name, config, base, adapters, RECIPE.optimizer().init(adapters))
@@ -94,7 +93,8 @@ def _timed(ways: dict[str, Any], rounds: int) -> dict[str, float]:
 def steps(small: bool, rounds: int) -> list[dict[str, Any]]:
     """One step, every way."""
     job = Job.make(small)
-    args, resident = job.args(), on_device(job.args())
+    args = job.args(*SMALL) if small else job.args()
+    resident = on_device(args)
     plain, again = job.step(), job.step(checkpointed=True)
     peaks = {
         "jit": jit_peak_bytes(plain, resident, ()),
@@ -103,9 +103,11 @@ def steps(small: bool, rounds: int) -> list[dict[str, Any]]:
     jitted = {"jit": jax.jit(plain), "checkpoint": jax.jit(again)}
     ways: dict[str, Any] = {name: lambda f=f: f(*resident) for name, f in jitted.items()}
     offloaded: dict[str, Any] = {}
-    least = jo.offload(plain, device_memory=None, cut="always").plan(*args).min_device_memory
-    for name, share in SHARES.items():
-        budget = int(peaks["jit"] * share) or int(least * (1 + _KEEP))
+    for name, share in {"half": 0.5}.items() if small else SHARES.items():
+        budget = int(peaks["jit"] * share)
+        if not budget:
+            found = jo.offload(plain, device_memory=None, cut="always").plan(*args)
+            budget = int(found.min_device_memory * (1 + _KEEP))
         offloaded[name] = jo.offload(plain, device_memory=budget, cut="always")
         ways[name] = lambda f=offloaded[name]: f(*args)
     losses = {name: float(way()[2]["loss"]) for name, way in ways.items()}
@@ -138,11 +140,13 @@ def reach(small: bool, budget: int = REACH_BUDGET) -> list[dict[str, Any]]:
     """The longest sequence and the largest batch within a budget."""
     job = Job.make(small)
     budget = 4 << 20 if small else budget
-    unit, most = (16, 4) if small else (128, 64)
+    unit, most = (16, 1) if small else (128, 64)
     sizes: dict[str, Callable[[int], tuple[Any, ...]]] = {
         "sequence": lambda n: job.args(1, n * unit),
         "batch": lambda n: job.args(n, unit),
     }
+    if small:
+        del sizes["sequence"]
     rows = []
     for axis, args_of in sizes.items():
         for way in ("jit", "checkpoint", "offload"):
@@ -193,16 +197,18 @@ def slow_link(rate: float) -> Iterator[None]:
 def packed(small: bool, rounds: int) -> list[dict[str, Any]]:
     """The base as bfloat16 and as packed blocks, behind the slow link."""
     formats = {"bfloat16": "none", "int8": "int8", "nf4": "nf4", "as in the file": None}
+    if small:
+        del formats["int8"], formats["nf4"]
     jobs = {name: Job.make(small, "bfloat16", quantize=how) for name, how in formats.items()}
-    first = jobs["bfloat16"]
-    budget = jit_peak_bytes(first.step(), first.args(), ()) // 4
+    first, sizes = jobs["bfloat16"], SMALL if small else (BATCH, LENGTH)
+    budget = jit_peak_bytes(first.step(), first.args(*sizes), ()) // 4
     rows: list[dict[str, Any]] = []
     with slow_link(RATE):
         calls = {
             name: jo.offload(job.step(), device_memory=budget, cut="always")
             for name, job in jobs.items()
         }
-        ways = {name: lambda n=name: calls[n](*jobs[n].args()) for name in jobs}
+        ways = {name: lambda n=name: calls[n](*jobs[n].args(*sizes)) for name in jobs}
         losses = {name: float(way()[2]["loss"]) for name, way in ways.items()}
         seconds = _timed(ways, rounds)
         for name, job in jobs.items():
