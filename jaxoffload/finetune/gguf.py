@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxoffload import _native
 from jaxoffload.errors import DiskError
-from jaxoffload.finetune import tokenizer, weights
+from jaxoffload.finetune import gguf_tokenizer, tokenizer, weights
 from jaxoffload.finetune.model import Config
 from jaxoffload.finetune.quantize import FORMATS
 from jaxoffload.finetune.rope import Rope
@@ -86,7 +86,7 @@ def open_model(
         dtype = table.dtype if table is not None and not table.kind else np.float32
     config = dataclasses.replace(config, dtype=np.dtype(dtype).name)
     found = weights.check_names(what, path, config, found)
-    words = tokenizer.from_gguf(fields, path)
+    words = gguf_tokenizer.from_fields(fields, path)
     tokenizer.check_vocabulary(what, words, config.vocab_size)
     params = weights.assemble(what, config, found, tier=tier, quantize_as=quantize)
     return Model(config, params, words, path)
