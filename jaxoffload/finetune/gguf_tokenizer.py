@@ -78,12 +78,12 @@ def from_fields(fields: Fields, where: str) -> Tokenizer:
     before = [ids["bos"]] if _field(fields, "add_bos_token", has_bos) else []
     after = [ids["eos"]] if _field(fields, "add_eos_token", False) else []
     _surround(backend, tokens, before, after)
-    stops = {ids["eot"], ids["eom"], *map(backend.token_to_id, _ENDS_OF_TURN)} - {None}
+    ends = (ids["eot"], ids["eom"], *map(backend.token_to_id, _ENDS_OF_TURN))
     return Tokenizer(
         backend,
         bos_id=ids["bos"],
         eos_id=ids["eos"],
-        stop_ids=stops,
+        stop_ids=[token for token in ends if token is not None],
         chat_template=fields.get("tokenizer.chat_template"),
     )
 
