@@ -147,7 +147,7 @@ def config_of(
             "embedding_scale": width**0.5,
             "query_scale": score_width**-0.5,
             "window": fields.get(f"{kind}.attention.sliding_window") or None,
-            "sliding": _sliding(fields.get(f"{kind}.attention.sliding_window_pattern", 6), count),
+            "sliding": _sliding(where, kind, fields, count),
             "sliding_rope": Rope(value("rope.freq_base_swa", 10_000.0)),
         }
     return Config(
@@ -157,7 +157,7 @@ def config_of(
         num_heads=heads,
         num_kv_heads=value("attention.head_count_kv", heads),
         ffn_width=value("feed_forward_length"),
-        rope=_rope(where, kind, fields, length, rope_factors),
+        rope=_rope(where, kind, fields, length, head_width // 2, rope_factors),
         norm_eps=round(value("attention.layer_norm_rms_epsilon"), 12),  # was a float32
         head_width=head_width,
         max_length=length,
@@ -167,14 +167,23 @@ def config_of(
     )
 
 
-def _sliding(pattern: Any, count: int) -> tuple[bool, ...]:
+def _sliding(where: str, kind: str, fields: Fields, count: int) -> tuple[bool, ...]:
     """Which layers slide: all but each sixth, or as the file says, by a period or one by one."""
-    if isinstance(pattern, int):
-        return tuple(bool((i + 1) % pattern) for i in range(count))
-    return tuple(map(bool, pattern))
+    name = f"{kind}.attention.sliding_window_pattern"
+    pattern = fields.get(name, 6)
+    if isinstance(pattern, int) and pattern >= 0:  # 0: all of them
+        return tuple(pattern == 0 or bool((i + 1) % pattern) for i in range(count))
+    if isinstance(pattern, list) and len(pattern) == count:
+        return tuple(map(bool, pattern))
+    raise ValueError(
+        f"{where} says {name} = {pattern!r}; it must be a period, or a list of {count} switches. "
+        "Check that it was downloaded whole."
+    )
 
 
-def _rope(where: str, kind: str, fields: Fields, length: int, factors: np.ndarray | None) -> Rope:
+def _rope(
+    where: str, kind: str, fields: Fields, length: int, half: int, factors: np.ndarray | None
+) -> Rope:
     def value(name: str, default: Any) -> Any:
         return fields.get(f"{kind}.rope.{name}", default)
 
@@ -209,6 +218,11 @@ def _rope(where: str, kind: str, fields: Fields, length: int, factors: np.ndarra
         raise ValueError(
             f"{where} has both rope_freqs.weight and the rope scaling {scaling!r}, which are not "
             "supported together. Open the model's Hugging Face folder instead."
+        )
+    if factors.shape != (half,):
+        raise ValueError(
+            f"{where} has a rope_freqs.weight of shape {list(factors.shape)}; its heads ask for "
+            f"[{half}]. Check that it was downloaded whole."
         )
     return _llama3(where, theta, np.asarray(factors, np.float64))
 

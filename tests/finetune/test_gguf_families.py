@@ -157,7 +157,10 @@ def test_llama3s_rope_is_found_from_what_its_rates_are_divided_by(half, factor, 
 
 
 def rope_of(factors, **more):
-    values = counts_of(CONFIG) | {"rope.freq_base": 5e5} | more
+    values = counts_of(CONFIG) | {"rope.freq_base": 5e5}
+    if factors is not None:
+        values["attention.key_length"] = 2 * len(factors)
+    values |= more
     fields = {f"llama.{key}": value for key, value in values.items()}
     fields["general.architecture"] = "llama"
     shapes = {"token_embd.weight": (64, 96)}
@@ -181,6 +184,7 @@ def test_other_ways_to_say_a_rope_are_read():
     [
         (np.linspace(1, 9, 8), {}, "rope_freqs.weight that is not made as Llama 3's, of 8 factors"),
         (np.array([1.0, 1.0, 4.0, 8.0]), {"rope.scaling.factor": 2.0}, "both rope_freqs.weight"),
+        (np.ones(4), {"attention.key_length": 16}, r"rope_freqs.weight of shape \[4\].*\[8\]"),
         (None, {"rope.scaling.yarn_attn_factor": 0.5}, "yarn_attn_factor = 0.5; only 1.0"),
         (None, {"rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
         (None, {"final_logit_softcapping": 30.0}, "soft-capped logits"),
@@ -192,13 +196,27 @@ def test_what_is_not_understood_is_refused_by_name(factors, more, match):
         rope_of(factors, **more)
 
 
-def test_the_largest_gemma_scales_its_scores_otherwise(tmp_path):
-    fields = counts_of(GEMMA_6) | GEMMA_VALUES | {"block_count": 62}
+def gemma_of(**more):
+    fields = counts_of(GEMMA_6) | GEMMA_VALUES | more
     fields = {f"gemma3.{key}": value for key, value in fields.items()}
     fields["general.architecture"] = "gemma3"
-    large = gguf_config.config_of("m.gguf", fields, {"token_embd.weight": (64, 96)}, None)
+    return gguf_config.config_of("m.gguf", fields, {"token_embd.weight": (64, 96)}, None)
+
+
+def test_the_largest_gemma_scales_its_scores_otherwise():
+    large = gemma_of(block_count=62)
     assert large.query_scale == 16**-0.5 and large.head_width == 32
     assert sum(large.sliding) == 52
+
+
+def test_windows_are_told_in_every_way():
+    pattern = "attention.sliding_window_pattern"
+    assert all(gemma_of(**{pattern: 0}).sliding) and not any(gemma_of(**{pattern: 1}).sliding)
+    none = gemma_of(**{"attention.sliding_window": 0})
+    assert none.window is None and not none.slides(0)
+    for wrong in (-1, [True], "six"):
+        with pytest.raises(ValueError, match="sliding_window_pattern = .*a list of 6 switches"):
+            gemma_of(**{pattern: wrong})
 
 
 def test_a_file_of_another_family_is_refused(tmp_path):
