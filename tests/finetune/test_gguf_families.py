@@ -131,6 +131,18 @@ def test_a_file_opens_as_the_folder_of_the_same_weights(tmp_path, name):
     np.testing.assert_allclose(got, want, atol=5e-6 * np.abs(want).max())
 
 
+@pytest.mark.parametrize("architecture", gguf_config.ARCHITECTURES)
+def test_names_are_those_of_the_package_gguf(architecture):
+    """Its table is what llama.cpp's converter goes by."""
+    kinds = {name: kind for kind, name in package.MODEL_ARCH_NAMES.items()}
+    table = package.get_tensor_name_map(kinds[architecture], 2)
+    config = next(config for kind, config, *_ in FILES.values() if kind == architecture)
+    inner = (f"model.layers.1.{name}" for name in model.layer_shapes(config))
+    for name in (*model.outer_shapes(config), *inner):
+        theirs = table.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert theirs and gguf_config.name_of(architecture, theirs) == name
+
+
 @pytest.mark.parametrize("tier", ["disk", "device"])
 def test_gemmas_norms_are_the_same_in_every_tier(tmp_path, tier):
     params = random_params(GEMMA_6)
