@@ -133,9 +133,8 @@ def from_folder(folder: str | os.PathLike[str]) -> Tokenizer | None:
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.exists(path):
         return None
-    library = _library()
     try:
-        backend = library.Tokenizer.from_file(path)
+        backend = library().Tokenizer.from_file(path)
     except Exception as error:  # the library raises a bare Exception
         raise ValueError(
             f"tokenizer: {path} cannot be read: {error}. Check that it was downloaded whole."
@@ -170,53 +169,6 @@ def from_folder(folder: str | os.PathLike[str]) -> Tokenizer | None:
     )
 
 
-PRE_TOKENIZERS = ("smollm", "gpt-2", "default")
-"""GGUF's names of the ways to split text that are known here."""
-_SPECIAL = (2, 3)
-_ADDED = (4,)
-"""GGUF's types of tokens: unknown and control, user defined."""
-
-
-def from_gguf(fields: Mapping[str, Any], where: str) -> Tokenizer:
-    """The tokenizer in a GGUF file's metadata.
-
-    Raises:
-      ValueError: it is not a byte-level BPE, or splits text in a way that is not known, by name.
-    """
-    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default")
-    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
-        raise ValueError(
-            f"tokenizer: {where} has a tokenizer {kind!r} with pre-tokenizer {pre!r}; known are "
-            f"'gpt2' with {', '.join(map(repr, PRE_TOKENIZERS))}. Open the model's Hugging Face "
-            "folder instead."
-        )
-    library = _library()
-    tokens = list(fields.get("tokenizer.ggml.tokens", ()))
-    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", ())]
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    try:
-        backend = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=merges))
-    except Exception as error:  # the library raises a bare Exception
-        raise ValueError(f"tokenizer: {where}: vocabulary and merges disagree: {error}.") from error
-    bytes_of = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    digits = library.pre_tokenizers.Digits(individual_digits=True)
-    backend.pre_tokenizer = (
-        library.pre_tokenizers.Sequence([digits, bytes_of]) if pre == "smollm" else bytes_of
-    )
-    backend.decoder = library.decoders.ByteLevel()
-    types = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    for wanted, is_special in ((_SPECIAL, True), (_ADDED, False)):
-        added = [t for t, kind in zip(tokens, types, strict=True) if kind in wanted]
-        made = [library.AddedToken(t, special=is_special, normalized=False) for t in added]
-        (backend.add_special_tokens if is_special else backend.add_tokens)(made)
-    return Tokenizer(
-        backend,
-        bos_id=fields.get("tokenizer.ggml.bos_token_id"),
-        eos_id=fields.get("tokenizer.ggml.eos_token_id"),
-        chat_template=fields.get("tokenizer.chat_template"),
-    )
-
-
 def check_vocabulary(what: str, tokenizer: Tokenizer | None, rows: int) -> None:
     """Raises ValueError if the tokenizer has ids that the embedding has no row for."""
     if tokenizer is not None and tokenizer.vocab_size > rows:
@@ -238,7 +190,8 @@ def optional(name: str, why: str) -> Any:
         raise ImportError(f"{why}. {REMEDY}") from error
 
 
-def _library() -> Any:
+def library() -> Any:
+    """The package tokenizers."""
     return optional("tokenizers", "tokenizers of models need the package tokenizers")
 
 
