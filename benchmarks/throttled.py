@@ -9,8 +9,9 @@ was planned against the one that was reached; and a plan made again from measure
 first.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -102,6 +103,21 @@ def levelwise(graph: MemGraph) -> MemGraph:
     )
 
 
+@contextlib.contextmanager
+def slow_link() -> Iterator[None]:
+    """Copies held down to `RATE`, and plans made for a machine that has such a link."""
+    backend, link = backends.current(), Link(RATE)
+    slow = dataclasses.replace(SMALL_SERVER, name="throttled", to_device=link, from_device=link)
+    if not backend.client.throttle_copies(int(RATE)):
+        raise SystemExit(f"the {backend.name} backend has a link of its own")
+    with_model, backend.machine = backend.machine, slow
+    try:
+        yield
+    finally:
+        backend.client.throttle_copies(0)
+        backend.machine = with_model
+
+
 def measure(name: str, share: float, rounds: int) -> dict[str, Any]:
     """One workload at one budget."""
     function, shapes, _ = SUITE[name](**SMALLER[name])
@@ -186,14 +202,8 @@ def _again(function: Any, args: Any, budget: int, rounds: int) -> dict[str, Any]
 
 def run(small: bool = False, out: str | None = None) -> None:
     """Prints and saves every ratio."""
-    backend = backends.current()
-    link = Link(RATE)
-    slow = dataclasses.replace(SMALL_SERVER, name="throttled", to_device=link, from_device=link)
     rows = []
-    with_model, backend.machine = backend.machine, slow
-    if not backend.client.throttle_copies(int(RATE)):
-        raise SystemExit(f"the {backend.name} backend has a link of its own")
-    try:
+    with slow_link():
         for name in ("MLP",) if small else SMALLER:
             for share in SHARES[:1] if small else SHARES:
                 row = measure(name, share, rounds=1 if small else 5)
@@ -210,7 +220,4 @@ def run(small: bool = False, out: str | None = None) -> None:
                     f"again {row['again']:.3f}",
                     flush=True,
                 )
-    finally:
-        backend.client.throttle_copies(0)
-        backend.machine = with_model
     save("throttled", rows, out)

@@ -21,6 +21,7 @@ from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.options import parse_path
 from jaxoffload.plan.hardware import Machine
 from jaxoffload.runtime.run import Run
+from jaxoffload.showing import write_text
 
 _WAYS = {
     "to_device": Kind.RELOAD,
@@ -121,10 +122,7 @@ class Profile:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a JSON file."""
         text = json.dumps({"version": _VERSION, **dataclasses.asdict(self)})
-        new = f"{os.fspath(path)}.{os.getpid()}"
-        with open(new, "w") as file:
-            file.write(text + "\n")
-        os.replace(new, path)
+        write_text(path, text + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Profile":

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxoffload as jo
-from jaxoffload.finetune import lora, model, quantize, train
+from jaxoffload.finetune import quantize, train
 from tests.finetune.training import (
     CONFIG,
     LORA,
@@ -18,16 +18,6 @@ from tests.finetune.training import (
     plain_training,
     with_updates,
 )
-
-
-@pytest.fixture(scope="module")
-def params():
-    return model.init(CONFIG, jax.random.key(0))
-
-
-@pytest.fixture(scope="module")
-def adapters(params):
-    return lora.init(params, LORA, jax.random.key(1))
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,8 @@ import jax
 import pytest
 
 import jaxoffload as jo
-from jaxoffload.finetune import model, train
+from jaxoffload.finetune import train
 from tests.finetune.training import CONFIG, assert_same, offloaded, our_losses, plain_training
-
-
-@pytest.fixture(scope="module")
-def params():
-    return model.init(CONFIG, jax.random.key(0))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxoffload.finetune import lora, model, train
+from jaxoffload.finetune import lora, train
 from tests.finetune.training import (
     CONFIG,
     LORA,
@@ -16,16 +16,6 @@ from tests.finetune.training import (
     batch_of,
     plain_loss,
 )
-
-
-@pytest.fixture(scope="module")
-def params():
-    return model.init(CONFIG, jax.random.key(0))
-
-
-@pytest.fixture(scope="module")
-def adapters(params):
-    return lora.init(params, LORA, jax.random.key(1))
 
 
 def test_dropout_is_a_function_of_seed_step_and_microbatch(params, adapters):
