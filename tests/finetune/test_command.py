@@ -32,16 +32,54 @@ def lines(text):
 def trained(folder, tmp_path_factory):
     """The output folder and text of a training that nobody disturbed."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    done = start(folder, out, f"--eval-data={folder / 'eval.jsonl'}")
-    text, errors = done.communicate()
-    assert done.returncode == 0, errors
-    return out, text
+    words = words_of("jaxoffload", folder, out, f"--eval-data={folder / 'eval.jsonl'}")
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
 
 
-def start(folder, out, *more):
-    words = [sys.executable, "-m", "jaxoffload", "finetune",
-             *flags_of(folder, f"--out={out}", "--save-every=2", *more)]  # fmt: skip
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def words_of(module, folder, out, *more):
+    return [sys.executable, "-m", module, "finetune",
+            *flags_of(folder, f"--out={out}", "--save-every=2", *more)]  # fmt: skip
+
+
+class Paced:
+    """The command in a process that takes each step when it is told to; killed at the end."""
+
+    def __init__(self, folder, out, *more):
+        words = words_of("tests.finetune.paced", folder, out, *more)
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        self.text = ""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.returncode is None:
+            self.finish()
+
+    def let(self):
+        """One more step may be taken."""
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def take(self, num_steps):
+        """Takes steps, and reads until the last of them is told of."""
+        before = len(lines(self.text))
+        for _ in range(num_steps):
+            self.let()
+        while len(lines(self.text)) < before + num_steps:
+            line = self.process.stdout.readline()
+            assert line, self.process.stderr.read()
+            self.text += line
+
+    def finish(self, number=signal.SIGKILL):
+        """Sends a signal, which a step that was let may see; the exit status and the errors."""
+        self.process.send_signal(number)
+        text, errors = self.process.communicate()
+        self.text += text
+        return self.process.returncode, errors
 
 
 def test_it_trains_adapters_that_peft_reads_and_judges_before_and_after(folder, trained):
@@ -59,40 +97,30 @@ def test_it_trains_adapters_that_peft_reads_and_judges_before_and_after(folder, 
     assert sorted(os.listdir(out / "checkpoints")) == [".lock", "step-00000006", "step-00000008"]
 
 
-def read_until(process, step):
-    """Reads a process's output until it tells of a step."""
-    text = ""
-    while step not in lines(text):
-        line = process.stdout.readline()
-        assert line, process.stderr.read()
-        text += line
-    return text
-
-
 def test_killed_then_stopped_then_resumed_it_gives_the_same_losses_and_adapters(
     folder, trained, tmp_path
 ):
     out, draw = tmp_path / "out", random.Random(os.getpid())
-    process = start(folder, out)
-    text = read_until(process, draw.choice([2, 3, 4]))
-    time.sleep(draw.uniform(0, 0.03))
-    process.send_signal(signal.SIGKILL)
-    text += process.communicate()[0]
-    process = start(folder, out, "--resume")
-    more = read_until(process, 5)
-    process.send_signal(signal.SIGINT)
-    more += process.communicate()[0]
-    assert process.returncode == 130 and re.search(r"going on after step [24]\n", more)
-    (step,) = re.findall(r"stopped after step (\d+) of 8, which is saved.*--resume", more)
+    with Paced(folder, out) as killed:
+        # Within the fourth or the fifth step, or while a checkpoint is written before or after it.
+        killed.take(draw.choice([3, 4]))
+        killed.let()
+        time.sleep(draw.uniform(0, 0.03))
+        assert killed.finish()[0] == -signal.SIGKILL
+    with Paced(folder, out, "--resume") as stopped:
+        stopped.take(1)
+        status, errors = stopped.finish(signal.SIGINT)
+    assert status == 130 and re.search(r"going on after step [24]\n", stopped.text), errors
+    (step,) = re.findall(r"stopped after step (\d+) of 8, which is saved.*--resume", stopped.text)
     assert f"step-{int(step):08}" in os.listdir(out / "checkpoints")
     assert not (out / peft.WEIGHTS).exists()
-    process = start(folder, out, "--resume")
-    last, errors = process.communicate()
-    assert process.returncode == 0 and f"going on after step {step}\n" in last, errors
+    words = words_of("jaxoffload", folder, out, "--resume")
+    last = subprocess.run(words, capture_output=True, text=True)
+    assert last.returncode == 0 and f"going on after step {step}\n" in last.stdout, last.stderr
     want = lines(trained[1])
-    for some in (text, more, last):
+    for some in (killed.text, stopped.text, last.stdout):
         assert lines(some).items() <= want.items()
-    assert lines(text + more + last).keys() == want.keys()
+    assert lines(killed.text + stopped.text + last.stdout).keys() == want.keys()
     assert (out / peft.WEIGHTS).read_bytes() == (trained[0] / peft.WEIGHTS).read_bytes()
 
 
