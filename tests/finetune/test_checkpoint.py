@@ -168,7 +168,7 @@ def test_a_full_disk_leaves_the_older_one_and_nothing_else(tmp_path):
 
 
 TRAINING = """
-import os, sys
+import os, sys, time
 import numpy as np
 from jaxoffload.finetune import data
 from jaxoffload.finetune.checkpoint import Checkpoints
@@ -188,6 +188,7 @@ with Checkpoints(folder, keep=2) as kept:
         batch = data.batch_at(packed, 4, 0, step)
         weights = weights + 1e-3 * np.sin(weights * batch["tokens"].sum())
         step += 1
+        time.sleep(0.003)  # so that no machine is through before the second kill
         os.write(out, f"{step} {float(weights.sum()).hex()}\\n".encode())
         kept.save(step, {"w": weights}, about)
 """
