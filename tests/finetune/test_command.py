@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+import jaxoffload as jo
 from jaxoffload.finetune import model, peft
 from tests.finetune.tiny import CONFIG, flags_of, make_folder, run
 
@@ -173,3 +174,28 @@ def test_help_names_the_flags_and_the_forms_of_examples(capsys):
     assert status == 0
     for words in ("--device_memory", "--resume", '"messages"', '"completion"', "Ctrl-C"):
         assert words in text
+
+
+def test_all_weights_are_trained_alike_in_host_memory_and_on_disk(folder, tmp_path, capsys):
+    def weights_of(path):
+        tensors = jo.open_safetensors(path / "model" / "model.safetensors")
+        return {name: np.asarray(x) for name, x in tensors.items()}
+
+    texts, models = [], []
+    for tier in ("host", "disk"):
+        out = tmp_path / tier
+        status, text, errors = run(
+            capsys,
+            *flags_of(folder, f"--out={out}", "--full", f"--tier={tier}", "--steps=3"),
+            f"--disk={tmp_path}", "--device-memory=192KiB",
+        )  # fmt: skip
+        assert status == 0, errors
+        texts.append(text)
+        models.append(weights_of(out))
+        assert re.search(r"each step moved [1-9].* to the device", text), text
+    assert len(lines(texts[0])) == 3 and lines(texts[0]) == lines(texts[1])
+    before = weights_of(folder)
+    for name, weight in models[0].items():
+        np.testing.assert_allclose(models[1][name], weight, rtol=1e-4, atol=1e-6)
+
+        assert 1e-4 < np.abs(weight - before[name]).max() < 0.1
