@@ -23,7 +23,10 @@ NF4 = (
     0.7229568362236023, 1.0,
 )  # fmt: skip
 """Quantiles of the normal distribution, scaled to [-1, 1]; zero is one of them."""
-_NF4_HALVES = np.float32(NF4)[np.arange(256) & 15], np.float32(NF4)[np.arange(256) >> 4]
+_NF4_HALVES = (
+    np.array(NF4, np.float32)[np.arange(256) & 15],
+    np.array(NF4, np.float32)[np.arange(256) >> 4],
+)
 """The numbers of each byte's low half and of its high half: with one lookup for each, unpacking is
 so short that it is part of the product that uses it."""
 
