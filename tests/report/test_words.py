@@ -62,6 +62,14 @@ def test_arguments_have_their_names_inside_transformations(step):
     assert larger.last_run.explain("t").startswith("f32[2,64,64], ")
 
 
+def test_the_victim_is_compared_with_what_else_was_there(step):
+    plan = step.plan(X, {"in": X})
+    # Room for four. While the second product is made, of its own operand and the weight, the
+    # first part and x are there: x is read at once, the first part after all others.
+    stays = [text for text in plan.explain("f32[64").split("\nf32[64,64]") if "activations" in text]
+    assert "    of what else was on the device then, 1 of 1 would be read sooner" in stays[0]
+
+
 def test_what_matches_nothing_gets_close_names_and_no_text_is_refused(step):
     plan = step.plan(X, {"in": X})
     text = plan.explain("w['inn']")
