@@ -159,7 +159,7 @@ class _Teller:
         others, sooner = self._read_sooner(version)
         if others:
             lines.append(
-                f"    of what else was on the device then, {sooner} of {others} would be read sooner"
+                f"    of what else was on the device then, {sooner} of {others} are read sooner"
             )
         reload = int(graph.writer[back])
         readers = self._scene.readers[graph.inputs == back]

@@ -67,7 +67,7 @@ def test_the_victim_is_compared_with_what_else_was_there(step):
     # Room for four. While the second product is made, of its own operand and the weight, the
     # first part and x are there: x is read at once, the first part after all others.
     stays = [text for text in plan.explain("f32[64").split("\nf32[64,64]") if "activations" in text]
-    assert "    of what else was on the device then, 1 of 1 would be read sooner" in stays[0]
+    assert "    of what else was on the device then, 1 of 1 are read sooner" in stays[0]
 
 
 def test_what_matches_nothing_gets_close_names_and_no_text_is_refused(step):
