@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
-from jaxoffload.plan.hardware import SMALL_SERVER, Link
+from jaxoffload.plan.cost.machines import SMALL_SERVER, Link
 from jaxoffload.report.place_map import place_map_svg
 
 
