@@ -102,9 +102,7 @@ class Planner:
             if budget is None:
                 whole = self._whole()
                 room = 2 * resident_peak(whole.graph)
-                return self._finish(
-                    whole, self.build(whole.graph, room), budget, resident=False
-                )
+                return self._finish(whole, self.build(whole.graph, room), budget, resident=False)
         elif self._may_be_kept(budget):
             for cut in self._in_other_orders(self._whole()):
                 kept = keep_everything(cut.graph, budget)
@@ -117,9 +115,7 @@ class Planner:
         best, graph = self._fastest_or_plain(found, budget)
         return self._finish(best, graph, budget, resident=False)
 
-    def _fastest_or_plain(
-        self, cut: CompiledCut, budget: int
-    ) -> tuple[CompiledCut, MemGraph]:
+    def _fastest_or_plain(self, cut: CompiledCut, budget: int) -> tuple[CompiledCut, MemGraph]:
         """As `_fastest`; where a cut that computes again waits for copies all the same, the best
         that does not is tried beside it: in another order it may have less to move."""
         best, graph, seconds = self._fastest(cut, budget)
@@ -156,9 +152,7 @@ class Planner:
         found = self._in_other_orders(whole)
         return _HOPEFUL * min(resident_peak(cut.graph) for cut in found)
 
-    def _fastest(
-        self, cut: CompiledCut, budget: int
-    ) -> tuple[CompiledCut, MemGraph, float]:
+    def _fastest(self, cut: CompiledCut, budget: int) -> tuple[CompiledCut, MemGraph, float]:
         """The MemGraph of a cut that ends first in simulation, and when: of its own order by any of
         the planner's rules, then of other orders by the best of these."""
         is_small = len(cut.graph.vertices) <= _ORDERED_VERTICES
@@ -181,9 +175,7 @@ class Planner:
                 break
         return best, self.build(best.graph, budget, **rule), least
 
-    def _in_other_orders(
-        self, cut: CompiledCut
-    ) -> Iterator[CompiledCut]:
+    def _in_other_orders(self, cut: CompiledCut) -> Iterator[CompiledCut]:
         """A cut as it is, and with its vertices in each other order worth a try."""
         yield cut
         if len(cut.graph.vertices) <= _ORDERED_VERTICES:
@@ -266,9 +258,7 @@ class Planner:
         assert best is not None, "without a limit the first one works"
         return best
 
-    def _lowest(
-        self, cuts: Iterable[Cut], room: int | None
-    ) -> CompiledCut | None:
+    def _lowest(self, cuts: Iterable[Cut], room: int | None) -> CompiledCut | None:
         """The cut that needs least, of those that work within a room; None if none does. Those that
         promise most are compiled first, and the others as far as they may need less yet."""
         best = None

@@ -61,9 +61,7 @@ class CompiledCut:
 
     def with_order(self, graph: TaskGraph) -> "CompiledCut":
         """The same vertices in another serial order."""
-        return CompiledCut(
-            Captured(graph, self.captured.kernels), self.executables, self.report
-        )
+        return CompiledCut(Captured(graph, self.captured.kernels), self.executables, self.report)
 
 
 class CutProgram:
