@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import identity
-from jaxoffload.capture import cost, slicing
+from jaxoffload.capture import cost, operations
 from jaxoffload.capture.alike import make_alike
 from jaxoffload.capture.cluster import MAX_EQUATIONS, Cluster, cut
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
@@ -26,17 +26,6 @@ from jaxoffload.capture.rows import gathered_inputs
 from jaxoffload.capture.workspace import estimated_workspace
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, TensorKind, Vertex, VertexKind
 
-_UPDATES = frozenset(
-    {
-        "dynamic_update_slice",
-        "scatter",
-        "scatter-add",
-        "scatter_add",
-        "scatter_mul",
-        "scatter_min",
-        "scatter_max",
-    }
-)
 _LARGE_CARRY = 2**16
 """Smaller carries of a scan are not written in place: that may hold for one chunk and not for the
 next, and chunks are to share an executable."""
@@ -333,10 +322,10 @@ def _elementwise_ancestors(cluster: Cluster, out: Value) -> set[Value]:
         equation = made.get(value)
         if equation is None:
             continue
-        name = equation.operation.name
-        if name in _UPDATES:
+        overwrites = operations.of(equation).overwrites
+        if overwrites == "first":
             stack.extend(x for x in equation.inputs[:1] if isinstance(x, Value))
-        elif slicing.is_elementwise(name) or name.startswith("combine["):
+        elif overwrites == "all":
             stack.extend(equation.values())
         elif isinstance(equation.operation, Loop):
             stack.extend(x for x in _carried_into(equation, value) if isinstance(x, Value))

@@ -11,9 +11,10 @@ Only contiguous runs of the given order are considered.
 import dataclasses
 from collections.abc import Sequence
 
-from jaxoffload.capture import cost, slicing
+from jaxoffload.capture import cost, operations
 from jaxoffload.capture.flat import Equation, Value
-from jaxoffload.capture.views import is_view, roots
+from jaxoffload.capture.operations import is_view
+from jaxoffload.capture.views import roots
 
 MAX_EQUATIONS = 12
 """Operations of a cluster, views not counted. On the training step of benchmarks/ratios.py 6 to 16
@@ -117,7 +118,7 @@ class _Stretch:
         self.fused_until = {
             v: last_reader[v] - start
             for e in self.equations
-            if slicing.is_elementwise(e.operation.name)
+            if operations.of(e).is_elementwise
             for v in e.outputs
             if last_reader.get(v, stop) < stop
         }
@@ -125,8 +126,8 @@ class _Stretch:
         wiring = []
         for equation, values in zip(self.equations, self.reads, strict=True):
             wiring.append(tuple(local.get(v, -v.num_bytes() - 1) for v in values))
-            name = equation.operation.name
-            if not (slicing.is_elementwise(name) or name in slicing.REDUCTIONS):
+            known = operations.of(equation)
+            if not (known.is_elementwise or known.joins):
                 for v in values:
                     self.fused_until.pop(v, None)
             for v in equation.outputs:
@@ -177,7 +178,7 @@ def _crossing_bytes(run: Sequence[Equation], reads: Sequence[list[Value]]) -> li
     until: dict[Value, int] = {}
     weight: dict[Value, float] = {}
     for i, equation in enumerate(run):
-        fuses = slicing.is_elementwise(equation.operation.name)
+        fuses = operations.of(equation).is_elementwise
         for v in reads[i]:
             if v in made:
                 until[v] = i

@@ -1,7 +1,6 @@
 """Rough time of an equation, for cutting and for priorities; never shown to a user as a fact."""
 
-import math
-
+from jaxoffload.capture import operations
 from jaxoffload.capture.flat import Equation
 from jaxoffload.capture.rows import rows_of
 
@@ -44,14 +43,4 @@ def _flops(equation: Equation) -> float:
     inner = equation.operation.equations
     if inner is not None:
         return (equation.operation.repeats or 1) * sum(flops(e) for e in inner)
-    name, params = equation.operation.name, equation.operation.params
-    elements = float(sum(math.prod(v.shape) for v in equation.outputs))
-    if name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
-        shape = equation.inputs[0].aval.shape
-        return 2.0 * elements * math.prod(shape[d] for d in contracted)
-    if name == "conv_general_dilated":
-        kernel = equation.inputs[1].aval.shape
-        features = params["dimension_numbers"].rhs_spec[0]
-        return 2.0 * elements * math.prod(kernel) / kernel[features]
-    return elements
+    return operations.flops(equation)

@@ -12,9 +12,8 @@ All other equations keep the program's order. The result is a valid serial order
 import heapq
 from collections.abc import Sequence
 
-from jaxoffload.capture import slicing
+from jaxoffload.capture import operations
 from jaxoffload.capture.flat import Equation, Value
-from jaxoffload.capture.views import is_view
 
 
 def live_equations(equations: Sequence[Equation], results: set[Value]) -> list[Equation]:
@@ -40,7 +39,7 @@ def serial_order(equations: list[Equation], parents: list[int]) -> list[Equation
     end_of_segment = {outermost[eqn.segment]: i for i, eqn in enumerate(equations)}
     position, moves = [0] * len(equations), [False] * len(equations)
     for i, eqn in enumerate(equations):
-        moves[i] = eqn.segment == 0 and _is_cheap(eqn)
+        moves[i] = eqn.segment == 0 and operations.of(eqn).is_light
         if not moves[i]:
             position[i] = i
             continue
@@ -62,16 +61,6 @@ def _outermost(parents: list[int]) -> list[int]:
     for segment in range(1, len(parents)):
         found[segment] = found[parents[segment]] or segment
     return found
-
-
-def _is_cheap(equation: Equation) -> bool:
-    name = equation.operation.name
-    return (
-        slicing.is_elementwise(name)
-        or is_view(equation)
-        or name.startswith(("combine[", "slice["))
-        or (name.startswith("reduce_") and len(equation.outputs) == 1)
-    )
 
 
 def _delay_those_that_read_only_arguments(

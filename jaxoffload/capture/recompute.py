@@ -14,25 +14,18 @@ import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
-from jaxoffload.capture import slicing
+from jaxoffload.capture import operations
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.loops import Loop
+from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.order import live_equations
-from jaxoffload.capture.views import is_view, roots
+from jaxoffload.capture.views import roots
 
 MOST_OPERATIONS = 24
 """Operations that are repeated for the sake of one value, at most."""
 
 
-_PRICED = frozenset(
-    {
-        "broadcast_in_dim", "concatenate", "conv_general_dilated", "convert_element_type",
-        "dot_general", "dynamic_slice", "gather", "pad", "random_bits", "slice", "split", "start",
-    }
-)  # fmt: skip
-"""Beside elementwise operations and reductions, those of which `cost` tells the time. A `while` or
-a sort takes longer than its operands' bytes say; a scan consists of operations that are priced."""
 _CHECKPOINT = 0.25
 """Of what a scan stacks, the size up to which its carries are kept for making that again."""
 
@@ -68,15 +61,10 @@ def recompute(
 
 
 def _is_priced(equation: Equation) -> bool:
-    name, inner = equation.operation.name, equation.operation.equations
+    inner = equation.operation.equations
     if inner is not None:
         return all(map(_is_priced, inner))
-    return (
-        name in _PRICED
-        or slicing.is_elementwise(name)
-        or is_view(equation)
-        or name.startswith(("reduce_", "slice[", "combine["))
-    )
+    return operations.of(equation).is_priced
 
 
 def _checkpoints(equation: Equation) -> tuple[Value, ...]:

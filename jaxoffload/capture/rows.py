@@ -10,9 +10,9 @@ References:
 
 from collections.abc import Sequence
 
+from jaxoffload.capture import operations
 from jaxoffload.capture.flat import Equation, Value
 
-_ROWS = frozenset({"gather", "dynamic_slice"})
 MIN_BYTES = 2**20
 """Smaller tables are reloaded: then they are there for the next reader."""
 MAX_SHARE = 0.25
@@ -21,7 +21,7 @@ MAX_SHARE = 0.25
 
 def rows_of(equation: Equation) -> Value | None:
     """The operand of which an equation takes rows, or None."""
-    if equation.operation.name not in _ROWS or not isinstance(equation.inputs[0], Value):
+    if not operations.of(equation).takes_rows or not isinstance(equation.inputs[0], Value):
         return None
     table = equation.inputs[0]
     return None if any(x is table for x in equation.inputs[1:]) else table

@@ -8,7 +8,7 @@ Takes the inlined equations and gives a `Program`. Two passes over each level of
   ties to it: scans whose arrays meet agree on their pieces. An argument that is wanted as a stack
   is then read in pieces, straight from the caller's memory.
 - *unrolling*: an operation with a stack among its operands works piece by piece where it
-  can (`slicing.map_over_stack`), which carries the stacks through gradients and optimizers;
+  can (`operations.map_over_stack`), which carries the stacks through gradients and optimizers;
   elsewhere the stack is joined first.
 
 A scan that is not worth being cut stays one vertex, as `while` and `cond` always do.
@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture import slicing
+from jaxoffload.capture import operations, slicing
 from jaxoffload.capture.flat import Equation, Operand, Program, Value, is_literal
 from jaxoffload.capture.inline import Constant, inline
 from jaxoffload.capture.loops import Body, Loop, Rows, rows_for
+from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.order import live_equations
 from jaxoffload.capture.products import with_small_transpositions
-from jaxoffload.capture.views import is_view
 from jaxoffload.graphs.taskgraph import Span
 
 _SHARED = 3
@@ -137,7 +137,7 @@ def _demand(equations: Sequence[Equation]) -> _Ties:
                 continue
             touched = (*equation.outputs, *equation.values())
             length = next((wanted[v] for v in touched if v in wanted), 0)
-            mapped = slicing.map_over_stack(equation, length) if length else None
+            mapped = operations.map_over_stack(equation, length) if length else None
             if mapped is None:
                 continue
             done.add(id(equation))
@@ -341,7 +341,7 @@ class _Unroller:
             rows = next((wanted[v] for v in touched if v in wanted), None)
             if rows is None:
                 return False
-        mapped = slicing.map_over_stack(equation, rows.length)
+        mapped = operations.map_over_stack(equation, rows.length)
         if mapped is None:
             return False
         if asked and not all(
@@ -375,7 +375,7 @@ class _Unroller:
         for (first, stop), row, aval in pieces:
             size = stop - first
             if size not in by_size:
-                by_size[size] = slicing.map_over_stack(
+                by_size[size] = operations.map_over_stack(
                     equation, rows.length, None if rows.are_slices else size
                 )
             operation = by_size[size].operation

@@ -1,9 +1,9 @@
-"""Which operations can work on a stack piece by piece, and how.
+"""How operations work on a stack piece by piece: a rule for each kind.
 
 A stack is an array of shape (L, ...) kept as L slices of shape (...), or as pieces of some rows of
 shape (rows, ...). An operation maps over a stack when row i of its output needs only row i of its
-operands. For such an operation `map_over_stack` gives the operation on one piece, and says which
-operands are cut.
+operands. For such an operation a rule gives the operation on one piece, and says which operands are
+cut.
 
 The order of a reduction over the leading axis is fixed, so results are the same in every run; they
 may differ from XLA's own order by the dtype's rounding. Sums and products of halves and float8 are
@@ -19,25 +19,6 @@ import numpy as np
 from jax import lax
 
 from jaxoffload.capture.flat import Equation, Operation
-
-_ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
-    conj convert_element_type cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-    imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
-    population_count pow real reduce_precision rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
-    """.split()
-)
-REDUCTIONS = {
-    "reduce_sum": lax.add,
-    "reduce_max": lax.max,
-    "reduce_min": lax.min,
-    "reduce_prod": lax.mul,
-    "reduce_and": lax.bitwise_and,
-    "reduce_or": lax.bitwise_or,
-}
-
 
 ROUNDED = frozenset({lax.add, lax.mul})
 """Of the functions that join parts, those that round."""
@@ -61,11 +42,6 @@ class Mapped:
     operation: Operation | None
     sliced: tuple[bool, ...]
     combine: Any = None
-
-
-def is_elementwise(name: str) -> bool:
-    """Whether a primitive computes each output element from the operands' same element."""
-    return name in _ELEMENTWISE
 
 
 def wider(dtype: Any) -> Any:
@@ -97,61 +73,95 @@ def add_up(parts: Iterable[Any], add: Callable[[Any, Any], Any]) -> Any:
     return total
 
 
-def map_over_stack(equation: Equation, length: int, rows: int | None = None) -> Mapped | None:
-    """The operation on one piece of (length, ...), or None when it cannot be had piece by piece.
+Rule = Callable[[Equation, int, int | None], Mapped | None]
+"""(equation, length, rows) to the operation on one piece of (length, ...), or None where it cannot
+be had piece by piece. Rows: of the piece; None: it is a slice, without the leading axis."""
 
-    Args:
-      rows: of the piece; None: it is a slice, without the leading axis.
-    """
-    operation, operands = equation.operation, equation.inputs
-    name, params, eqn = operation.name, operation.params, operation.eqn
-    if len(equation.outputs) != 1:
+
+def elementwise(equation: Equation, length: int, rows: int | None) -> Mapped | None:
+    """Operands are scalars, or have the output's shape."""
+    operands, shape = equation.inputs, _shape(equation.outputs[0])
+    if shape[:1] != (length,):
         return None
-    shape = tuple(equation.outputs[0].aval.shape)
-    if name in _ELEMENTWISE:
-        if not shape or shape[0] != length:
+    sliced = tuple(_shape(x) == shape for x in operands)
+    scalar = all(s or not _shape(x) for s, x in zip(sliced, operands, strict=True))
+    return Mapped(equation.operation, sliced) if scalar and any(sliced) else None
+
+
+def broadcast(equation: Equation, length: int, rows: int | None) -> Mapped | None:
+    """Along the new leading axis, or along the operand's own."""
+    params, shape = equation.operation.params, _shape(equation.outputs[0])
+    if len(equation.inputs) != 1 or shape[:1] != (length,):
+        return None
+    dims, sliced = tuple(params["broadcast_dimensions"]), False
+    if 0 in dims:
+        if dims[0] != 0 or _shape(equation.inputs[0])[0] != length:
             return None
-        sliced = tuple(tuple(x.aval.shape) == shape for x in operands)
-        scalar = all(s or x.aval.shape == () for s, x in zip(sliced, operands, strict=True))
-        return Mapped(operation, sliced) if scalar and any(sliced) else None
-    first = tuple(operands[0].aval.shape) if operands else ()
-    lead = () if rows is None else (rows,)
-    if name == "broadcast_in_dim" and len(operands) == 1 and shape and shape[0] == length:
-        dims, sliced = tuple(params["broadcast_dimensions"]), False
-        if 0 in dims:
-            if first[dims.index(0)] != length or dims.index(0) != 0:
-                return None
-            sliced = True
-        if rows is None:
-            dims = tuple(d - 1 for d in dims if d)
-        new = {**params, "shape": (*lead, *shape[1:]), "broadcast_dimensions": dims}
-        new["sharding"] = None
-        return Mapped(Operation(eqn, new), (sliced,))
-    if not first or first[0] != length:
-        return None
-    if name in REDUCTIONS and len(operands) == 1:
-        axes = tuple(params["axes"])
-        combine = REDUCTIONS[name] if 0 in axes else None
-        if rows is not None:
-            return Mapped(operation, (True,), combine)
-        inner = tuple(a - 1 for a in axes if a)
-        mapped = Operation(eqn, {**params, "axes": inner}) if inner else None
-        return Mapped(mapped, (True,), combine)
-    if name == "reshape" and len(operands) == 1 and shape and shape[0] == length:
-        if params.get("dimensions") is not None:
-            return None
-        new = {**params, "new_sizes": (*lead, *shape[1:]), "sharding": None}
-        return Mapped(Operation(eqn, new), (True,))
-    along = {"transpose": "permutation", "squeeze": "dimensions"}.get(name)
-    if along is None:
-        return None
-    dims = tuple(params[along])
-    if dims[0] != 0 if name == "transpose" else 0 in dims:
-        return None
+        sliced = True
     if rows is None:
-        dims = tuple(d - 1 for d in (dims[1:] if name == "transpose" else dims))
-        operation = Operation(eqn, {**params, along: dims})
-    return Mapped(operation, (True,))
+        dims = tuple(d - 1 for d in dims if d)
+    new = {"shape": _piece(shape, rows), "broadcast_dimensions": dims, "sharding": None}
+    return Mapped(_with(equation, **new), (sliced,))
+
+
+def reduction(combine: Callable[[Any, Any], Any]) -> Rule:
+    """A rule for reductions whose parts are joined by a function."""
+
+    def rule(equation: Equation, length: int, rows: int | None) -> Mapped | None:
+        if len(equation.inputs) != 1 or _shape(equation.inputs[0])[:1] != (length,):
+            return None
+        axes = tuple(equation.operation.params["axes"])
+        joins = combine if 0 in axes else None
+        if rows is not None:
+            return Mapped(equation.operation, (True,), joins)
+        inner = tuple(a - 1 for a in axes if a)
+        return Mapped(_with(equation, axes=inner) if inner else None, (True,), joins)
+
+    return rule
+
+
+def reshape(equation: Equation, length: int, rows: int | None) -> Mapped | None:
+    """Where the leading axis stays as it is."""
+    shape = _shape(equation.outputs[0])
+    if len(equation.inputs) != 1 or equation.operation.params.get("dimensions") is not None:
+        return None
+    if not shape[:1] == _shape(equation.inputs[0])[:1] == (length,):
+        return None
+    return Mapped(_with(equation, new_sizes=_piece(shape, rows), sharding=None), (True,))
+
+
+def transpose(equation: Equation, length: int, rows: int | None) -> Mapped | None:
+    """Where the leading axis stays the first."""
+    order = tuple(equation.operation.params["permutation"])
+    if _shape(equation.inputs[0])[:1] != (length,) or order[0] != 0:
+        return None
+    if rows is not None:
+        return Mapped(equation.operation, (True,))
+    return Mapped(_with(equation, permutation=tuple(d - 1 for d in order[1:])), (True,))
+
+
+def squeeze(equation: Equation, length: int, rows: int | None) -> Mapped | None:
+    """Of other axes than the leading one."""
+    gone = tuple(equation.operation.params["dimensions"])
+    if _shape(equation.inputs[0])[:1] != (length,) or 0 in gone:
+        return None
+    if rows is not None:
+        return Mapped(equation.operation, (True,))
+    return Mapped(_with(equation, dimensions=tuple(d - 1 for d in gone)), (True,))
+
+
+def _shape(operand: Any) -> tuple[int, ...]:
+    return tuple(operand.aval.shape)
+
+
+def _piece(shape: Sequence[int], rows: int | None) -> tuple[int, ...]:
+    return (*(() if rows is None else (rows,)), *shape[1:])
+
+
+def _with(equation: Equation, **changes: Any) -> Operation:
+    """The operation with other params."""
+    operation = equation.operation
+    return Operation(operation.eqn, {**operation.params, **changes})
 
 
 def stack_operation(eqn: Any, are_slices: bool) -> Operation:

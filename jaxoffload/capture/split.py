@@ -24,10 +24,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxoffload import identity
-from jaxoffload.capture import slicing
+from jaxoffload.capture import operations, slicing
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
-from jaxoffload.capture.tile import Tiling, tilings
+from jaxoffload.capture.rows import takes_few_rows
+from jaxoffload.capture.tile import Tiling
 
 MAX_TILES = 4096
 _LARGE = 0.25
@@ -96,10 +97,13 @@ class Tilings:
         self._known: dict[tuple[Equation, int], list[Tiling]] = {}
 
     def of(self, equation: Equation, count: int) -> list[Tiling]:
-        """As `tile.tilings`."""
+        """As `operations.tilings`, without those that would ask for one table several times."""
         found = self._known.get((equation, count))
         if found is None:
-            found = self._known[equation, count] = tilings(equation, count)
+            found = operations.tilings(equation, count)
+            if takes_few_rows(equation):  # in one go, where the caller has the table
+                found = [tiling for tiling in found if tiling.inputs[0] is not None]
+            self._known[equation, count] = found
         return found
 
 

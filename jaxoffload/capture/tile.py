@@ -1,4 +1,4 @@
-"""Which operations can work on a tile of their operands, and how.
+"""How operations work on a tile of their operands: a rule for each kind.
 
 A dimension is cut into `count` equal tiles. A `Tiling` of an equation says which dimension of each
 operand and output is cut so that a tile of the outputs needs only the same tile of the operands;
@@ -7,6 +7,7 @@ contracted dimension does. Operands without a cut dimension are needed whole.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,7 +17,6 @@ from jax import lax
 
 from jaxoffload.capture import slicing
 from jaxoffload.capture.flat import Equation, Operation, Value
-from jaxoffload.capture.rows import takes_few_rows
 
 Apply = Callable[[Sequence[Any], Any], list[Any]]
 """(tiles of the operands, number of the tile) to tiles of the outputs."""
@@ -51,15 +51,8 @@ class Tiling:
     plain: int = 4
 
 
-def tilings(equation: Equation, count: int) -> list[Tiling]:
-    """Every tiling of an equation that is known here, into `count` tiles."""
-    name = equation.operation.name
-    if len(equation.outputs) != 1 and name not in _SEVERAL_OUTPUTS:
-        return []
-    if slicing.is_elementwise(name) or name in ("copy", "copy_p"):
-        return list(_elementwise(equation, count))
-    rule = _RULES.get(name)
-    return list(rule(equation, count)) if rule else []
+Rule = Callable[[Equation, int], Iterator[Tiling]]
+"""(equation, count) to every tiling of it into so many tiles that is known here."""
 
 
 def _shape(operand: Any) -> tuple[int, ...]:
@@ -87,7 +80,7 @@ def _dims(shape: Sequence[int], count: int) -> Iterator[int]:
     return (d for d, size in enumerate(shape) if size >= count and size % count == 0)
 
 
-def _elementwise(equation: Equation, count: int) -> Iterator[Tiling]:
+def elementwise(equation: Equation, count: int) -> Iterator[Tiling]:
     """Operands are scalars, or have the output's dimensions, of which some may be 1."""
     shape = _shape(equation.outputs[0])
     if any(len(_shape(x)) not in (0, len(shape)) for x in equation.inputs):
@@ -99,7 +92,7 @@ def _elementwise(equation: Equation, count: int) -> Iterator[Tiling]:
         yield Tiling(inputs, (d,), _as_it_is(equation))
 
 
-def _broadcast(equation: Equation, count: int) -> Iterator[Tiling]:
+def broadcast(equation: Equation, count: int) -> Iterator[Tiling]:
     if len(equation.inputs) != 1:
         return
     shape, origin = _shape(equation.outputs[0]), _shape(equation.inputs[0])
@@ -110,7 +103,7 @@ def _broadcast(equation: Equation, count: int) -> Iterator[Tiling]:
         yield Tiling((mine,), (d,), _with(equation, **new))
 
 
-def _iota(equation: Equation, count: int) -> Iterator[Tiling]:
+def iota(equation: Equation, count: int) -> Iterator[Tiling]:
     shape = _shape(equation.outputs[0])
     params = equation.operation.params
     if equation.inputs:
@@ -127,7 +120,7 @@ def _iota(equation: Equation, count: int) -> Iterator[Tiling]:
         yield Tiling((), (d,), apply)
 
 
-def _reshape(equation: Equation, count: int) -> Iterator[Tiling]:
+def reshape(equation: Equation, count: int) -> Iterator[Tiling]:
     """A dimension stays cut where what is before it is the same: then its tiles are the same bytes
     in every row."""
     if len(equation.inputs) != 1 or equation.operation.params.get("dimensions") is not None:
@@ -140,20 +133,27 @@ def _reshape(equation: Equation, count: int) -> Iterator[Tiling]:
                 yield Tiling((k,), (d,), _with(equation, new_sizes=part, sharding=None))
 
 
-def _squeeze(equation: Equation, count: int) -> Iterator[Tiling]:
+def squeeze(equation: Equation, count: int) -> Iterator[Tiling]:
     gone = {d % len(_shape(equation.inputs[0])) for d in equation.operation.params["dimensions"]}
     kept = [k for k in range(len(_shape(equation.inputs[0]))) if k not in gone]
     for d in _dims(_shape(equation.outputs[0]), count):
         yield Tiling((kept[d],), (d,), _as_it_is(equation))
 
 
-def _transpose(equation: Equation, count: int) -> Iterator[Tiling]:
+def transpose(equation: Equation, count: int) -> Iterator[Tiling]:
     order = equation.operation.params["permutation"]
     for d in _dims(_shape(equation.outputs[0]), count):
         yield Tiling((order[d],), (d,), _as_it_is(equation))
 
 
-def _reduce(equation: Equation, count: int) -> Iterator[Tiling]:
+def reduction(combine: Callable[[Any, Any], Any] | None) -> Rule:
+    """A rule for reductions whose parts are joined by a function, or by none."""
+    return functools.partial(_reduce, combine)
+
+
+def _reduce(
+    combine: Callable[[Any, Any], Any] | None, equation: Equation, count: int
+) -> Iterator[Tiling]:
     if len(equation.inputs) != 1:
         return
     axes = set(equation.operation.params["axes"])
@@ -162,7 +162,6 @@ def _reduce(equation: Equation, count: int) -> Iterator[Tiling]:
     apply = _as_it_is(equation)
     for d in _dims(_shape(equation.outputs[0]), count):
         yield Tiling((kept[d],), (d,), apply)
-    combine = slicing.REDUCTIONS.get(equation.operation.name)
     if combine is not None:
         part = _of_wider(equation) if combine in slicing.ROUNDED else apply
         for k in _dims(origin, count):
@@ -193,7 +192,7 @@ def _product_part(equation: Equation, contract: tuple[int, int]) -> Tiling:
     )
 
 
-def _dot_general(equation: Equation, count: int) -> Iterator[Tiling]:
+def dot_general(equation: Equation, count: int) -> Iterator[Tiling]:
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = equation.operation.params[
         "dimension_numbers"
     ]
@@ -213,7 +212,7 @@ def _dot_general(equation: Equation, count: int) -> Iterator[Tiling]:
             yield _product_part(equation, (k, j))
 
 
-def _convolution(equation: Equation, count: int) -> Iterator[Tiling]:
+def convolution(equation: Equation, count: int) -> Iterator[Tiling]:
     """Along the batch, along the output's features, or summed along the input's."""
     params = equation.operation.params
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
@@ -230,13 +229,13 @@ def _convolution(equation: Equation, count: int) -> Iterator[Tiling]:
         yield _product_part(equation, (feature, inner))
 
 
-def _concatenate(equation: Equation, count: int) -> Iterator[Tiling]:
+def concatenate(equation: Equation, count: int) -> Iterator[Tiling]:
     for d in _dims(_shape(equation.outputs[0]), count):
         if d != equation.operation.params["dimension"]:
             yield Tiling((d,) * len(equation.inputs), (d,), _as_it_is(equation))
 
 
-def _slice(equation: Equation, count: int) -> Iterator[Tiling]:
+def slice_(equation: Equation, count: int) -> Iterator[Tiling]:
     params, origin = equation.operation.params, _shape(equation.inputs[0])
     shape = _shape(equation.outputs[0])
     for d in _dims(shape, count):
@@ -245,13 +244,13 @@ def _slice(equation: Equation, count: int) -> Iterator[Tiling]:
             yield Tiling((d,), (d,), _with(equation, limit_indices=limits))
 
 
-def _pad(equation: Equation, count: int) -> Iterator[Tiling]:
+def pad(equation: Equation, count: int) -> Iterator[Tiling]:
     for d in _dims(_shape(equation.outputs[0]), count):
         if tuple(equation.operation.params["padding_config"][d]) == (0, 0, 0):
             yield Tiling((d, None), (d,), _as_it_is(equation))
 
 
-def _along_others(param: str) -> Callable[[Equation, int], Iterator[Tiling]]:
+def along_others(param: str) -> Rule:
     """A rule for operations that work along some dimensions and map over the others."""
 
     def rule(equation: Equation, count: int) -> Iterator[Tiling]:
@@ -266,7 +265,7 @@ def _along_others(param: str) -> Callable[[Equation, int], Iterator[Tiling]]:
     return rule
 
 
-def _gather(equation: Equation, count: int) -> Iterator[Tiling]:
+def gather(equation: Equation, count: int) -> Iterator[Tiling]:
     """Along dimensions that table and indices have in common (`take_along_axis`), along others of
     the indices, or along those that are taken whole."""
     params = equation.operation.params
@@ -274,10 +273,9 @@ def _gather(equation: Equation, count: int) -> Iterator[Tiling]:
     shape, origin = _shape(equation.outputs[0]), _shape(equation.inputs[0])
     batch = [d for d in range(len(shape)) if d not in numbers.offset_dims]
     cuttable = set(_dims(shape, count))
-    if not takes_few_rows(equation):
-        for indices, d in enumerate(batch):
-            if d in cuttable and indices not in numbers.start_indices_batching_dims:
-                yield Tiling((None, indices), (d,), _as_it_is(equation))
+    for indices, d in enumerate(batch):
+        if d in cuttable and indices not in numbers.start_indices_batching_dims:
+            yield Tiling((None, indices), (d,), _as_it_is(equation))
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     window = [k for k in range(len(origin)) if k not in gone]
     for k, d in zip(window, numbers.offset_dims, strict=True):
@@ -290,7 +288,7 @@ def _gather(equation: Equation, count: int) -> Iterator[Tiling]:
             yield Tiling((table, indices), (batch[indices],), _as_it_is(equation))
 
 
-def _scatter(equation: Equation, count: int) -> Iterator[Tiling]:
+def scatter(equation: Equation, count: int) -> Iterator[Tiling]:
     """Along dimensions that table, indices and updates have in common, along those that are updated
     whole, or along the updates, one tile after the other."""
     numbers = equation.operation.params["dimension_numbers"]
@@ -316,36 +314,6 @@ def _scatter(equation: Equation, count: int) -> Iterator[Tiling]:
 def _later(before: Any, after: Any) -> Any:
     """Of two tiles of a fold the later one, which contains the other."""
     return after
-
-
-_RULES: dict[str, Callable[[Equation, int], Iterator[Tiling]]] = {
-    "broadcast_in_dim": _broadcast,
-    "iota": _iota,
-    "reshape": _reshape,
-    "squeeze": _squeeze,
-    "transpose": _transpose,
-    "dot_general": _dot_general,
-    "conv_general_dilated": _convolution,
-    "concatenate": _concatenate,
-    "slice": _slice,
-    "pad": _pad,
-    "rev": _along_others("dimensions"),
-    "split": _along_others("axis"),
-    "sort": _along_others("dimension"),
-    "top_k": _along_others("axis"),
-    "cumsum": _along_others("axis"),
-    "cumprod": _along_others("axis"),
-    "cummax": _along_others("axis"),
-    "cummin": _along_others("axis"),
-    "cumlogsumexp": _along_others("axis"),
-    "gather": _gather,
-    "scatter-add": _scatter,
-    "scatter_add": _scatter,
-    **{name: _reduce for name in (*slicing.REDUCTIONS, "argmax", "argmin")},
-}
-
-
-_SEVERAL_OUTPUTS = frozenset({"split", "sort", "top_k"})
 
 
 def converted(x: Any, dtype: Any) -> Any:

@@ -5,10 +5,10 @@ XLA's own figure is known once a kernel is compiled; plans rely on that alone.
 
 from collections.abc import Sequence
 
-from jaxoffload.capture import slicing
+from jaxoffload.capture import operations
 from jaxoffload.capture.cluster import Cluster
 from jaxoffload.capture.flat import Equation, Value
-from jaxoffload.capture.views import is_view
+from jaxoffload.capture.operations import is_view
 
 
 def estimated_workspace(cluster: Cluster) -> int:
@@ -38,8 +38,8 @@ def estimated_workspace(cluster: Cluster) -> int:
 
 
 def _fuses(equation: Equation) -> bool:
-    name = equation.operation.name
-    return slicing.is_elementwise(name) or name in slicing.REDUCTIONS or is_view(equation)
+    known = operations.of(equation)
+    return known.is_elementwise or known.joins is not None or operations.is_view(equation)
 
 
 def _inside(equation: Equation) -> int:

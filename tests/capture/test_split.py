@@ -12,9 +12,9 @@ import jaxoffload as jo
 from benchmarks import suite
 from jaxoffload.capture.build import build_taskgraph, order_program
 from jaxoffload.capture.flat import is_literal
+from jaxoffload.capture.operations import tilings
 from jaxoffload.capture.scan import unroll
 from jaxoffload.capture.split import TiledOperation, split
-from jaxoffload.capture.tile import tilings
 from jaxoffload.finetune import model
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
 from jaxoffload.plan.alloc.limits import min_budget
@@ -70,6 +70,8 @@ OPERATIONS = {
     "running sum": (lambda x: jnp.cumsum(x, axis=2), X),
     "rows": (lambda x, i: x[i[:, :, 0]], normal(8, 12), IDS),
     "add to rows": (lambda x, y, i: x.at[i[..., 0]].add(y), normal(8, 12), normal(4, 6, 12), IDS),
+    "take from rows": (lambda x, y, i: x.at[i[..., 0]].subtract(y), normal(8, 12), normal(4, 6, 12),
+                       IDS),
     "add to windows": (
         lambda x, y: lax.scatter_add(
             x, np.array([[1], [3]]), y, lax.ScatterDimensionNumbers((1, 2), (), (0,))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
+from jaxoffload.capture import operations
 from jaxoffload.capture import split as splitting
 from jaxoffload.capture.build import order_program
 from jaxoffload.capture.recompute import recompute
@@ -79,7 +80,7 @@ def work(monkeypatch):
     count(program, "build_taskgraph", "taskgraphs")
     count(searching, "build_memgraph", "memgraphs")
     count(program, "split", "splits")
-    count(splitting, "tilings", "tilings")
+    count(operations, "tilings", "tilings")
     plain = ExecutableCache.executables
 
     def executables(cache, kernels):

@@ -1,0 +1,216 @@
+"""What is known of each operation, in one table: `TABLE`.
+
+To teach capture a primitive is to add an entry, and a case to tests/capture/test_operations.py.
+What has no entry runs all the same: as a vertex that fuses with nothing, is not split and not made
+again.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import numpy as np
+from jax import lax
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture import slicing, tile
+from jaxoffload.capture.flat import Equation
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Known:
+    """How the stages of capture treat an operation.
+
+    Attributes:
+      is_elementwise: each element of the output needs the operands' same element; it fuses.
+      is_light: it takes no longer than to read its operands, so that where it stands is no matter.
+      is_priced: `cost` tells its time, as its operands' bytes and `flops` say; only what is priced
+        is made again. A `while` or a sort takes longer.
+      is_view: its result holds no more than its operand, and every reader repeats it.
+      joins: of a reduction, what joins two parts of its result.
+      overwrites: which operands' memory its output may take: "none", "first" or "all".
+      takes_rows: it may read a few rows of its first operand only.
+      has_several: it may have more than one output and still be split.
+      flops: floating-point operations; None: one for each element of the output.
+      tilings: how it is split into tiles (split.py); None: not at all.
+      stacked: how it works on a stack's pieces (scan.py); None: not at all.
+    """
+
+    is_elementwise: bool = False
+    is_light: bool = False
+    is_priced: bool = False
+    is_view: bool | Callable[[Equation], bool] = False
+    joins: Callable | None = None
+    overwrites: str = "none"
+    takes_rows: bool = False
+    has_several: bool = False
+    flops: Callable[[Equation], float] | None = None
+    tilings: tile.Rule | None = None
+    stacked: slicing.Rule | None = None
+
+
+def _widens(equation: Equation) -> bool:
+    """A conversion to a dtype that is no smaller."""
+    before, after = equation.inputs[0].aval, equation.outputs[0].aval
+    return len(equation.inputs) == 1 and _bytes(before) <= _bytes(after)
+
+
+def _bytes(aval: object) -> int:
+    shape, dtype = compat.physical(aval)
+    return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+
+
+def _product_flops(equation: Equation) -> float:
+    (contracted, _), _ = equation.operation.params["dimension_numbers"]
+    shape = equation.inputs[0].aval.shape
+    return 2.0 * _elements(equation) * math.prod(shape[d] for d in contracted)
+
+
+def _convolution_flops(equation: Equation) -> float:
+    kernel = equation.inputs[1].aval.shape
+    features = equation.operation.params["dimension_numbers"].rhs_spec[0]
+    return 2.0 * _elements(equation) * math.prod(kernel) / kernel[features]
+
+
+def _elements(equation: Equation) -> float:
+    return float(sum(math.prod(v.shape) for v in equation.outputs))
+
+
+_NOTHING = Known()
+_ELEMENTWISE = Known(
+    is_elementwise=True,
+    is_light=True,
+    is_priced=True,
+    overwrites="all",
+    tilings=tile.elementwise,
+    stacked=slicing.elementwise,
+)
+_VIEW = Known(is_view=True, is_light=True, is_priced=True)
+_UPDATE = Known(overwrites="first")
+_LIGHT = Known(is_light=True, is_priced=True)
+
+
+def _reduction(joins: Callable) -> Known:
+    return Known(
+        is_light=True,
+        is_priced=True,
+        joins=joins,
+        tilings=tile.reduction(joins),
+        stacked=slicing.reduction(joins),
+    )
+
+
+def _along(param: str, is_priced: bool = False, has_several: bool = False) -> Known:
+    rule = tile.along_others(param)
+    return Known(is_priced=is_priced, has_several=has_several, tilings=rule)
+
+
+TABLE: dict[str, Known] = {
+    **dict.fromkeys(
+        """
+        abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
+        clamp conj cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag
+        integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
+        population_count pow real reduce_precision rem round rsqrt select_n shift_left
+        shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
+        """.split(),
+        _ELEMENTWISE,
+    ),
+    "convert_element_type": dataclasses.replace(_ELEMENTWISE, is_view=_widens),
+    "copy": Known(tilings=tile.elementwise),
+    # Views.
+    "broadcast_in_dim": dataclasses.replace(
+        _VIEW, tilings=tile.broadcast, stacked=slicing.broadcast
+    ),
+    "reshape": dataclasses.replace(_VIEW, tilings=tile.reshape, stacked=slicing.reshape),
+    "transpose": dataclasses.replace(_VIEW, tilings=tile.transpose, stacked=slicing.transpose),
+    "squeeze": dataclasses.replace(_VIEW, tilings=tile.squeeze, stacked=slicing.squeeze),
+    "iota": dataclasses.replace(_VIEW, tilings=tile.iota),
+    "rev": dataclasses.replace(_VIEW, tilings=tile.along_others("dimensions")),
+    **dict.fromkeys(("random_wrap", "random_unwrap"), _VIEW),
+    # Reductions and scans along an axis.
+    "reduce_sum": _reduction(lax.add),
+    "reduce_max": _reduction(lax.max),
+    "reduce_min": _reduction(lax.min),
+    "reduce_prod": _reduction(lax.mul),
+    "reduce_and": _reduction(lax.bitwise_and),
+    "reduce_or": _reduction(lax.bitwise_or),
+    **dict.fromkeys(
+        """
+        reduce_xor reduce_window reduce_window_sum reduce_window_max reduce_window_min
+        """.split(),
+        _LIGHT,
+    ),
+    **dict.fromkeys(("argmax", "argmin"), Known(tilings=tile.reduction(None))),
+    **dict.fromkeys("cumsum cumprod cummax cummin cumlogsumexp".split(), _along("axis")),
+    "sort": _along("dimension", has_several=True),
+    "top_k": _along("axis", has_several=True),
+    # Products.
+    "dot_general": Known(is_priced=True, flops=_product_flops, tilings=tile.dot_general),
+    "conv_general_dilated": Known(
+        is_priced=True, flops=_convolution_flops, tilings=tile.convolution
+    ),
+    # Parts, rows, updates.
+    "concatenate": Known(is_priced=True, tilings=tile.concatenate),
+    "slice": Known(is_priced=True, tilings=tile.slice_),
+    "pad": Known(is_priced=True, tilings=tile.pad),
+    "split": _along("axis", is_priced=True, has_several=True),
+    "gather": Known(is_priced=True, takes_rows=True, tilings=tile.gather),
+    "dynamic_slice": Known(is_priced=True, takes_rows=True),
+    "random_bits": Known(is_priced=True),
+    **dict.fromkeys(
+        "dynamic_update_slice scatter scatter-mul scatter-min scatter-max".split(), _UPDATE
+    ),
+    **dict.fromkeys(
+        ("scatter-add", "scatter-sub"), dataclasses.replace(_UPDATE, tilings=tile.scatter)
+    ),
+    # Made by capture itself: see the end of slicing.py.
+    "start": Known(is_priced=True),
+    "slice[": _LIGHT,
+    "combine[": Known(is_light=True, is_priced=True, overwrites="all"),
+}
+"""By the primitive's name; of a name with a bracket what stands before it, and the bracket."""
+
+
+def of(equation: Equation) -> Known:
+    """What is known of an equation's operation."""
+    return _known(equation.operation.name)
+
+
+@functools.cache
+def _known(name: str) -> Known:
+    kind, bracket, _ = name.partition("[")
+    return TABLE.get(kind + bracket, _NOTHING)
+
+
+def is_view(equation: Equation) -> bool:
+    """Whether each reader repeats the operation rather than read its result from memory."""
+    found = of(equation).is_view
+    return found if isinstance(found, bool) else found(equation)
+
+
+def flops(equation: Equation) -> float:
+    """Floating-point operations: exact for products, one an element elsewhere."""
+    rule = of(equation).flops
+    return _elements(equation) if rule is None else rule(equation)
+
+
+def tilings(equation: Equation, count: int) -> list[tile.Tiling]:
+    """Every tiling of an equation that is known here, into `count` tiles."""
+    found = of(equation)
+    if found.tilings is None or len(equation.outputs) != 1 and not found.has_several:
+        return []
+    return list(found.tilings(equation, count))
+
+
+def map_over_stack(
+    equation: Equation, length: int, rows: int | None = None
+) -> slicing.Mapped | None:
+    """The operation on one piece of (length, ...), or None when it cannot be had piece by piece.
+
+    Args:
+      rows: of the piece; None: it is a slice, without the leading axis.
+    """
+    rule = of(equation).stacked
+    return None if rule is None or len(equation.outputs) != 1 else rule(equation, length, rows)

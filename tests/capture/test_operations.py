@@ -1,0 +1,123 @@
+"""The table of operations: its names are JAX's, and what it says of them is so."""
+
+import itertools
+
+import jax
+import jax.extend as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxoffload.capture import operations
+from jaxoffload.capture.build import order_program
+from jaxoffload.capture.flat import is_literal
+from jaxoffload.capture.scan import unroll
+
+OWN = {"start", "slice[", "combine["}
+UNLISTED = {"split", "scatter-sub", "random_wrap", "random_unwrap"}
+"""JAX's, though not among those that it shows."""
+ELEMENTWISE = [name for name, known in operations.TABLE.items() if known.is_elementwise]
+ARGUMENTS = {
+    "integer_pow": lambda x: lax.integer_pow(x, 3),
+    "convert_element_type": lambda x: lax.convert_element_type(x, jnp.int32),
+    "reduce_precision": lambda x: lax.reduce_precision(x, 5, 7),
+    "acos": lambda x: lax.acos(x / 4),
+    "asin": lambda x: lax.asin(x / 4),
+    "atanh": lambda x: lax.atanh(x / 4),
+    "erf_inv": lambda x: lax.erf_inv(0.9 * jnp.tanh(x)),
+    "select_n": lambda x, y: lax.select_n(x > y, x, y),
+    "real": lambda x: lax.real(lax.complex(x, x + 1)),
+    "imag": lambda x: lax.imag(lax.complex(x, x + 1)),
+    "conj": lambda x: lax.real(lax.conj(lax.complex(x, x + 1))),
+    "bessel_i0e": lax.bessel_i0e,
+    "bessel_i1e": lax.bessel_i1e,
+    "add_any": lambda x, y: jax.vjp(lambda a: (a * y, a * x), x)[1]((x, y))[0],
+}
+LOGIC = {"and", "or", "xor", "not", "population_count", "shift_left", "shift_right_arithmetic",
+         "shift_right_logical"}  # fmt: skip
+
+
+def test_every_name_is_one_of_jaxs():
+    """A name that is misspelt would be an entry for nothing."""
+    known = {getattr(p, "name", None) for p in vars(jex.core.primitives).values()}
+    assert set(operations.TABLE) <= known | OWN | UNLISTED
+
+
+def operands_of(name, count):
+    source = np.random.default_rng(0)
+    if name in LOGIC:
+        return [source.integers(0, 31, (6, 4)).astype(np.int32) for _ in range(count)]
+    return [source.uniform(1.1, 2, (6, 4)).astype(np.float32) for _ in range(count)]
+
+
+def function_of(name):
+    """A function of arrays that is this primitive, and how many it takes."""
+    found = ARGUMENTS.get(name)
+    found = found or getattr(lax, name, None) or getattr(lax, f"bitwise_{name}")
+    for count in (1, 2, 3):
+        try:
+            jaxpr = jax.make_jaxpr(found)(*operands_of(name, count))
+        except TypeError:
+            continue
+        assert name in str(jaxpr), jaxpr
+        return found, count
+    raise AssertionError(f"{name}: how is it called?")
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_operations_do_the_same_wherever_an_element_is(name):
+    function, count = function_of(name)
+    operands = operands_of(name, count)
+    want = np.asarray(function(*operands))
+    assert want.shape == (6, 4)
+    got = function(*(x[::-1, ::-1].copy() for x in operands))
+    np.testing.assert_allclose(np.asarray(got)[::-1, ::-1], want, rtol=1e-6)
+    changed = [x.copy() for x in operands]
+    for x in changed:
+        x[2, 3] += 1
+    differs = np.asarray(function(*changed)) != want
+    assert not np.delete(differs.ravel(), 2 * 4 + 3).any()
+
+
+STACKED = {
+    "add": lambda x, y: x + y,
+    "scale": lambda x, y: 3.0 * x,
+    "broadcast": lambda x, y: lax.broadcast_in_dim(y.sum(0), (6, 4), (1,)),
+    "broadcast along": lambda x, y: lax.broadcast_in_dim(x, (6, 4, 5), (0, 1)),
+    "sum of rows": lambda x, y: x.sum(1),
+    "sum of all": lambda x, y: x.sum(0),
+    "largest": lambda x, y: x.max((0, 1)),
+    "reshape": lambda x, y: x.reshape(6, 2, 2),
+    "transpose": lambda x, y: lax.transpose(x.reshape(6, 2, 2), (0, 2, 1)),
+    "squeeze": lambda x, y: lax.squeeze(x.reshape(6, 4, 1), (2,)),
+}
+
+
+@pytest.mark.parametrize("rows", [None, 1, 2, 3])
+@pytest.mark.parametrize("name", STACKED)
+def test_an_operation_works_on_a_stack_piece_by_piece(name, rows):
+    x, y = operands_of("add", 2)
+    program = unroll(jax.make_jaxpr(STACKED[name])(x, y))
+    values, checked = dict(zip(program.arguments, (x, y), strict=True)), 0
+    for equation in order_program(program).equations:
+        read = [v.val if is_literal(v) else values[v] for v in equation.inputs]
+        (whole,) = equation.operation.apply(read)
+        values[equation.outputs[0]] = whole
+        mapped = operations.map_over_stack(equation, 6, rows)
+        if mapped is None:
+            continue
+        checked += 1
+        pieces = []
+        for first in range(0, 6, rows or 1):
+            mine = [
+                (v[first] if rows is None else v[first : first + rows]) if sliced else v
+                for v, sliced in zip(read, mapped.sliced, strict=True)
+            ]
+            pieces.append(mapped.operation.apply(mine)[0] if mapped.operation else mine[0])
+        if mapped.combine is not None:
+            got = list(itertools.accumulate(pieces, mapped.combine))[-1]
+        else:
+            got = np.stack(pieces) if rows is None else np.concatenate(pieces)
+        np.testing.assert_allclose(got, whole, rtol=1e-6)
+    assert checked
