@@ -338,3 +338,6 @@ def _kind(path: Any, aval: Any, text: str) -> TensorKind:
     if np.issubdtype(aval[1], np.integer) or len(path) == 2:
         return TensorKind.BATCH
     return TensorKind.WEIGHT
+
+
+compat.hide_frames_of(__file__)
