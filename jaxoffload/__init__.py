@@ -25,6 +25,7 @@ from jaxoffload.offload import Offloaded as Offloaded
 from jaxoffload.offload import offload as offload
 from jaxoffload.pipeline import Plan as Plan
 from jaxoffload.plan.hardware import MACHINES as MACHINES
+from jaxoffload.plan.hardware import Link as Link
 from jaxoffload.plan.hardware import Machine as Machine
 from jaxoffload.report.explain import Explanation as Explanation
 from jaxoffload.report.predict import Prediction as Prediction

@@ -10,8 +10,8 @@ import pytest
 import jaxoffload as jo
 
 NAMES = """BackendError BackendReport CaptureError Comparison DiskArray DiskError Explanation
-HostArray MACHINES Machine OffloadError OffloadWarning Offloaded Plan PlanError Prediction Profile
-Run RunError Tradeoff VerificationError VerifyError WholeRun backends clear_caches compare
+HostArray Link MACHINES Machine OffloadError OffloadWarning Offloaded Plan PlanError Prediction
+Profile Run RunError Tradeoff VerificationError VerifyError WholeRun backends clear_caches compare
 disk_put host_put offload open_safetensors policies""".split()
 
 
