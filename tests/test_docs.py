@@ -25,6 +25,8 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.plain_runs  # as for those who read it
+@pytest.mark.runs_whole
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_code_runs(page, capsys):
     space: dict = {}
