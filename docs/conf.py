@@ -13,13 +13,14 @@ exclude_patterns = ["build", "custom_calls", "tests", ".*"]  # not walked throug
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
-smartquotes = False  # what is quoted is to be typed
+smartquotes_action = "D"  # dashes only: what is quoted is to be typed
 autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_class_signature = "separated"  # classes that users do not make have no signature
 autodoc_typehints = "none"  # Args sections tell
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_use_rtype = False
 default_role = "literal"  # docstrings have `names` between single backticks
 suppress_warnings = ["ref.python"]  # attributes of one name in several classes
 
