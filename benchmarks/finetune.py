@@ -31,6 +31,8 @@ RECIPE = train.Recipe()
 BATCH, LENGTH = 4, 256
 SMALL = 1, 16
 SHARES = {"half": 0.5, "quarter": 0.25, "least": 0.0}
+FEW_TOKENS = 1, 128
+"""Batch and length for which the link, not the cores, bounds a step behind the slow link."""
 REACH_BUDGET = 1 << 30
 _KEEP = 1.0 / 64
 """Slack of the least budget, so that it is one that a person would pass."""
@@ -188,7 +190,7 @@ def packed(small: bool, rounds: int) -> list[dict[str, Any]]:
     if small:
         del formats["int8"], formats["nf4"]
     jobs = {name: Job.make(small, "bfloat16", quantize=how) for name, how in formats.items()}
-    first, sizes = jobs["bfloat16"], SMALL if small else (BATCH, LENGTH)
+    first, sizes = jobs["bfloat16"], SMALL if small else FEW_TOKENS
     budget = jit_peak_bytes(first.step(), first.args(*sizes), ()) // 4
     rows: list[dict[str, Any]] = []
     with slow_link():

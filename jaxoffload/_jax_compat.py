@@ -289,6 +289,12 @@ def _rule(primitive: Any, function: Callable[..., Any], holds: Callable[..., boo
     return rule
 
 
+def operation_named(context: Any, name: str) -> Any:
+    """What is lowered within has this name in profiles and in XLA's messages."""
+    location = _mlir.ir.Location
+    return location.name(f"{context.name_stack}/{name}", childLoc=location.current)
+
+
 _make_ir_context = _mlir.make_ir_context
 _lowering = threading.local()
 

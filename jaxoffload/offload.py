@@ -87,6 +87,7 @@ class _Program:
         return {
             "derived": self._derived.link,
             "name": self._name,
+            "argument_names": self._argument_names,
             "kinds": self._signature.kinds + (TensorKind.WEIGHT,) * more,
             "donated": self._signature.donated + (False,) * more,
             "options": self.options,
@@ -95,15 +96,15 @@ class _Program:
     def request(self) -> Request:
         """What is planned for direct calls."""
         params = self.params()
-        request = make_request(
+        return make_request(
             self.traced.jaxpr,
             self._name,
             params["kinds"],
             params["donated"],
             self.options,
             self._signature.tiers,
+            self._argument_names,
         )
-        return dataclasses.replace(request, argument_names=self._argument_names)
 
     @property
     def whole(self) -> Whole | None:

@@ -901,16 +901,18 @@ def make_request(
     donated: Sequence[bool],
     options: Options,
     tiers: Sequence[str] = (),
+    argument_names: tuple[str, ...] = (),
 ) -> Request:
     """A request, its donated arguments paired with results.
 
     Args:
       donated: for each argument.
       tiers: for each argument "host", "disk" or "".
+      argument_names: see Request.
     """
     pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, donated)
     disk = frozenset(i for i, tier in enumerate(tiers) if tier == "disk")
-    return Request(name, jaxpr, kinds, pairs, options, disk)
+    return Request(name, jaxpr, kinds, pairs, options, disk, argument_names=argument_names)
 
 
 def pair_donated(

@@ -114,6 +114,7 @@ def bind(
     *,
     derived: Link,
     name: str,
+    argument_names: tuple[str, ...],
     kinds: tuple[TensorKind, ...],
     donated: tuple[bool, ...],
     options: Options,
@@ -123,13 +124,13 @@ def bind(
     Args:
       jaxpr: closed, over arrays.
       derived: leads to what is made from this jaxpr.
-      kinds, donated: one for each leaf.
+      argument_names, kinds, donated: one for each leaf; names of the first at least.
     """
     below = tuple((i, x) for i, x in enumerate(leaves) if isinstance(x, TierArray))
     operands = [x for x in leaves if not isinstance(x, TierArray)]
     return offload_p.bind(
-        *operands, jaxpr=jaxpr, derived=derived, name=name, kinds=kinds, donated=donated,
-        options=options, below=below,
+        *operands, jaxpr=jaxpr, derived=derived, name=name, argument_names=argument_names,
+        kinds=kinds, donated=donated, options=options, below=below,
     )  # fmt: skip
 
 
@@ -157,6 +158,7 @@ def make_plan(
     *,
     jaxpr: Any,
     name: str,
+    argument_names: tuple[str, ...],
     kinds: tuple[TensorKind, ...],
     donated: tuple[bool, ...],
     options: Options,
@@ -167,7 +169,7 @@ def make_plan(
     tiers = [""] * len(jaxpr.in_avals)
     for i, array in below:
         tiers[i] = array.tier
-    request = make_request(jaxpr, name, kinds, donated, options, tiers)
+    request = make_request(jaxpr, name, kinds, donated, options, tiers, argument_names)
     if below and backend is not None and backend.name != "cpu":
         request = dataclasses.replace(request, reloads_all=True)
     whole = None
@@ -216,15 +218,16 @@ def _lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> An
     hidden = sorted(i for i, _ in below)
     aliases = {i - bisect.bisect(hidden, i): j for i, j in plan.taskgraph.donated}
     rule = jax.ffi.ffi_lowering(FFI_TARGET, operand_output_aliases=aliases)
-    return rule(
-        context,
-        *operands,
-        key=registration.key,
-        policy=compat.int64_attribute(launch.code),
-        seed=compat.int64_attribute(launch.seed),
-        max_delay_us=compat.int64_attribute(round(launch.max_delay_seconds * 1e6)),
-        check=compat.int64_attribute(options.check),
-    )
+    with compat.operation_named(context, f"jaxoffload {params['name']}"):
+        return rule(
+            context,
+            *operands,
+            key=registration.key,
+            policy=compat.int64_attribute(launch.code),
+            seed=compat.int64_attribute(launch.seed),
+            max_delay_us=compat.int64_attribute(round(launch.max_delay_seconds * 1e6)),
+            check=compat.int64_attribute(options.check),
+        )
 
 
 def _lower_elsewhere(context: Any, *operands: Any, **params: Any) -> Any:
@@ -236,8 +239,10 @@ def _lower_elsewhere(context: Any, *operands: Any, **params: Any) -> Any:
 
 
 mlir.register_lowering(offload_p, _lower_elsewhere)
-mlir.register_lowering(offload_p, functools.partial(_lower, "cpu"), platform="cpu")
-mlir.register_lowering(offload_p, functools.partial(_lower, "cuda"), platform="cuda")
+mlir.register_lowering(offload_p, functools.partial(_lower, "cpu"), platform="cpu", cacheable=False)
+mlir.register_lowering(
+    offload_p, functools.partial(_lower, "cuda"), platform="cuda", cacheable=False
+)
 
 
 @functools.cache

@@ -79,6 +79,7 @@ def _check(error: Any, enabled: Any, *operands: Any, **params: Any) -> Any:
         jaxpr,
         derived=Derived().link,
         name=params["name"],
+        argument_names=("what was checked before",) * count + params["argument_names"],
         kinds=(TensorKind.TEMPORARY,) * count + params["kinds"],
         donated=(False,) * count + params["donated"],
         options=params["options"],

@@ -16,16 +16,19 @@ _WORDS = (
 )
 """How Llama 3 and Qwen 2 split text; they differ in how many digits go together."""
 _LLAMA3, _QWEN2 = _WORDS.replace("DIGITS", "{1,3}"), _WORDS.replace("DIGITS", "")
-PRE_TOKENIZERS: Mapping[str, str | None] = {
-    "smollm": None,
-    "gpt-2": None,
-    "default": None,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_LLAMA_CPP = (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}")
+"""How llama.cpp splits where a file does not say how."""
+PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = {
+    "smollm": (r"\p{N}", _GPT2),
+    "gpt-2": (_GPT2,),
+    "default": _LLAMA_CPP,
+    "llama-bpe": (_LLAMA3,),
+    "llama3": (_LLAMA3,),
+    "llama-v3": (_LLAMA3,),
+    "qwen2": (_QWEN2,),
 }
-"""GGUF's names of the ways to split text, and the pattern; None: that of GPT-2."""
+"""GGUF's names of the ways to split text, and the patterns, each splitting what the last left."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 """GGUF's types of tokens."""
@@ -49,7 +52,7 @@ def from_fields(fields: Fields, where: str) -> Tokenizer:
     """
     kind, pre = _field(fields, "model"), _field(fields, "pre", "default")
     if kind == "gpt2" and pre in PRE_TOKENIZERS:
-        make, has_bos = _byte_level, PRE_TOKENIZERS[pre] == _LLAMA3
+        make, has_bos = _byte_level, _LLAMA3 in PRE_TOKENIZERS[pre]
     elif kind == "llama":
         make, has_bos = _sentencepiece, True
     else:
@@ -107,23 +110,20 @@ def _byte_level(
 ) -> Any:
     library = tokenizer.library()
     pre = _field(fields, "pre", "default")
-    pattern = PRE_TOKENIZERS[pre]
+    patterns = PRE_TOKENIZERS[pre]
     backend = library.Tokenizer(
         library.models.BPE(
             vocab={token: i for i, token in enumerate(tokens)},
             merges=[tuple(merge.split(" ", 1)) for merge in _field(fields, "merges", ())],
             # Llama 3 has words that no order of its merges makes.
-            ignore_merges=pattern == _LLAMA3,
+            ignore_merges=_LLAMA3 in patterns,
         )
     )
     parts = library.pre_tokenizers
-    if pattern is not None:
-        splits = [parts.Split(library.Regex(pattern), "isolated")]
-    else:
-        splits = [parts.Digits(individual_digits=True)] if pre == "smollm" else []
-    letters = parts.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    splits = [parts.Split(library.Regex(pattern), "isolated") for pattern in patterns]
+    letters = parts.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = parts.Sequence([*splits, letters])
-    if pattern == _QWEN2:
+    if _QWEN2 in patterns:
         backend.normalizer = library.normalizers.NFC()
     backend.decoder = library.decoders.ByteLevel()
     _add(backend, tokens, types, is_normalized=False)

@@ -156,6 +156,11 @@ class _Teller:
         lines.append(f"    evicted {self._for_whom(version)}; " + (
             "copied to host memory" if copied else "its bytes are below already: nothing was copied"
         ))  # fmt: skip
+        others, sooner = self._read_sooner(version)
+        if others:
+            lines.append(
+                f"    of what else was on the device then, {sooner} of {others} are read sooner"
+            )
         reload = int(graph.writer[back])
         readers = self._scene.readers[graph.inputs == back]
         first = int(readers[np.argmin(times.start[readers])]) if len(readers) else reload
@@ -168,6 +173,23 @@ class _Teller:
             f"{graph.describe(first)}{waited}"
         )
         return lines
+
+    def _read_sooner(self, version: int) -> tuple[int, int]:
+        """Versions that could have gone in its place, and how many of them are read before it."""
+        graph, taker = self._graph, int(self._scene.successor[version])
+        moment = self._end[version] if taker < 0 else self._begin[taker]
+        there = (self._begin < moment) & (self._end > moment)
+        there &= (graph.space == Space.DEVICE) & (graph.index == graph.index[version])
+        if taker >= 0:
+            there[graph.inputs[self._scene.readers == graph.writer[taker]]] = False
+        there[[version, *([taker] if taker >= 0 else [])]] = False
+        others = np.unique(graph.tensor[there])
+        start = self._times.start[self._scene.readers]
+        reads = (graph.kind[self._scene.readers] == Kind.KERNEL) & (start >= moment)
+        following = np.full(len(graph.taskgraph.tensors), np.inf)
+        np.minimum.at(following, graph.tensor[graph.inputs[reads]], start[reads])
+        own = following[graph.tensor[version]]
+        return len(others), int((following[others] < own).sum())
 
     def _for_whom(self, version: int) -> str:
         graph, tensors = self._graph, self._graph.taskgraph.tensors

@@ -11,7 +11,8 @@ import time
 import numpy as np
 import pytest
 
-from jaxoffload.finetune import model, peft
+import jaxoffload as jo
+from jaxoffload.finetune import model, peft, safetensors
 from tests.finetune.tiny import CONFIG, flags_of, make_folder, run
 
 pytestmark = pytest.mark.runs_whole
@@ -20,6 +21,11 @@ pytestmark = pytest.mark.runs_whole
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_folder(tmp_path_factory.mktemp("command"))
+
+
+def weights_of(path):
+    tensors = jo.open_safetensors(path / "model" / "model.safetensors")
+    return {name: np.asarray(x) for name, x in tensors.items()}
 
 
 def lines(text):
@@ -132,6 +138,13 @@ def test_a_folder_with_checkpoints_is_not_overwritten_and_other_settings_are_ref
     assert status == 1 and "has a checkpoint of step 8. Pass --resume" in errors
     status, _, errors = run(capsys, *flags_of(folder, f"--out={out}", "--resume", "--rank=4"))
     assert status == 1 and "lora was" in errors and "'rank': 8" in errors
+    path = folder / "model" / "model.safetensors"
+    whole, tensors = path.read_bytes(), weights_of(folder)
+    tensors["model.layers.1.mlp.down_proj.weight"] *= 1.01  # a merged adapter: no norm differs
+    safetensors.save(path, tensors)
+    status, _, errors = run(capsys, *flags_of(folder, f"--out={out}", "--resume"))
+    path.write_bytes(whole)
+    assert status == 1 and "weights was" in errors
 
 
 @pytest.mark.parametrize(
@@ -173,3 +186,24 @@ def test_help_names_the_flags_and_the_forms_of_examples(capsys):
     assert status == 0
     for words in ("--device_memory", "--resume", '"messages"', '"completion"', "Ctrl-C"):
         assert words in text
+
+
+def test_all_weights_are_trained_alike_in_host_memory_and_on_disk(folder, tmp_path, capsys):
+    texts, models = [], []
+    for tier in ("host", "disk"):
+        out = tmp_path / tier
+        status, text, errors = run(
+            capsys,
+            *flags_of(folder, f"--out={out}", "--full", f"--tier={tier}", "--steps=3"),
+            f"--disk={tmp_path}", "--device-memory=192KiB",
+        )  # fmt: skip
+        assert status == 0, errors
+        texts.append(text)
+        models.append(weights_of(out))
+        assert re.search(r"each step moved [1-9].* to the device", text), text
+    assert len(lines(texts[0])) == 3 and lines(texts[0]) == lines(texts[1])
+    before = weights_of(folder)
+    for name, weight in models[0].items():
+        np.testing.assert_allclose(models[1][name], weight, rtol=1e-4, atol=1e-6)
+
+        assert 1e-4 < np.abs(weight - before[name]).max() < 0.1

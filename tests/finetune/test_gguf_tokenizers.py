@@ -102,6 +102,20 @@ def test_text_is_split_as_the_model_was_taught(pre):
         assert parts != joined(as_letters(text), rank), "the vocabulary crosses no border"
 
 
+@pytest.mark.parametrize(
+    "pre, pieces",
+    [
+        ("gpt-2", ["don", "'t", " say", " 12345", "==", "6", "\n ", " x", "  "]),
+        ("smollm", ["don", "'t", " say", " ", *"12345", "==", "6", "\n ", " x", "  "]),
+        # As the program llama.cpp splits where nothing is said.
+        ("default", ["don", "'", "t", " say", " ", "123", "45", "==", "6", "\n ", " x", "  "]),
+    ],
+)
+def test_older_ways_to_split(pre, pieces):
+    split = byte_level(pre).backend.pre_tokenizer.pre_tokenize_str("".join(pieces))
+    assert ["".join(pieces)[first:last] for _, (first, last) in split] == pieces
+
+
 def test_llama3_knows_words_that_no_order_of_merges_makes():
     fields = dict(tokens=[*TOKENS, "qxz", "end"], token_type=[1] * (len(TOKENS) + 2))
     assert byte_level("llama-bpe", **fields).encode("qxz") == [len(TOKENS)]

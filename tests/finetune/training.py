@@ -10,7 +10,7 @@ import optax
 import jaxoffload as jo
 from jaxoffload.finetune import lora, model, train
 
-CONFIG = model.Config(61, 32, 2, 2, 1, 48)
+CONFIG = model.Config(61, 64, 2, 2, 1, 256)
 LORA = lora.LoraConfig(4, 8.0, target_modules=("q_proj", "down_proj"))
 RECIPE = train.Recipe(5e-3, 50, warmup_steps=5, weight_decay=0.1)
 NUM_STEPS = 50

@@ -251,6 +251,7 @@ def test_runs_are_seen_under_jaxs_own_profiler(step, tmp_path):
     with jax.profiler.trace(str(tmp_path)):
         with jax.profiler.TraceAnnotation("around it"):
             step(X)
+        jax.block_until_ready(jax.jit(step)(X))
     (found,) = tmp_path.rglob("*.trace.json.gz")
     with gzip.open(found) as file:
         events = json.load(file)["traceEvents"]
@@ -258,6 +259,8 @@ def test_runs_are_seen_under_jaxs_own_profiler(step, tmp_path):
     (outer,) = [e for e in events if e.get("name") == "around it"]
     assert inner["tid"] == outer["tid"] and outer["ts"] <= inner["ts"]
     assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+    # Inside jit it is XLA that runs it, under this name.
+    assert any(str(e.get("name")).startswith("jaxoffload_function.") for e in events)
 
 
 @pytest.mark.runs_whole

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -50,6 +51,23 @@ def test_a_tensor_is_found_by_its_name_its_line_and_its_arguments_path(step):
     assert line in plan.explain(line) and "test_words.py" in line
     assert f"{len(plan.taskgraph.tensors)} tensors match 'f32[64'" in plan.explain("f32[64")
     assert plan.explain("f32[64").count("\nf32[64,64], 16 KiB") == 6
+
+
+def test_arguments_have_their_names_inside_transformations(step):
+    jax.jit(lambda x: step(x, {"in": x}) + 1)(X)
+    assert step.last_run.explain("w['in']").startswith("f32[64,64], 16 KiB, ")
+    larger = jo.offload(function, device_memory="140KiB", vertex_memory=1)
+    jax.jit(jax.vmap(larger, in_axes=(0, None)))(jnp.stack([X, X]), {"in": X})
+    assert "argument 1; w['in']" in larger.last_run.explain("w['in']")
+    assert larger.last_run.explain("t").startswith("f32[2,64,64], ")
+
+
+def test_the_victim_is_compared_with_what_else_was_there(step):
+    plan = step.plan(X, {"in": X})
+    # Room for four. While the second product is made, of its own operand and the weight, the
+    # first part and x are there: x is read at once, the first part after all others.
+    stays = [text for text in plan.explain("f32[64").split("\nf32[64,64]") if "activations" in text]
+    assert "    of what else was on the device then, 1 of 1 are read sooner" in stays[0]
 
 
 def test_what_matches_nothing_gets_close_names_and_no_text_is_refused(step):
