@@ -17,6 +17,7 @@ from tests.test_public import NAMES as PUBLIC
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOPS = ["jaxoffload", "custom_calls", "tests", "benchmarks", "docs"]
 HOLE = "\0"
 """Stands in a message for what is put in."""
 
@@ -97,6 +98,18 @@ def test_a_plan_of_the_docs_answers(tmp_path, monkeypatch, capsys):
     assert "fits" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_what_the_text_names_is_there(page):
+    text = page.read_text()
+    for name in re.findall(r"\bjo\.(\w+)", text):
+        assert hasattr(jo, name), f"jo.{name}"
+    paths = [f.as_posix() for top in TOPS for f in (ROOT / top).rglob("*") if f.is_file()]
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for name in re.findall(r"`([\w/]+\.(?:py|js|h|cc)|(?:\w+/)+)`", prose):
+        found = any(f"/{name}" in path for path in paths)
+        assert found or name == "step.py", name  # that one is the reader's
+
+
 def texts_of(node):
     """A string as it is written, with a hole for what is put in; None of anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -138,7 +151,7 @@ def messages():
 def quoted():
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
-        if not section.startswith("Messages of JAX's own"):
+        if not section.startswith("Messages of others"):
             yield from re.findall(r"^- `(.*)`\\$", section, re.MULTILINE)
 
 
