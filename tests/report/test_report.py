@@ -1,6 +1,7 @@
 """Pictures and traces of a run that really moved something."""
 
 import dataclasses
+import re
 import xml.etree.ElementTree
 
 import jax
@@ -138,11 +139,11 @@ def test_a_line_of_an_installed_library_says_who_called_it():
         jo.offload(step, device_memory="1MiB").explain(params, optimizer.init(params), params)
     )
     assert "site-packages" not in text
-    assert "optax/_src/transform.py:" in text
+    assert re.search(r"at optax/\S+\.py:\d+", text)
     assert (
         "called at tests/report/test_report.py:" in text and "(step" not in text.split("optax")[0]
     )
     # Where nobody's own code called it, it stands alone.
     alone = jo.offload(optimizer.update, device_memory="1MiB")
     alone = str(alone.explain(params, optimizer.init(params), params))
-    assert "optax/_src/transform.py:" in alone and "called at" not in alone
+    assert re.search(r"at optax/\S+\.py:\d+", alone) and "called at" not in alone
