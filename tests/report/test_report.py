@@ -132,7 +132,7 @@ def test_a_line_of_an_installed_library_says_who_called_it():
     optimizer = optax.adam(1e-3)
 
     def step(params, state, grads):
-        return optimizer.update(grads, state, params)  # the caller's line
+        return optimizer.update(grads, state, params)
 
     params = jnp.ones((64, 64))
     text = str(
@@ -140,9 +140,7 @@ def test_a_line_of_an_installed_library_says_who_called_it():
     )
     assert "site-packages" not in text
     assert re.search(r"at optax/\S+\.py:\d+", text)
-    assert (
-        "called at tests/report/test_report.py:" in text and "(step" not in text.split("optax")[0]
-    )
+    assert "called at tests/report/test_report.py:" in text
     # Where nobody's own code called it, it stands alone.
     alone = jo.offload(optimizer.update, device_memory="1MiB")
     alone = str(alone.explain(params, optimizer.init(params), params))
