@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from jaxoffload.plan import place_intervals
+from jaxoffload.plan.alloc import place_intervals
 
 STEP = 0.005
 

@@ -21,8 +21,8 @@ from benchmarks.measure import machine, save
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 from jaxoffload.graphs.verify import verify
-from jaxoffload.plan.build import build_memgraph
-from jaxoffload.plan.limits import align, headroom, min_budget, resident_peak
+from jaxoffload.plan.alloc.build import build_memgraph
+from jaxoffload.plan.alloc.limits import align, headroom, min_budget, resident_peak
 
 
 def random_layers(count: int, width: int = 16) -> TaskGraph:

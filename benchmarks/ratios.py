@@ -20,7 +20,7 @@ from jaxoffload.capture.build import build_taskgraph, order_program
 from jaxoffload.capture.scan import unroll
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.options import format_bytes
-from jaxoffload.verification import max_relative_difference
+from jaxoffload.transform.verification import max_relative_difference
 
 SHARES = (None, 0.5, 0.25, 0.18)
 SMALL_SHARES = (None, 0.25)

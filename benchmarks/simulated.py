@@ -15,14 +15,14 @@ import numpy as np
 import jaxoffload as jo
 from benchmarks import suite
 from benchmarks.measure import machine, save
-from jaxoffload.cuts import FINEST
 from jaxoffload.finetune import model
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.options import format_bytes
-from jaxoffload.pipeline import Planner
-from jaxoffload.plan.hardware import A100_SERVER_40, P100_SERVER, SMALL_SERVER, Machine
-from jaxoffload.plan.limits import min_budget, resident_peak
-from jaxoffload.plan.simulate import simulate
+from jaxoffload.plan.alloc.limits import min_budget, resident_peak
+from jaxoffload.plan.cost.machines import A100_SERVER_40, P100_SERVER, SMALL_SERVER, Machine
+from jaxoffload.plan.cost.simulate import simulate
+from jaxoffload.search.cuts import FINEST
+from jaxoffload.search.planner import Planner
 
 SHARES = (0.75, 0.5, 0.25)
 JITTER = 0.3

@@ -22,8 +22,8 @@ import numpy as np
 import jaxoffload as jo
 from benchmarks.measure import machine, save
 from jaxoffload import _native
-from jaxoffload.pipeline import Plan
 from jaxoffload.runtime import backends
+from jaxoffload.runtime.plan import Plan
 
 SAMPLES = 30
 _SIDE = 32

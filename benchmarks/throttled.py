@@ -24,12 +24,12 @@ from benchmarks.suite import SUITE
 from jaxoffload.finetune import model
 from jaxoffload.graphs.memgraph import EdgeKind, MemGraph
 from jaxoffload.options import format_bytes
-from jaxoffload.pipeline import Plan
-from jaxoffload.plan.hardware import SMALL_SERVER, Link
-from jaxoffload.plan.simulate import levels
+from jaxoffload.plan.cost.machines import SMALL_SERVER, Link
+from jaxoffload.plan.cost.simulate import levels
 from jaxoffload.runtime import backends
+from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.run import run_plan
-from jaxoffload.tuner import TRIAL, WARM_UP
+from jaxoffload.search.tuner import TRIAL, WARM_UP
 
 RATE = 2.5e8
 """Bytes a second of each direction. Two cores compute some 2e11 operations a second: 800 for each

@@ -30,8 +30,8 @@
 #include "host_callback.h"
 #include "pjrt/client.h"
 #include "pjrt/plan.h"
-#include "plan/order_check.h"
-#include "plan/place_intervals.h"
+#include "planner/order_check.h"
+#include "planner/place_intervals.h"
 #include "tiers/disk_store.h"
 #include "tiers/host_block.h"
 

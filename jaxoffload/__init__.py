@@ -18,7 +18,6 @@ except ImportError as error:
     ) from error
 
 from jaxoffload import policies as policies
-from jaxoffload.caches import clear_caches as clear_caches
 from jaxoffload.doctor import BackendReport as BackendReport
 from jaxoffload.doctor import backends as backends
 from jaxoffload.errors import BackendError as BackendError
@@ -30,12 +29,9 @@ from jaxoffload.errors import PlanError as PlanError
 from jaxoffload.errors import RunError as RunError
 from jaxoffload.errors import VerificationError as VerificationError
 from jaxoffload.graphs.verify import VerifyError as VerifyError
-from jaxoffload.offload import Offloaded as Offloaded
-from jaxoffload.offload import offload as offload
-from jaxoffload.pipeline import Plan as Plan
-from jaxoffload.plan.hardware import MACHINES as MACHINES
-from jaxoffload.plan.hardware import Link as Link
-from jaxoffload.plan.hardware import Machine as Machine
+from jaxoffload.plan.cost.machines import MACHINES as MACHINES
+from jaxoffload.plan.cost.machines import Link as Link
+from jaxoffload.plan.cost.machines import Machine as Machine
 from jaxoffload.report.explain import Explanation as Explanation
 from jaxoffload.report.predict import Prediction as Prediction
 from jaxoffload.report.tradeoff import Tradeoff as Tradeoff
@@ -46,8 +42,12 @@ from jaxoffload.runtime.arrays import HostArray as HostArray
 from jaxoffload.runtime.arrays import disk_put as disk_put
 from jaxoffload.runtime.arrays import host_put as host_put
 from jaxoffload.runtime.arrays import open_safetensors as open_safetensors
+from jaxoffload.runtime.plan import Plan as Plan
 from jaxoffload.runtime.profile import Profile as Profile
 from jaxoffload.runtime.run import Run as Run
-from jaxoffload.whole import WholeRun as WholeRun
+from jaxoffload.search.whole import WholeRun as WholeRun
+from jaxoffload.transform.caches import clear_caches as clear_caches
+from jaxoffload.transform.offload import Offloaded as Offloaded
+from jaxoffload.transform.offload import offload as offload
 
 __version__ = "0.1.0"

@@ -25,7 +25,7 @@ import jaxoffload  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # The module: in the package its name is the function's.
-_offload = sys.modules[f"{jaxoffload.__name__}.offload"]
+_offload = sys.modules[f"{jaxoffload.__name__}.transform.offload"]
 _make_options = _offload.make_options
 _is_watched = True
 _is_cut = True

@@ -11,7 +11,7 @@ import jaxoffload as jo
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native, doctor
 from jaxoffload.compile.compilers import JaxCompiler
-from jaxoffload.plan import hardware
+from jaxoffload.plan.cost import machines
 from jaxoffload.runtime import backends
 from tests.cuda import fake
 from tests.helpers import capture
@@ -104,10 +104,10 @@ def test_ranges_that_could_not_be_pinned_are_told(monkeypatch):
 )
 def test_a_gpu_that_is_not_known_is_said_to_be_so(kind, flops, name):
     """One device, with the memory that it tells."""
-    machine = hardware.gpu(kind, 7 << 30)
+    machine = machines.gpu(kind, 7 << 30)
     assert (machine.name, machine.flops_per_second) == (name, flops)
     assert (machine.num_devices, machine.device_bytes) == (1, 7 << 30)
-    assert hardware.gpu(kind).device_bytes > 7 << 30
+    assert machines.gpu(kind).device_bytes > 7 << 30
 
 
 def test_doctor_says_what_plans_assume():

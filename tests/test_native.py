@@ -82,7 +82,7 @@ def test_native_sources_are_formatted():
     "source",
     [
         p
-        for folder in ("plan", "launcher", "tiers", "pjrt", "cuda")
+        for folder in ("plan", "planner", "launcher", "tiers", "pjrt", "cuda")
         for p in (SOURCES / folder).glob("*.cc")
     ],
     ids=lambda path: path.name,

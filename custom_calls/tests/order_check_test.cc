@@ -1,6 +1,6 @@
 // The verifier's searches beside the plainest way to the same answers.
 
-#include "plan/order_check.h"
+#include "planner/order_check.h"
 
 #include <cstdint>
 #include <random>

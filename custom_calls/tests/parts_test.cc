@@ -12,7 +12,7 @@
 #include "launcher/inbox.h"
 #include "launcher/ready_queue.h"
 #include "plan/loaded_plan.h"
-#include "plan/place_intervals.h"
+#include "planner/place_intervals.h"
 #include "tests/check.h"
 #include "tests/plan_maker.h"
 #include "tiers/arena.h"

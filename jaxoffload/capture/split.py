@@ -15,6 +15,8 @@ made again, tile by tile, from smaller values that are there: recomputation insi
 
 import collections
 import dataclasses
+import functools
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -200,19 +202,21 @@ class _Splitter:
     def run(self) -> Ordered:
         heavy = [(working_set(e), -i, e) for i, e in enumerate(self.equations) if e]
         heavy = [found for found in heavy if found[0] > self.limit]
-        stay: list[tuple[float, Equation]] = []  # what could not be made smaller, and how large
+        # What could not be made smaller, the largest first: bytes, negated, and its identity.
+        stay: list[tuple[float, int]] = []
         for size, _, equation in sorted(heavy, key=lambda found: found[:2], reverse=True):
-            floor = max((s for s, e in stay if id(e) in self.position), default=0.0)
-            if size < _FLOOR * floor:
+            while stay and stay[0][1] not in self.position:
+                heapq.heappop(stay)
+            if stay and size < _FLOOR * -stay[0][0]:
                 break
             seed = self.position.get(id(equation))
             if seed is None:
                 continue
             group = self._best_group(seed)
             if group is None:
-                stay.append((size, equation))
+                heapq.heappush(stay, (-size, id(equation)))
             else:
-                stay.append((group.working_set(), self._replace(group)))
+                heapq.heappush(stay, (-group.working_set(), id(self._replace(group))))
         return Ordered(self._without_needless_outputs(), self.program)
 
     def _best_group(self, seed: int) -> "_Group | None":
@@ -549,11 +553,14 @@ class _Group:
         base = self.seed - _SPAN
         return {i for i in range(first, last + 1) if bits >> (i - base) & 1}
 
+    # What follows is asked for once the group has grown.
+
+    @functools.cached_property
     def inputs(self) -> list[Key]:
         """What the group reads from outside, in order."""
         return list(
             dict.fromkeys(
-                key for member in self.ordered() for key in member.uses if not self.has(*key)
+                key for member in self.ordered for key in member.uses if not self.has(*key)
             )
         )
 
@@ -562,13 +569,14 @@ class _Group:
         members = self.positions()
         return [
             v
-            for m in self.ordered()
+            for m in self.ordered
             if not m.is_copy
             for v in m.equation.outputs
             if v in self.splitter.results
             or any(reader not in members for reader in self.splitter.readers.get(v, ()))
         ]
 
+    @functools.cached_property
     def ordered(self) -> list[_Member]:
         """Members so that each comes after what it reads."""
         producer: dict[Key, _Member] = {}
@@ -595,7 +603,7 @@ class _Group:
 
     def working_set(self) -> float:
         """Bytes of operands and results, and of the largest member's tiles."""
-        outside = {v for v, _ in self.inputs()} | {
+        outside = {v for v, _ in self.inputs} | {
             v for v in self.outputs() if not self._is_copied_later(v)
         }
         tiles = max(working_set(m.equation) for m in self.members.values()) / self.count
@@ -614,7 +622,7 @@ class _Group:
 
     def equation(self, outputs: Sequence[Value]) -> Equation:
         """The group as one equation."""
-        members, inputs = self.ordered(), self.inputs()
+        members, inputs = self.ordered, self.inputs
         values = list(dict.fromkeys(v for v, _ in inputs))
         made_by = {v: m for m in members if not m.is_copy for v in m.equation.outputs}
         plan = _Loop(

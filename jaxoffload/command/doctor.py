@@ -14,7 +14,7 @@ from jaxoffload.command import subject
 from jaxoffload.command.base import UsageError, new_flags, print_json, progress
 from jaxoffload.errors import OffloadError
 from jaxoffload.options import format_bytes
-from jaxoffload.plan.hardware import Link
+from jaxoffload.plan.cost.machines import Link
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import disk_put
 

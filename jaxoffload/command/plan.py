@@ -7,10 +7,10 @@ from absl import flags
 from jaxoffload.command import subject
 from jaxoffload.command.base import UsageError, new_flags, print_json, progress
 from jaxoffload.errors import OffloadError, PlanError
-from jaxoffload.offload import Offloaded, offload
-from jaxoffload.plan.hardware import Machine
+from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.report.predict import Prediction
 from jaxoffload.runtime import backends
+from jaxoffload.transform.offload import Offloaded, offload
 
 USAGE = """
 usage: jaxoffload plan MODULE:FUNCTION --args=SHAPES [--device_memory=8GiB] [--machine=H200]

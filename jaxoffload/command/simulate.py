@@ -7,7 +7,7 @@ from jaxoffload.command.base import UsageError, new_flags, print_json, progress
 from jaxoffload.command.plan import named, numbers, predicted
 from jaxoffload.errors import PlanError
 from jaxoffload.options import format_bytes
-from jaxoffload.plan.simulate import POLICIES
+from jaxoffload.plan.cost.simulate import POLICIES
 from jaxoffload.report.subjects import format_seconds
 
 USAGE = """

@@ -19,7 +19,7 @@ from absl import flags
 
 from jaxoffload.command.base import UsageError
 from jaxoffload.options import parse_bytes
-from jaxoffload.plan.hardware import MACHINES
+from jaxoffload.plan.cost.machines import MACHINES
 
 _DTYPES = {
     "f16": "float16", "f32": "float32", "f64": "float64", "bf16": "bfloat16", "i8": "int8",

@@ -31,7 +31,7 @@ from jaxoffload.errors import OffloadError, OffloadWarning, PlanError
 from jaxoffload.finetune import data, models, session, train
 from jaxoffload.finetune.lora import LoraConfig
 from jaxoffload.options import format_bytes
-from jaxoffload.plan.hardware import MACHINES
+from jaxoffload.plan.cost.machines import MACHINES
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.run import Run
 

@@ -21,8 +21,8 @@ from jaxoffload.finetune.checkpoint import CheckpointError, Checkpoints
 from jaxoffload.finetune.lora import LoraConfig
 from jaxoffload.finetune.train import Recipe
 from jaxoffload.finetune.weights import Model
-from jaxoffload.offload import Offloaded, offload
 from jaxoffload.runtime.arrays import HostArray, disk_put, host_put
+from jaxoffload.transform.offload import Offloaded, offload
 
 Say = Callable[[str], None]
 

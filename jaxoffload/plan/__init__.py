@@ -1,3 +1,1 @@
 """Stage 2: a TaskGraph and a budget in, a MemGraph out. NumPy only: no JAX, no runtime."""
-
-from jaxoffload.plan.placement import place_intervals as place_intervals

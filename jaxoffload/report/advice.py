@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 
-from jaxoffload.cuts import WHOLE, Cut
 from jaxoffload.graphs.taskgraph import TaskGraph, Vertex
 from jaxoffload.options import format_bytes
-from jaxoffload.pipeline import Planner, Request
-from jaxoffload.plan.limits import resident_peak
+from jaxoffload.plan.alloc.limits import resident_peak
 from jaxoffload.runtime.callers import byte_count
+from jaxoffload.runtime.request import Request
+from jaxoffload.search.cuts import WHOLE, Cut
+from jaxoffload.search.planner import Planner
 
 _WORTH = 0.02
 """Share of the peak below which nothing is said."""

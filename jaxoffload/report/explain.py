@@ -16,11 +16,13 @@ from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.graphs.taskgraph import TaskGraph, Tensor, TensorKind
 from jaxoffload.options import format_bytes
-from jaxoffload.pipeline import Plan, Planner, Request
-from jaxoffload.plan.limits import headroom, lives, num_devices, resident_peak
+from jaxoffload.plan.alloc.limits import headroom, lives, num_devices, resident_peak
 from jaxoffload.report.advice import advice
 from jaxoffload.report.subjects import format_seconds
 from jaxoffload.runtime import backends
+from jaxoffload.runtime.plan import Plan
+from jaxoffload.runtime.request import Request
+from jaxoffload.search.planner import Planner
 
 _KIND_NAMES = {
     TensorKind.WEIGHT: "weights",

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from jaxoffload.graphs.memgraph import COPIES, Kind, Space
-from jaxoffload.pipeline import Plan
 from jaxoffload.report.predict import Prediction
 from jaxoffload.report.scene import DATA, KINDS, LANE, MEMORY, NOTHING, Scene, Times
 from jaxoffload.report.subjects import scene_of
+from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.run import DEVICE_LANES, LANES, Run
+from jaxoffload.search.whole import WholePlan
 from jaxoffload.showing import trace
-from jaxoffload.whole import WholePlan
 
 _WHY = {NOTHING: "nothing", DATA: "what it reads", MEMORY: "room to write to", LANE: "its lane"}
 _LANE_OF_KIND = np.array([0, 1, 2, 1, 0, 0, 1])

@@ -6,9 +6,10 @@ from jaxoffload import garbage
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.options import format_bytes
-from jaxoffload.pipeline import Planner, Request
-from jaxoffload.plan.hardware import MACHINES, Machine
-from jaxoffload.plan.simulate import Timeline, simulate
+from jaxoffload.plan.cost.machines import MACHINES, Machine
+from jaxoffload.plan.cost.simulate import Timeline, simulate
+from jaxoffload.runtime.request import Request
+from jaxoffload.search.planner import Planner
 from jaxoffload.showing import ShownMemory
 
 

@@ -4,10 +4,10 @@ import functools
 from typing import Any
 
 from jaxoffload.options import format_bytes
-from jaxoffload.pipeline import Plan
-from jaxoffload.plan.simulate import Timeline, simulate
+from jaxoffload.plan.cost.simulate import Timeline, simulate
 from jaxoffload.report.predict import Prediction
 from jaxoffload.report.scene import Scene, Times
+from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.run import Run
 
 

@@ -10,13 +10,13 @@ import numpy as np
 
 from jaxoffload.graphs.memgraph import Kind, Space
 from jaxoffload.options import format_bytes
-from jaxoffload.pipeline import Plan
 from jaxoffload.report.predict import Prediction
 from jaxoffload.report.scene import KINDS, Scene
 from jaxoffload.report.subjects import format_seconds, scene_of
+from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.run import Run
+from jaxoffload.search.whole import WholePlan
 from jaxoffload.showing import told
-from jaxoffload.whole import WholePlan
 
 _SHOWN = 6
 """Tensors that are told of in full; the others are counted."""

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from jaxoffload import garbage
 from jaxoffload.errors import PlanError
 from jaxoffload.options import format_bytes
-from jaxoffload.pipeline import Request
-from jaxoffload.plan.hardware import Machine
-from jaxoffload.plan.limits import resident_peak
+from jaxoffload.plan.alloc.limits import resident_peak
+from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.report.predict import Prediction, predict
+from jaxoffload.runtime.request import Request
 from jaxoffload.showing import Shown
 
 STRATEGIES = {"offload": "never", "recompute": "always", "both": "auto"}

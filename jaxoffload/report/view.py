@@ -12,15 +12,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jaxoffload.pipeline import Plan
 from jaxoffload.report.place_map import picture
 from jaxoffload.report.predict import Prediction
 from jaxoffload.report.scene import KINDS, Scene, encoded
 from jaxoffload.report.subjects import scene_of
 from jaxoffload.report.tradeoff import Tradeoff
+from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.run import Run
+from jaxoffload.search.whole import WholePlan, WholeRun
 from jaxoffload.showing import Shown, page, words
-from jaxoffload.whole import WholePlan, WholeRun
 
 _FILES = importlib.resources.files("jaxoffload.report")
 _STATIC_BOXES = 800

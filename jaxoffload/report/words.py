@@ -8,13 +8,13 @@ import numpy as np
 
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.options import format_bytes
-from jaxoffload.pipeline import Plan
 from jaxoffload.report.scene import MEMORY, Scene, Times
 from jaxoffload.report.subjects import format_seconds, scene_of, within
 from jaxoffload.report.view import Comparison
+from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.run import LANES, Run
+from jaxoffload.search.whole import WholePlan, WholeRun
 from jaxoffload.showing import words
-from jaxoffload.whole import WholePlan, WholeRun
 
 _BUSY = 0.9
 """Share of the time from which on a lane is what a run waits for."""

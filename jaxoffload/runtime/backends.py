@@ -15,7 +15,7 @@ from jaxoffload.compile.cache import ExecutableCache
 from jaxoffload.compile.compilers import JaxCompiler, PluginCompiler
 from jaxoffload.compile.options import compile_options
 from jaxoffload.errors import BackendError
-from jaxoffload.plan.hardware import SMALL_SERVER, Machine, gpu
+from jaxoffload.plan.cost.machines import SMALL_SERVER, Machine, gpu
 from jaxoffload.runtime.callers import DeviceMemory, HostMemory
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,22 @@ import numpy as np
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
+from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.runtime.arrays import DiskArray, HostArray, TierArray, host_put
 
-if TYPE_CHECKING:
-    from jaxoffload.pipeline import Plan
+
+class Planned(Protocol):
+    """What is asked of a plan here; see `Plan`, which is made of what stands further up."""
+
+    constants: tuple[Any, ...]
+    out_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    resident: bool
+    taskgraph: TaskGraph
+
+    @property
+    def gathered_arguments(self) -> frozenset[int]:
+        """Arguments of which some vertex reads rows where the caller has them."""
+        ...
 
 
 @dataclasses.dataclass
@@ -66,7 +78,7 @@ class HostMemory:
 
     def hand_over(
         self,
-        plan: "Plan",
+        plan: Planned,
         operands: Sequence[Any],
         donated: Sequence[bool],
         below: Mapping[int, TierArray],
@@ -102,7 +114,7 @@ class HostMemory:
         ]
         return Handover(arguments, places, buffers, held)
 
-    def results(self, plan: "Plan", run: Handover, device: Any = None) -> dict[int, jax.Array]:
+    def results(self, plan: Planned, run: Handover, device: Any = None) -> dict[int, jax.Array]:
         """The results that are not below the device, after a run that succeeded.
 
         Args:
@@ -125,7 +137,7 @@ class HostMemory:
 
     def _take_donated(
         self,
-        plan: "Plan",
+        plan: Planned,
         operands: Sequence[Any],
         arguments: Sequence[Any],
         donated: Sequence[bool],
@@ -199,7 +211,7 @@ class DeviceMemory:
 
     def hand_over(
         self,
-        plan: "Plan",
+        plan: Planned,
         operands: Sequence[Any],
         donated: Sequence[bool],
         below: Mapping[int, TierArray],
@@ -243,7 +255,7 @@ class DeviceMemory:
         ]
         return Handover(arguments, places, made, held)
 
-    def results(self, plan: "Plan", run: Handover, device: Any = None) -> dict[int, Any]:
+    def results(self, plan: Planned, run: Handover, device: Any = None) -> dict[int, Any]:
         """The results that are on the device, after a run that succeeded."""
         return dict(run.made)
 

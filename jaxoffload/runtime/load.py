@@ -8,8 +8,8 @@ import numpy as np
 from jaxoffload import _native
 from jaxoffload.errors import CaptureError
 from jaxoffload.graphs.memgraph import Kind, MemGraph
-from jaxoffload.plan.hardware import Machine
-from jaxoffload.plan.simulate import best_priority
+from jaxoffload.plan.cost.machines import Machine
+from jaxoffload.plan.cost.simulate import best_priority
 
 _BUFFER_TYPES = {
     "bool": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7,

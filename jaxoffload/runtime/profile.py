@@ -19,7 +19,7 @@ import numpy as np
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.options import parse_path
-from jaxoffload.plan.hardware import Machine
+from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.runtime.run import Run
 from jaxoffload.showing import write_text
 

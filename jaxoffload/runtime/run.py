@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,12 +11,10 @@ import numpy as np
 from jaxoffload.errors import RunError
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.options import Options
-from jaxoffload.plan.hardware import Machine
+from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.runtime.arrays import TierArray, empty_host_array
+from jaxoffload.runtime.plan import Plan
 from jaxoffload.showing import ShownMemory
-
-if TYPE_CHECKING:
-    from jaxoffload.pipeline import Plan
 
 LANES = ("compute", "host to device", "device to host", "disk to host", "host to disk")
 DEVICE_LANES = 3
@@ -115,7 +113,7 @@ class Run(ShownMemory):
         return f"Run({self.seconds:.3g} s; busy: {busy}; peak {self.peak_device_bytes} bytes)"
 
 
-def make_run(plan: "Plan", report: Any) -> Run:
+def make_run(plan: Plan, report: Any) -> Run:
     """A Run from the runtime's own report.
 
     Raises:
@@ -154,7 +152,7 @@ def make_run(plan: "Plan", report: Any) -> Run:
 
 
 def run_plan(
-    plan: "Plan",
+    plan: Plan,
     operands: Sequence[Any],
     options: Options,
     donated: Sequence[bool] = (),
@@ -212,7 +210,7 @@ def run_plan(
 
 
 def _delete_overwritten(
-    plan: "Plan", operands: Sequence[Any], donated: Sequence[bool], touched: Set[int]
+    plan: Plan, operands: Sequence[Any], donated: Sequence[bool], touched: Set[int]
 ) -> None:
     """After a run that failed: deletes the donated arrays below the device whose bytes are no more
     what they were.
@@ -226,7 +224,7 @@ def _delete_overwritten(
 
 
 def _results_below(
-    plan: "Plan", operands: Sequence[Any], options: Options, donated: Sequence[bool]
+    plan: Plan, operands: Sequence[Any], options: Options, donated: Sequence[bool]
 ) -> dict[int, TierArray]:
     """The results that come back below the device, in the memory of their donated arguments where
     the plan writes them over those, else in new memory of the same tier."""

@@ -16,10 +16,10 @@ from jaxoffload.capture.flat import Value
 from jaxoffload.capture.recompute import recompute
 from jaxoffload.capture.scan import unroll
 from jaxoffload.graphs.taskgraph import TensorKind
-from jaxoffload.plan.hardware import SMALL_SERVER, Link
-from jaxoffload.plan.limits import intermediates_peak
+from jaxoffload.plan.alloc.limits import intermediates_peak
+from jaxoffload.plan.cost.machines import SMALL_SERVER, Link
 from jaxoffload.runtime import backends
-from jaxoffload.verification import max_relative_difference
+from jaxoffload.transform.verification import max_relative_difference
 from tests import workloads
 from tests.transform.strategies import arguments, programs
 

@@ -17,8 +17,8 @@ from jaxoffload.capture.split import TiledOperation, split
 from jaxoffload.capture.tile import tilings
 from jaxoffload.finetune import model
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
-from jaxoffload.plan.limits import min_budget
-from jaxoffload.verification import max_relative_difference
+from jaxoffload.plan.alloc.limits import min_budget
+from jaxoffload.transform.verification import max_relative_difference
 from tests.helpers import interpret_taskgraph
 
 RANDOM = np.random.default_rng(0)

@@ -221,7 +221,7 @@ def test_it_is_quiet_unless_one_asks(jaxoffload, capsys):
         return jaxoffload("plan", "mine:step", f"--args={SHAPES}", "--device_memory=160KiB", *argv)
 
     assert not logged()[2]
-    assert "jaxoffload.pipeline: " in logged("--verbose")[2]
+    assert "jaxoffload.search.planner: " in logged("--verbose")[2]
     assert not logged()[2]  # flags of one call are not those of the next
     assert (logger.level, logger.propagate, list(logger.handlers)) == before
 

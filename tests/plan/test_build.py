@@ -12,9 +12,9 @@ from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import EdgeKind, Kind, Space
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 from jaxoffload.graphs.verify import VerifyError, verify
-from jaxoffload.plan.build import build_memgraph
-from jaxoffload.plan.limits import min_budget, resident_peak
-from jaxoffload.plan.memory import SimulatedMemory
+from jaxoffload.plan.alloc.build import build_memgraph
+from jaxoffload.plan.alloc.limits import min_budget, resident_peak
+from jaxoffload.plan.alloc.memory import SimulatedMemory
 from tests.plan.execute import arguments_of, check, execute, straightforward
 from tests.plan.strategies import taskgraphs
 

@@ -13,11 +13,11 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_matrix
 
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
-from jaxoffload.plan.build import build_memgraph
-from jaxoffload.plan.hardware import Link, Machine
-from jaxoffload.plan.limits import min_budget, resident_peak
-from jaxoffload.plan.order import orders
-from jaxoffload.plan.simulate import simulate
+from jaxoffload.plan.alloc.build import build_memgraph
+from jaxoffload.plan.alloc.limits import min_budget, resident_peak
+from jaxoffload.plan.cost.machines import Link, Machine
+from jaxoffload.plan.cost.simulate import simulate
+from jaxoffload.search.orders import orders
 
 NUM_GRAPHS = 200
 PLACE = 64

@@ -15,8 +15,8 @@ from scipy.sparse import lil_matrix
 
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
-from jaxoffload.plan.build import build_memgraph
-from jaxoffload.plan.limits import min_budget, resident_peak
+from jaxoffload.plan.alloc.build import build_memgraph
+from jaxoffload.plan.alloc.limits import min_budget, resident_peak
 
 NUM_GRAPHS = 200
 UNIT = 256

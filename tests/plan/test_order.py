@@ -5,11 +5,11 @@ import numpy as np
 
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 from jaxoffload.graphs.verify import verify
-from jaxoffload.plan.build import build_memgraph
-from jaxoffload.plan.hardware import SMALL_SERVER
-from jaxoffload.plan.limits import intermediates_peak, min_budget
-from jaxoffload.plan.order import orders
-from jaxoffload.plan.simulate import simulate
+from jaxoffload.plan.alloc.build import build_memgraph
+from jaxoffload.plan.alloc.limits import intermediates_peak, min_budget
+from jaxoffload.plan.cost.machines import SMALL_SERVER
+from jaxoffload.plan.cost.simulate import simulate
+from jaxoffload.search.orders import orders
 from tests.plan.strategies import taskgraphs
 from tests.plan.test_build import SETTINGS
 

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from jaxoffload.plan import place_intervals, placement
+from jaxoffload.plan.alloc import place_intervals, placement
 
 
 def cut_up(source, pieces, duration=1000, capacity=1 << 20):

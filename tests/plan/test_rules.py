@@ -12,10 +12,16 @@ from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import COPIES, EdgeKind, Kind, MemGraph, Space
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 from jaxoffload.graphs.verify import verify
-from jaxoffload.plan.build import build_memgraph
-from jaxoffload.plan.limits import align, min_budget, min_budgets, min_host_memory, resident_peak
-from jaxoffload.plan.priority import critical_path, vertex_seconds
-from jaxoffload.plan.simulate import simulate
+from jaxoffload.plan.alloc.build import build_memgraph
+from jaxoffload.plan.alloc.limits import (
+    align,
+    min_budget,
+    min_budgets,
+    min_host_memory,
+    resident_peak,
+)
+from jaxoffload.plan.cost.priority import critical_path, vertex_seconds
+from jaxoffload.plan.cost.simulate import simulate
 from jaxoffload.report.explain import usage
 from tests.plan.strategies import taskgraphs
 

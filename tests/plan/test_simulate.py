@@ -7,10 +7,10 @@ import pytest
 
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
-from jaxoffload.plan import hardware
-from jaxoffload.plan.build import build_memgraph
-from jaxoffload.plan.limits import min_budget, resident_peak
-from jaxoffload.plan.simulate import POLICIES, best_priority, simulate
+from jaxoffload.plan.alloc.build import build_memgraph
+from jaxoffload.plan.alloc.limits import min_budget, resident_peak
+from jaxoffload.plan.cost import machines
+from jaxoffload.plan.cost.simulate import POLICIES, best_priority, simulate
 from tests.plan.analytic import Fuyou, SwapLayer, lifespan_seconds, transformer_layers
 from tests.plan.strategies import random_taskgraph
 
@@ -35,8 +35,8 @@ def chain(count, devices):
 def test_disco_example(count, devices):
     """One shared link, one place a device: 3n levelwise against 2n + 1 for two devices."""
     graph = build_memgraph(chain(count, devices), [SLOT] * devices)
-    link = hardware.Link(SLOT, 0.0)
-    machine = hardware.Machine("DISCO", 1, 1, SLOT, link, link, num_devices=devices, links=1)
+    link = machines.Link(SLOT, 0.0)
+    machine = machines.Machine("DISCO", 1, 1, SLOT, link, link, num_devices=devices, links=1)
     seconds = np.ones(graph.num_vertices)
     times = {p: simulate(graph, seconds, machine=machine, policy=p).seconds for p in POLICIES}
     assert times["levelwise"] == (devices + 1) * count
@@ -100,11 +100,11 @@ def test_every_policy_respects_edges_lanes_and_the_bound(policy):
 
 def test_a_link_that_devices_share_is_one_lane():
     graph = build_memgraph(chain(6, 2), [3 * SLOT, 3 * SLOT])
-    link = hardware.Link(SLOT, 0.0)
-    machine = hardware.Machine("two", 1, 1, SLOT, link, link, num_devices=2)
+    link = machines.Link(SLOT, 0.0)
+    machine = machines.Machine("two", 1, 1, SLOT, link, link, num_devices=2)
     seconds = machine.vertex_seconds(graph)
     apart = simulate(graph, seconds, machine=machine)
-    shared = simulate(graph, seconds, machine=hardware.dataclasses.replace(machine, links=1))
+    shared = simulate(graph, seconds, machine=machines.dataclasses.replace(machine, links=1))
     assert apart.seconds == 6 and shared.seconds == 12
     assert apart.busy(Kind.RELOAD) == 6 and shared.busy(Kind.RELOAD) == 12
 
@@ -116,8 +116,8 @@ def test_kernels_take_the_longer_of_work_and_traffic():
         Vertex(VertexKind.KERNEL, (0,), (1,), kernel=0, flops=1.0, traffic=6e9),
     )
     graph = build_memgraph(TaskGraph(tensors, vertices), 4 * SLOT)
-    link = hardware.Link(1e9)
-    machine = hardware.Machine("m", 2e12, 2e9, SLOT, link, link, launch=0.25)
+    link = machines.Link(1e9)
+    machine = machines.Machine("m", 2e12, 2e9, SLOT, link, link, launch=0.25)
     np.testing.assert_allclose(machine.vertex_seconds(graph), [2.25, 3.25])
 
 

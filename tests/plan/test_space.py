@@ -5,7 +5,7 @@ import random
 import hypothesis
 import hypothesis.strategies as st
 
-from jaxoffload.plan.space import AddressSpace
+from jaxoffload.plan.alloc.space import AddressSpace
 
 
 @hypothesis.settings(max_examples=300, deadline=None)

@@ -6,9 +6,9 @@ import hypothesis
 import numpy as np
 
 from jaxoffload.graphs.memgraph import Space
-from jaxoffload.plan.build import build_memgraph
-from jaxoffload.plan.limits import intermediates_peak, min_budget, resident_peak
-from jaxoffload.plan.static import static_places
+from jaxoffload.plan.alloc.build import build_memgraph
+from jaxoffload.plan.alloc.limits import intermediates_peak, min_budget, resident_peak
+from jaxoffload.plan.alloc.static import static_places
 from tests.plan.execute import check
 from tests.plan.strategies import taskgraphs
 from tests.plan.test_build import SETTINGS

@@ -13,7 +13,7 @@ import numpy as np
 from jaxoffload.graphs.memgraph import EdgeKind, Kind
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 from jaxoffload.graphs.verify import verify
-from jaxoffload.plan.build import build_memgraph
+from jaxoffload.plan.alloc.build import build_memgraph
 
 PLACE = 256
 GPU = {"A": 0, "B": 0, "C": 1, "D": 1, "E": 2, "F": 2,

@@ -13,8 +13,8 @@ import pytest
 from jaxoffload.graphs.memgraph import EdgeKind, Kind, Space
 from jaxoffload.graphs.reachability import next_writers, reaches
 from jaxoffload.graphs.verify import Law, VerifyError, verify
-from jaxoffload.plan.build import build_memgraph
-from jaxoffload.plan.limits import min_budget
+from jaxoffload.plan.alloc.build import build_memgraph
+from jaxoffload.plan.alloc.limits import min_budget
 from tests.plan.execute import arguments_of, execute, same, straightforward
 from tests.plan.strategies import random_taskgraph, taskgraphs
 

@@ -14,9 +14,9 @@ import pytest
 import jaxoffload as jo
 from jaxoffload.graphs.memgraph import Kind, Space
 from jaxoffload.graphs.taskgraph import TaskGraph, Tensor, TensorKind, Vertex, VertexKind
-from jaxoffload.plan.build import build_memgraph
-from jaxoffload.plan.hardware import SMALL_SERVER
-from jaxoffload.plan.simulate import simulate
+from jaxoffload.plan.alloc.build import build_memgraph
+from jaxoffload.plan.cost.machines import SMALL_SERVER
+from jaxoffload.plan.cost.simulate import simulate
 from jaxoffload.report.perfetto import perfetto_json, trace_json
 from jaxoffload.report.scene import Scene, Times
 from jaxoffload.runtime.run import LANES

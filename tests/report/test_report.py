@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxoffload as jo
-from jaxoffload.plan.hardware import SMALL_SERVER, Link
+from jaxoffload.plan.cost.machines import SMALL_SERVER, Link
 from jaxoffload.report.place_map import place_map_svg
 
 

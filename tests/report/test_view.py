@@ -15,9 +15,9 @@ import pytest
 import jaxoffload as jo
 from jaxoffload.graphs.memgraph import EdgeKind, Kind, Space
 from jaxoffload.graphs.taskgraph import TaskGraph, Tensor, TensorKind, Vertex, VertexKind
-from jaxoffload.plan.build import build_memgraph
-from jaxoffload.plan.hardware import SMALL_SERVER
-from jaxoffload.plan.simulate import simulate
+from jaxoffload.plan.alloc.build import build_memgraph
+from jaxoffload.plan.cost.machines import SMALL_SERVER
+from jaxoffload.plan.cost.simulate import simulate
 from jaxoffload.report import view
 from jaxoffload.report.place_map import picture
 from jaxoffload.report.scene import DATA, LANE, MEMORY, NOTHING, Scene, Times, encoded

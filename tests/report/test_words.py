@@ -10,7 +10,7 @@ import pytest
 
 import jaxoffload as jo
 from jaxoffload.graphs.memgraph import Kind, Space
-from jaxoffload.plan.hardware import SMALL_SERVER, Link
+from jaxoffload.plan.cost.machines import SMALL_SERVER, Link
 from jaxoffload.report.subjects import format_seconds, scene_of
 from jaxoffload.report.told import fate
 

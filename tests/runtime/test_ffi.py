@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxoffload import _native, primitive
+from jaxoffload import _native
+from jaxoffload.transform import primitive
 from tests.runtime.plan_builder import ARGUMENT, DEVICE, OFFLOAD, RELOAD, RESULT, PlanBuilder
 
 SHAPE = (64, 64)

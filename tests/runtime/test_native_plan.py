@@ -447,6 +447,7 @@ def test_the_arena_grows_with_its_plans_and_gives_pages_back():
 
 
 def test_host_buffers_are_aligned_views_and_their_pages_are_reused():
+    gc.collect()  # what other tests have left is not to be freed in the middle
     _native.host_release()
     before = _native.host_stats()
     buffer = _native.HostBuffer(3 << 20)

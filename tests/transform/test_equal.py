@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
-from jaxoffload.verification import max_relative_difference
+from jaxoffload.transform.verification import max_relative_difference
 from tests.workloads import ALL
 
 ROUNDINGS = 2048

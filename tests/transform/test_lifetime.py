@@ -15,10 +15,11 @@ import pytest
 
 import jaxoffload as jo
 from jaxoffload import _jax_compat as compat
-from jaxoffload import _native, primitive
+from jaxoffload import _native
 from jaxoffload.compile import cache
 from jaxoffload.once import Once
 from jaxoffload.runtime import backends
+from jaxoffload.transform import primitive
 
 X = np.linspace(0.1, 0.9, 64 * 64, dtype=np.float32).reshape(64, 64)
 

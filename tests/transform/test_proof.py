@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
-from jaxoffload import pipeline, tuner
 from jaxoffload.graphs.verify import Law
-from jaxoffload.plan.memory import SimulatedMemory
-from jaxoffload.plan.space import AddressSpace
+from jaxoffload.plan.alloc.memory import SimulatedMemory
+from jaxoffload.plan.alloc.space import AddressSpace
+from jaxoffload.runtime import plan as plans
+from jaxoffload.search import tuner
 
 WEIGHTS = [np.random.default_rng(k).normal(size=(96, 96)).astype(np.float32) for k in range(6)]
 X = np.ones((64, 96), np.float32)
@@ -56,7 +57,7 @@ def nothing_runs(monkeypatch):
     def load(*_):
         raise AssertionError("a plan that is not safe was loaded")
 
-    monkeypatch.setattr(pipeline, "load", load)
+    monkeypatch.setattr(plans, "load", load)
 
 
 @pytest.mark.parametrize("break_planner", [forget_who_read_it, forget_the_place])
@@ -93,7 +94,7 @@ def test_a_plan_made_again_is_verified_too(monkeypatch):
 def test_every_run_of_a_test_is_watched(monkeypatch):
     """Without asking for it: what the verifier would have found, the live range checker finds."""
     forget_the_place(monkeypatch)
-    monkeypatch.setattr(pipeline, "verify", lambda memgraph: None)
+    monkeypatch.setattr(plans, "verify", lambda memgraph: None)
     step = jo.offload(f, device_memory=BUDGET, vertex_memory=1)
     with pytest.raises(jo.RunError, match="race: vertex"):
         step(WEIGHTS, X)
@@ -104,7 +105,7 @@ def test_every_run_of_a_test_is_watched(monkeypatch):
 @pytest.mark.plain_runs
 def test_a_test_may_ask_for_plain_runs(monkeypatch):
     forget_the_place(monkeypatch)
-    monkeypatch.setattr(pipeline, "verify", lambda memgraph: None)
+    monkeypatch.setattr(plans, "verify", lambda memgraph: None)
     step = jo.offload(f, device_memory=BUDGET, vertex_memory=1)
     with pytest.raises(jo.RunError) as caught:  # XLA's, of a buffer that is passed twice
         step(WEIGHTS, X)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
-from jaxoffload.plan.limits import align
+from jaxoffload.plan.alloc.limits import align
 from jaxoffload.runtime import backends
 from tests.foreign import judge
 
@@ -243,7 +243,7 @@ def test_frozen_weights_are_never_written_back():
 
 def test_verify_passes_and_a_wrong_result_is_caught(monkeypatch):
     jo.offload(f, device_memory=None, verify=True)(X)
-    module = sys.modules["jaxoffload.offload"]
+    module = sys.modules["jaxoffload.transform.offload"]
     run = module.run_plan
     monkeypatch.setattr(module, "run_plan", lambda *a: ([x + 1 for x in run(*a)[0]], run(*a)[1]))
     with pytest.raises(jo.VerificationError, match="result 0 differs"):

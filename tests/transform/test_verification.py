@@ -9,9 +9,9 @@ import pytest
 from jax import lax
 
 import jaxoffload as jo
-from jaxoffload import verification
 from jaxoffload.capture import loops, scan, slicing
-from jaxoffload.verification import compare_with_jit, in_float64, max_relative_difference
+from jaxoffload.transform import verification
+from jaxoffload.transform.verification import compare_with_jit, in_float64, max_relative_difference
 from tests.workloads import ALL
 
 
@@ -44,7 +44,7 @@ def test_a_sum_that_stands_still_is_seen(monkeypatch):
     "dtype, off", [(jnp.bfloat16, 0.1), (jnp.float16, 0.1), (np.float32, 1e-4)]
 )
 def test_a_wrong_kernel_is_seen(monkeypatch, dtype, off):
-    module = sys.modules["jaxoffload.offload"]
+    module = sys.modules["jaxoffload.transform.offload"]
     run = module.run_plan
 
     def wrong(*args):

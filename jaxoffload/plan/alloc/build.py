@@ -1,0 +1,223 @@
+"""BUILDMEMGRAPH: a MemGraph by simulated serial execution (TURNIP, figures 8 and 9).
+
+Two horizons walk the serial order. At the **alloc horizon** a vertex gets places for its outputs
+and for the reloads of its operands, all or none, as long as memory lasts; the **exec horizon**
+follows and simulates execution, freeing what is read for the last time. Only where both meet and no
+place is left are victims evicted.
+
+Differences from the paper:
+- Tensors of any size, several outputs a vertex, outputs in place of a dying operand.
+- Reloads are placed with their reader at the alloc horizon, so a victim is always a tensor that has
+  been produced (the paper's simMallocForceReld may meet one that has not, and its edge would then
+  point backwards).
+- Arguments start in the caller's memory and are clean. A clean tensor is evicted without a copy; a
+  tensor is offloaded at most once.
+- Victims are windows of neighbours, chosen by what their copies cost (victims.py).
+- What the alloc horizon gives out is held from then on, outputs of vertices that run much later
+  too, and where these are large they keep reloads back. With a `lead` the alloc horizon stays so
+  many vertices before the exec horizon at most, and a third one, the fetch horizon, goes on from
+  there for reloads alone: as long as what is free will not be needed before (forecast.py).
+- If what is left is splintered so that a vertex's operands block one another, more is evicted, its
+  operands too, until its working set can be placed, in the end in empty memory: any budget that
+  holds the largest working set works.
+"""
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxoffload.errors import PlanError
+from jaxoffload.graphs.memgraph import COPIES, PLACE_ALIGNMENT, MemGraph
+from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.plan.alloc.forecast import Forecast
+from jaxoffload.plan.alloc.limits import (
+    headroom,
+    min_budget,
+    min_budgets,
+    min_host_memory,
+    num_devices,
+    working_set,
+)
+from jaxoffload.plan.alloc.memory import SimulatedMemory
+from jaxoffload.plan.alloc.victims import CHOICES, Victims
+
+VARIANTS: tuple[dict[str, Any], ...] = tuple(
+    {"victims": victims, "lead": lead} for lead in (None, 3, 16) for victims in CHOICES
+)
+"""Rules worth comparing by simulated time: which is best depends on what waits for what."""
+QUICK_VARIANTS = VARIANTS[0], VARIANTS[2]
+"""Two that differ most, for a first look."""
+_BOTH_RULES = 3000
+"""Vertices of a TaskGraph for which both rules for victims are tried: some tenths of a second."""
+
+
+def build_memgraph(
+    graph: TaskGraph,
+    budget: int | Sequence[int],
+    *,
+    host_memory: int | None = None,
+    disk: bool = False,
+    in_place_io: str = "never",
+    victims: str = "best",
+    lead: int | None = None,
+    places: list[int] | None = None,
+    draft: bool = False,
+) -> MemGraph:
+    """Plans a TaskGraph for a budget.
+
+    Args:
+      budget: bytes of each device, executables' workspace included.
+      host_memory: bytes of the host tier, None for no limit.
+      disk: whether tensors may go on from the host tier to the disk.
+      in_place_io: "never": arguments are reloaded into the arena, results offloaded from it.
+        "always": kernels read arguments and write results where the caller has them, wherever
+        alignment and aliasing allow it.
+      victims: what is evicted. "cheapest": the window whose copies cost least over the time until
+        its next use; "furthest": the window whose next use is furthest away, as in the paper;
+        "best": for a graph of up to 3,000 vertices both are planned, and the one that moves fewer
+        bytes is taken; the first for a larger one.
+      lead: by how many vertices outputs get their places ahead of execution, at least 1; None: as
+        many as memory allows, and reloads with them, as in the paper.
+      places: the offset at which each tensor is first to be placed (`static_places`), -1 for any.
+      draft: leave edges in that follow from others: as good for simulating, and sooner there.
+
+    Raises:
+      PlanError: the budget is below the smallest that can work, or no plan was found that does with
+        the host memory; then `min_device_memory` is None.
+
+    References:
+      TURNIP, section 6, figures 8 and 9.
+    """
+    _check_choice("in_place_io", in_place_io, ("never", "always"))
+    _check_choice("victims", victims, (*CHOICES, "best"))
+    devices = num_devices(graph)
+    budgets = list(budget) if isinstance(budget, Sequence) else [int(budget)] * devices
+    if len(budgets) != devices:
+        raise ValueError(
+            f"build_memgraph: budget={budget} names {len(budgets)} devices, the graph has "
+            f"{devices}. Give one number for each device, or one for all."
+        )
+    _refuse_if_too_small(graph, budgets)
+    _refuse_if_host_too_small(graph, host_memory, disk)
+    spare = headroom(graph, devices)
+    capacity = [
+        max(b - s, 0) // PLACE_ALIGNMENT * PLACE_ALIGNMENT
+        for b, s in zip(budgets, spare, strict=True)
+    ]
+    rules = [victims]
+    if victims == "best":
+        rules = list(CHOICES) if len(graph.vertices) <= _BOTH_RULES else ["cheapest"]
+    # The host tier as it is is refused for the tensor that happens to be there when it is full, and
+    # often a plan that knows no limit stays within it.
+    tiers = [host_memory, *([None] if host_memory is not None and not disk else [])]
+    plans, refusals, enough = [], [], []
+    with _no_collections():
+        for rule in rules:
+            for tier in tiers:
+                memory = SimulatedMemory(
+                    graph, capacity, in_place_io == "always", tier, disk, places
+                )
+                try:
+                    plan = _plan(memory, spare, rule, lead, draft)
+                except PlanError as error:
+                    refusals.append(error)
+                    continue
+                if host_memory is None or plan.host_bytes() <= host_memory:
+                    limit = -1 if host_memory is None else host_memory
+                    plans.append(dataclasses.replace(plan, host_capacity=limit))
+                    break
+                enough.append(plan.host_bytes())
+    if not plans:
+        remedy = f" Pass {min(enough, default=0)} or more, or disk='/path' to go on from there."
+        raise PlanError(f"{refusals[0]}{'' if disk else remedy}")
+    return min(plans, key=lambda plan: sum(plan.moved_bytes(kind) for kind in COPIES))
+
+
+def _plan(
+    memory: SimulatedMemory, spare: list[int], victims: str, lead: int | None, draft: bool
+) -> MemGraph:
+    _simulate(memory, Victims(memory, victims), lead)
+    return memory.finish(spare, draft)
+
+
+def _simulate(memory: SimulatedMemory, victims: Victims, lead: int | None) -> None:
+    """The loop of figure 8."""
+    alloc = execute = fetch = 0
+    count = len(memory.graph.vertices)
+    most = count if lead is None else lead
+    forecast = None if lead is None else Forecast(memory)
+    while execute < count:
+        make_room = victims.room_maker(alloc) if alloc == execute else None
+        if alloc < count and alloc - execute < most and memory.place(alloc, make_room):
+            alloc += 1
+        elif alloc == execute:
+            _force(memory, victims, alloc)
+            alloc += 1
+        else:
+            fetch = max(fetch, alloc)
+            if forecast is not None:
+                fetch = forecast.fetch(execute, alloc, fetch)
+            memory.execute(execute)
+            execute += 1
+    memory.finish_arguments()
+
+
+def _force(memory: SimulatedMemory, victims: Victims, vertex_id: int) -> None:
+    """Places a vertex at the exec horizon, whatever has to go."""
+    if memory.place(vertex_id, victims.room_maker(vertex_id)):
+        return
+    for device in working_set(memory.graph, vertex_id):
+        if memory.evict_until_placed(device, vertex_id):
+            return
+    raise AssertionError("a working set that fits was not placed in empty memory")
+
+
+def _refuse_if_too_small(graph: TaskGraph, budgets: list[int]) -> None:
+    for device, (least, where) in enumerate(min_budgets(graph)):
+        if least <= budgets[device]:
+            continue
+        if len(set(budgets)) == 1:
+            least, where = min_budget(graph)
+        vertex = graph.vertices[where]
+        source = f" at {vertex.source}" if vertex.source else ""
+        raise PlanError(
+            f"build_memgraph: budget={budgets[device]} bytes of device {device} is below the "
+            f"smallest feasible {least} bytes, needed by {vertex.name or f'vertex {where}'}"
+            f"{source}. Pass at least {least}.",
+            least,
+        )
+
+
+def _refuse_if_host_too_small(graph: TaskGraph, host_memory: int | None, disk: bool) -> None:
+    least, tensor_id = min_host_memory(graph, disk)
+    if host_memory is None or host_memory >= least:
+        return
+    tensor = graph.tensors[tensor_id]
+    source = f" at {tensor.source}" if tensor.source else ""
+    raise PlanError(
+        f"build_memgraph: host_memory={host_memory} bytes is below the smallest feasible {least} "
+        f"bytes: {tensor.name or f'tensor {tensor_id}'}{source} passes through host memory on its "
+        f"way to and from the disk. Pass at least {least}."
+    )
+
+
+def _check_choice(name: str, value: str, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise ValueError(
+            f"build_memgraph: {name}={value!r} is not known. Pass one of {', '.join(legal)}."
+        )
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """No garbage collection meanwhile: a plan is millions of small objects and no cycles, and
+    looking for some is a fifth of the planning time of a large graph (benchmarks/planner.py)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

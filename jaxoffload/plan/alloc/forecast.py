@@ -1,0 +1,36 @@
+"""The fetch horizon: reloads ahead of outputs, where memory is sure to be left for these.
+
+Takes the simulated memory; for each vertex tells what places are going to be taken until it runs,
+and given back, and reloads what later vertices read into what is free all that while.
+"""
+
+import numpy as np
+
+from jaxoffload.plan.alloc.memory import SimulatedMemory
+
+AHEAD = 32
+"""Vertices from the exec horizon to the fetch horizon, at most."""
+
+
+class Forecast:
+    """What becomes of a simulated memory while its vertices run."""
+
+    def __init__(self, memory: SimulatedMemory):
+        self._memory = memory
+        taken, freed = memory.flow()
+        self._taken = np.cumsum(taken, axis=1)
+        self._freed = np.cumsum(freed, axis=1) - freed  # before a vertex runs
+        self._held = self._taken - self._freed
+
+    def fetch(self, execute: int, alloc: int, fetch: int) -> int:
+        """Moves the fetch horizon on as far as it goes; returns where it is."""
+        stop = min(self._held.shape[1], execute + AHEAD)
+
+        def room(device: int) -> int:
+            peak = int(self._held[device, alloc : fetch + 1].max())
+            before = self._taken[device, alloc - 1] - self._freed[device, execute]
+            return self._memory.arenas[device].free - max(0, peak - int(before))
+
+        while fetch < stop and self._memory.fetch(fetch, room):
+            fetch += 1
+        return fetch

@@ -1,0 +1,412 @@
+"""Simulated memory: where each tensor is at a moment of the serial execution.
+
+`place` and `execute` are what BUILDMEMGRAPH does at its two horizons (TURNIP, figure 8); `evict` is
+the offload half of simMallocOfffld (figure 9). Each gives the emitter the MemGraph vertices that it
+implies. Unlike the paper's, a tensor keeps its copy in a lower tier until it dies or is
+overwritten, so that it is offloaded at most once while host memory lasts.
+"""
+
+import bisect
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxoffload.graphs.memgraph import Kind, MemGraph, Space
+from jaxoffload.graphs.taskgraph import Span, TaskGraph, VertexKind
+from jaxoffload.plan.alloc.aliases import CallersMemory
+from jaxoffload.plan.alloc.emit import Emitter
+from jaxoffload.plan.alloc.limits import align
+from jaxoffload.plan.alloc.needless import drop_needless_copies
+from jaxoffload.plan.alloc.space import AddressSpace, Piece, Place
+from jaxoffload.plan.alloc.tiers import NEVER, LowerTiers
+
+_KINDS = {
+    VertexKind.KERNEL: Kind.KERNEL,
+    VertexKind.INPUT: Kind.INPUT,
+    VertexKind.TRANSFER: Kind.TRANSFER,
+}
+
+
+class SimulatedMemory:
+    """State of the simulation.
+
+    Args:
+      capacity: bytes of each device's arena.
+      in_place_io: whether arguments are read and results written where the caller has them.
+      places: the offset at which each tensor is to be placed, -1 for any; None: all anywhere.
+
+    Attributes:
+      size: bytes of each tensor's place.
+      device: device of each tensor.
+      start: offset of each tensor's place in its device's arena, -1 if it has none there.
+      arenas: free addresses of each device.
+      at_start, at_end: for each device, which tensor's place starts or ends at an address.
+      use: position of the next vertex that reads a tensor, if the tensor may be evicted: it has a
+        place in its device, and has been produced; else -1.
+      toll: bytes that evicting a tensor makes us copy: a clean one up, a dirty one down and up.
+      lower: the tiers below.
+      victims: for each device a sorted list of `-use << 32 | tensor id`, furthest next use first;
+        entries may be out of date. Numbers, because comparing tuples takes twice as long.
+    """
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        capacity: list[int],
+        in_place_io: bool,
+        host_capacity: int | None = None,
+        disk: bool = False,
+        places: list[int] | None = None,
+    ):
+        self.graph, self._capacity, self._places = graph, capacity, places
+        self.emitter = Emitter(graph)
+        self.lower = LowerTiers(graph, self.emitter, host_capacity, disk)
+        self.size = [align(t.bytes) for t in graph.tensors]
+        self.device = [t.device for t in graph.tensors]
+        self.start = [-1] * len(graph.tensors)
+        self.use = [-1] * len(graph.tensors)
+        self.toll = [2 * size for size in self.size]
+        self.arenas = [AddressSpace(c) for c in capacity]
+        self.at_start: list[dict[int, int]] = [{} for _ in capacity]
+        self.at_end: list[dict[int, int]] = [{} for _ in capacity]
+        self.victims: list[list[int]] = [[] for _ in capacity]
+        self._callers = CallersMemory(graph, in_place_io)
+        self._placed = [False] * len(graph.tensors)
+        self._version = [-1] * len(graph.tensors)
+        self._uses = [[*readers, NEVER] for readers in graph.readers()]
+        self._next = [0] * len(graph.tensors)
+        self._last_touch = [-1] * len(graph.tensors)
+        self._pending: dict[int, set[int]] = {}
+        self._needed: tuple[int, list[int], list[int]] = (-1, [], [])
+        # Of what was evicted: its place, and what its next taker would have had to wait for.
+        self._left: dict[int, tuple[int, tuple[int, ...]]] = {}
+        if self.lower.is_capped:
+            for tensor_id, readers in enumerate(self._uses):
+                self.lower.note_use(tensor_id, readers[0], on_device=False)
+
+    # The alloc horizon --------------------------------------------------------------------------
+
+    def place(self, vertex_id: int, make_room: Callable[[int, int], bool] | None = None) -> bool:
+        """Gives a vertex all its places, and emits its reloads.
+
+        Args:
+          make_room: called with a device and the bytes that are needed there where no place is
+            free; evicts, and says whether it could.
+
+        Returns:
+          Whether all could be placed. If not, nothing is changed, but for what was evicted.
+        """
+        reloads, wanted = self._needs(vertex_id)
+        if make_room is None and self._lacks_room(wanted):
+            return False
+        pending = self._place_all(vertex_id, reloads, wanted, make_room)
+        if pending is None:
+            return False
+        self._pending[vertex_id] = pending
+        for tensor_id in self.graph.vertices[vertex_id].outputs:
+            self._placed[tensor_id] = True
+        return True
+
+    def fetch(self, vertex_id: int, room: Callable[[int], int]) -> bool:
+        """Reloads what a vertex beyond the alloc horizon reads and what can be had by now.
+
+        Args:
+          room: of a device, the bytes that nobody needs before that vertex.
+
+        Returns:
+          Whether all could be placed. If not, nothing is changed.
+        """
+        missing, _ = self._needs(vertex_id)
+        self._needed = (-1, [], [])  # this vertex is asked about again when its turn comes
+        reloads = [t for t in missing if self.lower.has_copy(t)]
+        reloads.sort(key=lambda t: -self.size[t])
+        for device in {self.device[t] for t in reloads}:
+            if sum(self.size[t] for t in reloads if self.device[t] == device) > room(device):
+                return False
+        return self._place_all(vertex_id, reloads, reloads, None) is not None
+
+    def _place_all(
+        self,
+        vertex_id: int,
+        reloads: list[int],
+        wanted: list[int],
+        make_room: Callable[[int, int], bool] | None,
+    ) -> set[int] | None:
+        """Places all of `wanted`, what has just been evicted where it still is.
+
+        Returns:
+          Whom the outputs among them must wait for; None: not all could be placed.
+        """
+        still_there = {t for t in reloads if self._is_still_there(t)}
+        found = self._try_to_place(wanted, make_room, still_there)
+        if found is None and still_there:
+            still_there = set()
+            found = self._try_to_place(wanted, make_room, still_there)
+        if found is None:
+            return None
+        pending: set[int] = set()
+        for tensor_id, (start, after, _), _ in found:
+            if tensor_id in still_there:
+                self._settle(tensor_id, self._version[tensor_id], start)
+                self._enter(tensor_id)
+                continue
+            device = self.device[tensor_id]
+            version = self.emitter.version(tensor_id, Space.DEVICE, device, start)
+            self._settle(tensor_id, version, start)
+            if tensor_id in reloads:
+                source = self.lower.fetch(tensor_id, vertex_id)
+                self.emitter.vertex(Kind.RELOAD, vertex_id, device, [source], [version], after)
+                self._enter(tensor_id)
+            else:
+                pending.update(after)
+        return pending
+
+    def _try_to_place(
+        self,
+        wanted: list[int],
+        make_room: Callable[[int, int], bool] | None,
+        still_there: set[int],
+    ) -> list[tuple[int, Place, list[Piece] | None]] | None:
+        """Places for all, with the pieces that each consists of; or for none: then None, and
+        nothing is changed but for evictions."""
+        device = self.device
+        # First those that can be in one place only.
+        wanted = sorted(wanted, key=lambda t: t not in still_there) if still_there else wanted
+        taken: list[tuple[int, Place, list[Piece] | None]] = []
+        for tensor_id in wanted:
+            arena, size = self.arenas[device[tensor_id]], self.size[tensor_id]
+            if tensor_id in still_there:
+                found = arena.take_at(self._left[tensor_id][0], size)
+            elif self._places is None or self._places[tensor_id] < 0:
+                found = arena.take(size)
+            else:
+                found = arena.take_at(self._places[tensor_id], size)
+            if found is None and make_room is not None and make_room(device[tensor_id], size):
+                found = arena.take(size)
+            if found is None:
+                for other, (start, _, _), pieces in reversed(taken):
+                    self.arenas[device[other]].undo(start, self.size[other], pieces)
+                return None
+            taken.append((tensor_id, found, arena.cut))
+        return taken
+
+    def flow(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes that each vertex's outputs take in each device's arena, and that it frees there
+        once it has run, if all that it reads was there: both int64[devices, vertices]."""
+        graph, callers, device, size = self.graph, self._callers, self.device, self.size
+        taken, freed = np.zeros((2, len(self.arenas), len(graph.vertices)), dtype=np.int64)
+        for vertex_id, vertex in enumerate(graph.vertices):
+            for t in vertex.fresh_outputs:
+                if callers.written_in_place(t, vertex_id) is None:
+                    taken[device[t], vertex_id] += size[t]
+            inherited = {vertex.inputs[read] for read, _ in vertex.overwrites}
+            for t in {*vertex.inputs, *vertex.outputs} - inherited:
+                last = self._uses[t][-2] if len(self._uses[t]) > 1 else vertex_id
+                if last == vertex_id and not callers.read_in_place(t, vertex_id):
+                    freed[device[t], vertex_id] += size[t]
+        return taken, freed
+
+    def _is_still_there(self, tensor_id: int) -> bool:
+        """Whether the bytes of what was evicted are in their place as they were: it was not needed,
+        so that the copy that would bring them back is not, either."""
+        if tensor_id not in self._left:
+            return False
+        start, after = self._left[tensor_id]
+        return self.arenas[self.device[tensor_id]].is_untouched(start, self.size[tensor_id], after)
+
+    def _lacks_room(self, wanted: list[int]) -> bool:
+        """Whether places cannot be had, however the free memory is arranged (one device only)."""
+        return len(self.arenas) == 1 and sum([self.size[t] for t in wanted]) > self.arenas[0].free
+
+    def _needs(self, vertex_id: int) -> tuple[list[int], list[int]]:
+        """The tensors that a vertex needs reloaded, and all that it needs placed, largest first.
+
+        Until the vertex is placed this changes only where everything is evicted: its operands are
+        no victims.
+        """
+        if self._needed[0] != vertex_id:
+            vertex, placed, callers = self.graph.vertices[vertex_id], self._placed, self._callers
+            reloads = [
+                t
+                for t in vertex.inputs
+                if not placed[t] and not callers.read_in_place(t, vertex_id)
+            ]
+            wanted = reloads + [
+                t for t in vertex.fresh_outputs if callers.written_in_place(t, vertex_id) is None
+            ]
+            wanted.sort(key=lambda t: -self.size[t])
+            self._needed = (vertex_id, reloads, wanted)
+        return self._needed[1:]
+
+    def _settle(self, tensor_id: int, version: int, start: int) -> None:
+        self._version[tensor_id], self.start[tensor_id] = version, start
+        self._placed[tensor_id] = True
+        if self.size[tensor_id]:
+            device = self.device[tensor_id]
+            self.at_start[device][start] = tensor_id
+            self.at_end[device][start + self.size[tensor_id]] = tensor_id
+
+    def _enter(self, tensor_id: int) -> None:
+        """Makes a tensor a possible victim, with its present next use."""
+        if self.start[tensor_id] >= 0 and self.size[tensor_id]:
+            use = self.use[tensor_id] = self._uses[tensor_id][self._next[tensor_id]]
+            self.toll[tensor_id] = self.lower.toll_of(tensor_id, self.size[tensor_id])
+            if self.lower.is_capped:
+                after_that = self._uses[tensor_id][self._next[tensor_id] + 1]
+                self.lower.note_use(tensor_id, after_that, on_device=True)
+            bisect.insort(self.victims[self.device[tensor_id]], -use << 32 | tensor_id)
+
+    def _forget_victims_of(self, vertex_id: int) -> None:
+        """Drops entries whose next use has come: they are at the end, and new ones are near it."""
+        for victims in self.victims:
+            while victims and victims[-1] >> 32 >= -vertex_id:
+                victims.pop()
+        self.lower.forget_victims_of(vertex_id)
+
+    # The exec horizon ---------------------------------------------------------------------------
+
+    def execute(self, vertex_id: int) -> None:
+        """Emits a placed vertex, then frees what it read for the last time."""
+        vertex, emitter = self.graph.vertices[vertex_id], self.emitter
+        after = self._pending.pop(vertex_id)
+        inputs = [
+            self._version[t] if self._placed[t] else self.lower.in_memory(t) for t in vertex.inputs
+        ]
+        for read, write in vertex.overwrites:
+            self._inherit(vertex.outputs[write], inputs[read], after)
+        for tensor_id in vertex.outputs:
+            if self._version[tensor_id] < 0:
+                span = self._callers.written_in_place(tensor_id, vertex_id)
+                assert span is not None
+                self._write_result(tensor_id, span, after)
+        outputs = [self._version[t] for t in vertex.outputs]
+        emitter.vertex(_KINDS[vertex.kind], vertex_id, vertex.device, inputs, outputs, after)
+        for tensor_id in vertex.outputs:
+            self._offload_results(tensor_id, vertex_id)
+        for tensor_id in vertex.inputs:
+            self._next[tensor_id] += 1
+        self._forget_victims_of(vertex_id)
+        for tensor_id in (*vertex.inputs, *vertex.outputs):
+            self._last_touch[tensor_id] = vertex_id
+            if self._uses[tensor_id][self._next[tensor_id]] == NEVER:
+                self._retire(tensor_id)
+            else:
+                self._enter(tensor_id)
+
+    def _inherit(self, tensor_id: int, old: int, after: set[int]) -> None:
+        """Writes an output over the version of a dying operand."""
+        emitter = self.emitter
+        operand, space = emitter.tensor[old], emitter.space[old]
+        if self.size[tensor_id]:
+            after.update(emitter.readers[old])
+        if space == Space.DEVICE:
+            start = self.start[operand]
+            version = emitter.version(tensor_id, Space.DEVICE, self.device[tensor_id], start)
+            self.start[operand] = self.use[operand] = -1
+            self._placed[operand] = False
+            self._settle(tensor_id, version, start)
+        else:
+            argument = self.graph.tensors[operand].argument
+            assert argument is not None
+            self._write_result(tensor_id, self._callers.home_of(tensor_id, argument), after)
+        emitter.over[self._version[tensor_id]] = old
+
+    def _write_result(self, tensor_id: int, span: Span, after: set[int]) -> None:
+        version = self.emitter.version(tensor_id, Space.RESULT, span.index, span.offset)
+        after.update(self._readers_there(span, tensor_id))
+        self._version[tensor_id] = version
+        self.lower.add_result(tensor_id, version)
+
+    def _readers_there(self, span: Span, tensor_id: int) -> set[int]:
+        """Readers of the argument bytes that a result part takes."""
+        return {
+            reader
+            for other in self._callers.overwritten(span, tensor_id)
+            for reader in self.emitter.readers[self.lower.arguments[other]]
+        }
+
+    def _offload_results(self, tensor_id: int, vertex_id: int) -> None:
+        """Copies a tensor to every result part that it was not written to directly."""
+        emitter, source = self.emitter, self._version[tensor_id]
+        direct = emitter.space[source] == Space.RESULT
+        for span in self.graph.tensors[tensor_id].results:
+            if direct and (emitter.index[source], emitter.offset[source]) == (
+                span.index,
+                span.offset,
+            ):
+                continue
+            after = self._readers_there(span, tensor_id)
+            if span.index in self.graph.disk_results:
+                self.lower.store_result(tensor_id, source, span, after, vertex_id)
+                continue
+            version = emitter.version(tensor_id, Space.RESULT, span.index, span.offset)
+            emitter.vertex(
+                Kind.OFFLOAD, vertex_id, self.device[tensor_id], [source], [version], after
+            )
+            self.lower.add_result(tensor_id, version)
+
+    def _retire(self, tensor_id: int) -> None:
+        """Frees a tensor that nobody reads any more."""
+        if self.start[tensor_id] >= 0:
+            self._leave(tensor_id)
+        self.lower.retire(tensor_id, self._last_touch[tensor_id])
+
+    def _leave(self, tensor_id: int) -> None:
+        """Gives a tensor's place back."""
+        device, start, size = self.device[tensor_id], self.start[tensor_id], self.size[tensor_id]
+        if size:
+            del self.at_start[device][start], self.at_end[device][start + size]
+            after = self.emitter.last_users(self._version[tensor_id])
+            self._left[tensor_id] = start, after
+            self.arenas[device].give(start, size, after, self._last_touch[tensor_id])
+        self.start[tensor_id] = self.use[tensor_id] = -1
+        self._placed[tensor_id] = False
+
+    def finish_arguments(self) -> None:
+        """Copies arguments that are results to where the results go; onto themselves last."""
+        last = max(len(self.graph.vertices) - 1, 0)
+        for tensor_id, tensor in enumerate(self.graph.tensors):
+            if (home := tensor.argument) is None:
+                continue
+            for span in sorted(tensor.results, key=lambda s: self._callers.is_home(s, home)):
+                if self.graph.stays(tensor, span):
+                    continue
+                after = self._readers_there(span, tensor_id)
+                if span.index in self.graph.disk_results:
+                    source = self.lower.in_memory(tensor_id)
+                    self.lower.store_result(tensor_id, source, span, after, last)
+                    continue
+                source = self.lower.fetch(tensor_id, last)
+                version = self.emitter.version(tensor_id, Space.RESULT, span.index, span.offset)
+                if self._callers.is_home(span, home):
+                    self.emitter.over[version] = source
+                self.emitter.vertex(
+                    Kind.OFFLOAD, last, tensor.device, [source], [version], after
+                )  # fmt: skip
+
+    def finish(self, headroom: list[int], draft: bool) -> MemGraph:
+        """The MemGraph, once every vertex has been executed; a draft has superfluous edges."""
+        drop_needless_copies(self.emitter)
+        return self.emitter.finish(self._capacity, headroom, self.lower.capacity, draft)
+
+    # Eviction -----------------------------------------------------------------------------------
+
+    def evict(self, tensor_id: int, vertex_id: int) -> None:
+        """Takes a tensor off its device for the sake of a vertex; copies it only if it is dirty."""
+        if not self.lower.has_copy(tensor_id):
+            self.lower.offload(tensor_id, self._version[tensor_id], vertex_id)
+        if self.lower.is_capped:
+            self.lower.note_use(tensor_id, self.use[tensor_id], on_device=False)
+        self._leave(tensor_id)
+
+    def evict_until_placed(self, device: int, vertex_id: int) -> bool:
+        """Places a vertex once enough of a device is evicted, its own operands too if need be: what
+        costs least first. Legal only where the horizons meet, so that all has been produced."""
+        found = list(self.at_start[device].values())
+        found.sort(key=lambda t: (self.toll[t] / (max(self.use[t], vertex_id) - vertex_id + 1), t))
+        for tensor_id in found:
+            self.evict(tensor_id, vertex_id)
+            self._needed = (-1, [], [])
+            if self.place(vertex_id):
+                return True
+        return False

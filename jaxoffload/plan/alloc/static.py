@@ -1,0 +1,90 @@
+"""Plans that keep everything on the device, where the budget allows that.
+
+Where memory would just do, but splinters when tensors are placed one after another, places are
+chosen for all before the plan is made.
+"""
+
+from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT, MemGraph, Space
+from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.plan.alloc.aliases import CallersMemory
+from jaxoffload.plan.alloc.build import build_memgraph
+from jaxoffload.plan.alloc.limits import (
+    align,
+    headroom,
+    intermediates_peak,
+    min_budget,
+    resident_peak,
+)
+from jaxoffload.plan.alloc.placement import place_intervals
+
+_SLACK = (1.25, 2.0, 16.0)
+"""Arena sizes to try for a plan that moves nothing, over the peak of its intermediates. A small
+arena is used again and again, which caches like and page faults do not."""
+
+
+def keep_everything(graph: TaskGraph, budget: int | None) -> MemGraph | None:
+    """A MemGraph that offloads no intermediate, or None where the budget does not allow it."""
+    live, least = intermediates_peak(graph), min_budget(graph)[0]
+    room = None if budget is None else budget - (resident_peak(graph) - live)
+    if room is not None and room < live:
+        return None
+    found = None
+    for slack in _SLACK:
+        arena = int(slack * max(live, least))
+        if room is not None and room < arena:
+            arena = room
+        if arena < least:
+            return None
+        found = build_memgraph(graph, arena, in_place_io="always")
+        if not (found.space == Space.HOST).any():
+            return found
+        if room is not None and arena == room:
+            return _keep_in_chosen_places(graph, room)
+    return found
+
+
+def _keep_in_chosen_places(graph: TaskGraph, room: int) -> MemGraph | None:
+    """The same where there is room enough, but not for tensors placed one after another."""
+    capacity = (room - headroom(graph, 1)[0]) // PLACE_ALIGNMENT * PLACE_ALIGNMENT
+    places = static_places(graph, capacity)
+    if places is None:
+        return None
+    found = build_memgraph(graph, room, in_place_io="always", places=places)
+    return None if (found.space == Space.HOST).any() else found
+
+
+def static_places(graph: TaskGraph, capacity: int) -> list[int] | None:
+    """Offsets of all tensors that need a place when arguments are read and results written where
+    the caller has them; -1 for the others. None if no placement was found.
+
+    Args:
+      capacity: bytes of the arena of the one device that there is.
+    """
+    callers = CallersMemory(graph, in_place_io=True)
+    count = len(graph.tensors)
+    born, last, home = [-1] * count, [-1] * count, list(range(count))
+    for v, vertex in enumerate(graph.vertices):
+        for t in vertex.inputs:
+            if born[home[t]] >= 0:
+                last[home[t]] = v
+            elif not callers.read_in_place(t, v):
+                born[t] = last[t] = v  # an argument that is brought up
+        for t in vertex.fresh_outputs:
+            if callers.written_in_place(t, v) is None:
+                born[t] = last[t] = v
+        for read, write in vertex.overwrites:
+            home[vertex.outputs[write]] = home[vertex.inputs[read]]
+    roots = [t for t in range(count) if born[t] >= 0 and graph.tensors[t].bytes]
+    offsets = place_intervals(
+        [born[t] for t in roots],
+        [last[t] + 1 for t in roots],
+        [align(graph.tensors[t].bytes) for t in roots],
+        capacity,
+        search=False,
+    )
+    if offsets is None:
+        return None
+    found = [-1] * count
+    for t, offset in zip(roots, offsets.tolist(), strict=True):
+        found[t] = offset
+    return found

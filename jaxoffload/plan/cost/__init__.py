@@ -1,0 +1,1 @@
+"""How long a MemGraph takes on a machine that is described, not there."""

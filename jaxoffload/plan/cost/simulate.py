@@ -1,0 +1,276 @@
+"""Runs a MemGraph on a model of a machine: lanes with rates, and the launcher's own policies.
+
+Each device has one compute lane and one copy lane in each direction; loads from disk and stores to
+it have one lane each; transfers have a lane for each pair of devices. Copy lanes of several devices
+may be one (`Machine.links`), and so may both directions (`Machine.duplex`). Of the vertices that
+are ready in a lane the policy says which goes first.
+"""
+
+import dataclasses
+import heapq
+
+import numpy as np
+
+from jaxoffload.graphs.memgraph import Kind, MemGraph
+from jaxoffload.plan.cost.machines import Machine
+from jaxoffload.plan.cost.priority import critical_path, vertex_seconds
+
+POLICIES = ("work-conserving", "fixed", "random", "levelwise")
+"""The launcher's three, and bulk-synchronous: all vertices of one depth, then those of the next."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timeline:
+    """When each vertex ran.
+
+    Attributes:
+      start, end: seconds from the start of the run, float64[N].
+      lane_of: what each vertex ran on, `lanes[lane_of[v]]`.
+      lanes: all lanes: (Kind, device) or (Kind.TRANSFER, from, to). A shared lane has device 0 (of
+        `links`, which), and where a link is not duplex both directions have Kind.RELOAD's.
+    """
+
+    start: np.ndarray
+    end: np.ndarray
+    lane_of: np.ndarray
+    lanes: tuple[tuple[int, ...], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Length of the run."""
+        return float(self.end.max(initial=0.0))
+
+    @property
+    def busy_seconds(self) -> np.ndarray:
+        """Seconds that each lane works."""
+        return np.bincount(self.lane_of, self.end - self.start, minlength=len(self.lanes))
+
+    @property
+    def utilization(self) -> dict[tuple[int, ...], float]:
+        """Share of the run in which each lane works."""
+        whole = self.seconds or 1.0
+        return dict(zip(self.lanes, (self.busy_seconds / whole).tolist(), strict=True))
+
+    @property
+    def bound(self) -> float:
+        """max(compute, each link, disk): no order of the same vertices ends earlier."""
+        return float(self.busy_seconds.max(initial=0.0))
+
+    def busy(self, kind: Kind) -> float:
+        """Seconds that the busiest lane of one kind works."""
+        work = self.busy_seconds
+        return max(
+            (float(w) for w, k in zip(work, self.lanes, strict=True) if k[0] == kind), default=0.0
+        )
+
+
+def lanes_of(
+    memgraph: MemGraph, machine: Machine | None = None
+) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
+    """The lane of each vertex, and what the lanes are."""
+    kind = memgraph.kind.astype(np.int64)
+    device = memgraph.device.astype(np.int64)
+    other = np.zeros_like(device)
+    kind = np.where(kind == Kind.INPUT, int(Kind.KERNEL), kind)
+    device = np.where(np.isin(kind, (Kind.LOAD, Kind.STORE)), 0, device)
+    if machine is not None:
+        copies = np.isin(kind, (Kind.RELOAD, Kind.OFFLOAD))
+        if machine.links is not None:
+            device = np.where(copies, device % machine.links, device)
+        if not machine.duplex:
+            kind = np.where(copies, int(Kind.RELOAD), kind)
+    moved = np.flatnonzero(kind == Kind.TRANSFER)
+    if len(moved):
+        tensors = memgraph.taskgraph.tensors
+        origin = memgraph.tensor[memgraph.inputs[memgraph.input_offsets[moved]]]
+        other[moved] = device[moved]
+        device = device.copy()
+        device[moved] = [tensors[t].device for t in origin]
+    keys = np.stack([kind, device, other])
+    unique, lane_of = np.unique(keys, axis=1, return_inverse=True)
+    names = []
+    for k, d, o in unique.T.tolist():
+        names.append((k, d, o) if k == Kind.TRANSFER else (k, d))
+    return lane_of.reshape(-1), tuple(names)
+
+
+def simulate(
+    memgraph: MemGraph,
+    seconds: np.ndarray | None = None,
+    *,
+    machine: Machine | None = None,
+    policy: str = "work-conserving",
+    priority: np.ndarray | None = None,
+    seed: int = 0,
+    jitter: float = 0.0,
+) -> Timeline:
+    """Simulates one run.
+
+    Args:
+      seconds: time of each vertex; by default the machine's, or `vertex_seconds(memgraph)`.
+      machine: how lanes are shared, and what takes how long.
+      policy: one of `POLICIES`.
+      priority: for "work-conserving", of each vertex; by default `best_priority`'s.
+      jitter: standard deviation of the logarithm of what each vertex's time is multiplied by.
+
+    Raises:
+      ValueError: the policy is not known.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"simulate: policy={policy!r} is unknown. Pass one of {POLICIES}.")
+    if seconds is None:
+        seconds = machine.vertex_seconds(memgraph) if machine else vertex_seconds(memgraph)
+    count = memgraph.num_vertices
+    took = seconds
+    if jitter:
+        # The mean stays what it was.
+        normal = np.random.default_rng(seed).standard_normal(count)
+        took = seconds * np.exp(jitter * normal - jitter**2 / 2)
+    lane_of, lanes = lanes_of(memgraph, machine)
+    if policy == "levelwise":
+        start, end = _levelwise(memgraph, took, lane_of, len(lanes))
+    else:
+        if policy == "work-conserving":
+            rank = _rank_of(
+                best_priority(memgraph, seconds, machine) if priority is None else priority
+            )
+        else:
+            rank = _ranks(count, policy, seed)
+        start, end = _event_driven(memgraph, took, lane_of, len(lanes), rank, policy == "fixed")
+    return Timeline(start, end, lane_of, lanes)
+
+
+def best_priority(
+    memgraph: MemGraph, seconds: np.ndarray | None = None, machine: Machine | None = None
+) -> np.ndarray:
+    """The launch priorities that end soonest in simulation, larger ones first, float64[N].
+
+    Candidates: the critical path, which fills gaps best where the graph is wide; and the serial
+    order, in which the plan gave places away, which is better where most waits are for places.
+    """
+    if seconds is None:
+        seconds = machine.vertex_seconds(memgraph) if machine else vertex_seconds(memgraph)
+    count = memgraph.num_vertices
+    critical = critical_path(memgraph, seconds)
+    if count > _MAX_SIMULATED:
+        return critical
+    lane_of, lanes = lanes_of(memgraph, machine)
+
+    def ends(rank: np.ndarray) -> float:
+        run = _event_driven(memgraph, seconds, lane_of, len(lanes), rank, fixed=False)
+        return float(run[1].max(initial=0.0))
+
+    serial = np.arange(count)
+    by_path = _rank_of(critical)
+    return critical if ends(by_path) <= ends(serial) else -serial.astype(np.float64)
+
+
+_MAX_SIMULATED = 300_000
+"""Above so many vertices the critical path is taken unseen: simulating both takes a second."""
+
+
+def _ranks(count: int, policy: str, seed: int) -> np.ndarray:
+    """Who goes first: the vertex of the lowest rank."""
+    if policy == "fixed":
+        return np.arange(count)
+    return np.random.default_rng(seed + 1).permutation(count)
+
+
+def _rank_of(priority: np.ndarray) -> np.ndarray:
+    count = len(priority)
+    order = np.argsort(-priority, kind="stable")
+    rank = np.empty(count, dtype=np.int64)
+    rank[order] = np.arange(count)
+    return rank
+
+
+def _event_driven(
+    memgraph: MemGraph,
+    took: np.ndarray,
+    lane_of: np.ndarray,
+    num_lanes: int,
+    rank: np.ndarray,
+    fixed: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """A lane starts its best ready vertex as soon as it is free; if fixed, only its very next."""
+    count = memgraph.num_vertices
+    waits = np.bincount(memgraph.edge_head, minlength=count).tolist()
+    order = np.argsort(memgraph.edge_tail, kind="stable")
+    heads = memgraph.edge_head[order].tolist()
+    bounds = np.searchsorted(memgraph.edge_tail[order], np.arange(count + 1)).tolist()
+    lane, work, first = lane_of.tolist(), took.tolist(), rank.tolist()
+    by_rank = np.argsort(rank).tolist()
+    ready: list[list[int]] = [[] for _ in range(num_lanes)]  # ranks
+    upcoming: list[list[int]] = [[] for _ in range(num_lanes)]
+    if fixed:
+        for vertex in range(count - 1, -1, -1):
+            upcoming[lane[vertex]].append(vertex)
+    idle = [True] * num_lanes
+    start, end = [0.0] * count, [0.0] * count
+    events: list[tuple[float, int]] = []
+    push, pop = heapq.heappush, heapq.heappop
+    for vertex in range(count):
+        if not waits[vertex]:
+            push(ready[lane[vertex]], first[vertex])
+    touched = list(range(num_lanes))
+    now = 0.0
+    while True:
+        for which in touched:
+            queue = ready[which]
+            if not queue or not idle[which]:
+                continue
+            if fixed:
+                if by_rank[queue[0]] != upcoming[which][-1]:
+                    continue
+                upcoming[which].pop()
+            vertex = by_rank[pop(queue)]
+            idle[which] = False
+            start[vertex] = now
+            done = end[vertex] = now + work[vertex]
+            push(events, (done, vertex))
+        if not events:
+            break
+        now, vertex = pop(events)
+        own = lane[vertex]
+        idle[own] = True
+        touched = [own]
+        for head in heads[bounds[vertex] : bounds[vertex + 1]]:
+            left = waits[head] - 1
+            waits[head] = left
+            if not left:
+                target = lane[head]
+                push(ready[target], first[head])
+                if target != own:
+                    touched.append(target)
+    return np.array(start), np.array(end)
+
+
+def levels(memgraph: MemGraph) -> np.ndarray:
+    """The level of each vertex, int64[N]: one above the highest of those that it depends on."""
+    level = [0] * memgraph.num_vertices
+    order = np.argsort(memgraph.edge_tail, kind="stable")
+    for tail, head in zip(
+        memgraph.edge_tail[order].tolist(), memgraph.edge_head[order].tolist(), strict=True
+    ):
+        level[head] = max(level[head], level[tail] + 1)
+    return np.array(level, dtype=np.int64)
+
+
+def _levelwise(
+    memgraph: MemGraph, took: np.ndarray, lane_of: np.ndarray, num_lanes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    count = memgraph.num_vertices
+    start, end = np.zeros(count), np.zeros(count)
+    now = 0.0
+    level = levels(memgraph)
+    by_level = np.argsort(level, kind="stable")
+    cuts = np.flatnonzero(np.diff(level[by_level])) + 1
+    for members in np.split(by_level, cuts):
+        free = np.full(num_lanes, now)
+        for vertex in members.tolist():
+            which = lane_of[vertex]
+            start[vertex] = free[which]
+            free[which] += took[vertex]
+            end[vertex] = free[which]
+        now = float(free.max())
+    return start, end

@@ -1,0 +1,290 @@
+"""A plan: a MemGraph with the executables of its kernels, ready to be loaded and run."""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxoffload.compile.cache import CompileReport
+from jaxoffload.graphs.memgraph import Kind, MemGraph
+from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.graphs.verify import VerifyError, verify
+from jaxoffload.options import format_bytes
+from jaxoffload.plan.alloc.limits import intermediates_peak, resident_peak
+from jaxoffload.plan.cost.machines import Machine
+from jaxoffload.plan.cost.simulate import Timeline, simulate
+from jaxoffload.runtime.arrays import reserve
+from jaxoffload.runtime.backends import Backend
+from jaxoffload.runtime.callers import byte_count
+from jaxoffload.runtime.load import load
+from jaxoffload.runtime.request import Request
+from jaxoffload.showing import ShownMemory
+
+
+class Source(Protocol):
+    """What a plan was chosen by, and others of the same function can be (search/planner.py)."""
+
+    request: Request
+    backend: Backend
+    machine: Machine
+
+    @property
+    def least_budget(self) -> int:
+        """The smallest feasible budget in bytes."""
+        ...
+
+    def build(self, graph: TaskGraph, budget: int, **choices: Any) -> MemGraph:
+        """A MemGraph within the request's limits."""
+        ...
+
+    def other(
+        self,
+        than: Sequence[Any],
+        budget: int | None,
+        expected: float,
+        seconds: float,
+        costs: Callable[[TaskGraph, list[Any]], TaskGraph],
+    ) -> "Plan | None":
+        """See `Plan.with_other_cut`; other executables than some."""
+        ...
+
+
+class Plan(ShownMemory):
+    """A function planned for a budget: from shapes alone, before anything is allocated.
+
+    Attributes:
+      name: the user's function.
+      budget: bytes of device memory that it may use, or None for no limit.
+      resident: whether everything fits, so that nothing is moved.
+      taskgraph, memgraph: what is run.
+      compile_report: how many kernels were compiled, and how long it took.
+      constants: arrays that the function closes over; they follow its own arguments.
+      out_shapes: shape and dtype of each flat result.
+      pairs: (argument, result) that share a tier, and memory if `taskgraph.donated` has them too.
+      backend: where its vertices run.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        budget: int | None,
+        memgraph: MemGraph,
+        executables: Sequence[Any],
+        compile_report: CompileReport,
+        resident: bool,
+        constants: Sequence[Any],
+        priority: np.ndarray | None = None,
+    ):
+        request = source.request
+        self.backend = source.backend
+        self._priority = priority
+        self.name = request.name
+        self.budget = budget
+        self.resident = resident
+        self.taskgraph: TaskGraph = memgraph.taskgraph
+        self.memgraph = memgraph
+        self.compile_report = compile_report
+        self.constants = tuple(constants)
+        self.out_shapes = tuple(
+            jax.ShapeDtypeStruct(a.shape, a.dtype) for a in request.jaxpr.out_avals
+        )
+        self.pairs = request.donated
+        self._request, self._executables, self._source = request, executables, source
+        self._native: Any = None
+        self._lock = threading.Lock()
+
+    @functools.cached_property
+    def min_device_memory(self) -> int:
+        """The smallest budget in bytes that can work, with the cut as fine as it gets.
+
+        Compiles single operations to learn their workspace, so it takes a while when first asked.
+        """
+        return self._source.least_budget
+
+    @functools.cached_property
+    def resident_peak_bytes(self) -> int:
+        """Device bytes that would be needed to keep everything on the device."""
+        return resident_peak(self.taskgraph)
+
+    @functools.cached_property
+    def peak_device_bytes(self) -> int:
+        """Device bytes that a run uses at most: the arena and the executables' workspace."""
+        return int(self.memgraph.peak_arena_bytes().max()) + self.bytes_outside_the_arena
+
+    @functools.cached_property
+    def bytes_outside_the_arena(self) -> int:
+        """Device bytes beside the arena: workspace, and arguments and results read in place."""
+        in_place = self.resident_peak_bytes - intermediates_peak(self.taskgraph)
+        return int(self.memgraph.headroom.max()) + (in_place if self.resident else 0)
+
+    @functools.cached_property
+    def planned_bytes(self) -> int:
+        """Bytes that a run takes of what `Backend.used_memory` counts: on the device, for results
+        of its own, and in host memory where that is the same."""
+        kept = {result for _, result in self.pairs}
+        results = [byte_count(s) for j, s in enumerate(self.out_shapes) if j not in kept]
+        host = 0 if self.backend.has_own_memory else self.host_bytes
+        return self.peak_device_bytes + host + sum(results)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that hold offloaded tensors (arguments and results not counted)."""
+        return self.memgraph.host_bytes()
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on disk that hold tensors (arguments and results not counted)."""
+        return self.memgraph.disk_bytes()
+
+    @functools.cached_property
+    def bytes_stored(self) -> int:
+        """Bytes that one run writes to disk."""
+        return self.memgraph.moved_bytes(Kind.STORE)
+
+    @functools.cached_property
+    def bytes_loaded(self) -> int:
+        """Bytes that one run reads from disk."""
+        return self.memgraph.moved_bytes(Kind.LOAD)
+
+    @functools.cached_property
+    def bytes_offloaded(self) -> int:
+        """Bytes that one run copies away from the device."""
+        return self.memgraph.moved_bytes(Kind.OFFLOAD)
+
+    @functools.cached_property
+    def bytes_reloaded(self) -> int:
+        """Bytes that one run copies to the device."""
+        return self.memgraph.moved_bytes(Kind.RELOAD)
+
+    @functools.cached_property
+    def recomputed(self) -> float:
+        """Share of the kernels' estimated time that computes again what would have to be moved."""
+        vertices = self.taskgraph.vertices
+        total = sum(v.seconds for v in vertices)
+        return sum(v.repeated * v.seconds for v in vertices) / total if total else 0.0
+
+    @functools.cached_property
+    def gathered_arguments(self) -> frozenset[int]:
+        """Arguments of which some vertex reads rows where the caller has them."""
+        graph = self.taskgraph
+        homes = (
+            graph.tensors[t].argument
+            for v in graph.vertices
+            for t in v.inputs
+            if v.gathered and graph.gathers(v, t)
+        )
+        return frozenset(home.index for home in homes if home is not None)
+
+    def verify(self) -> None:
+        """Checks the MemGraph independently of the planner that made it.
+
+        Raises:
+          VerifyError: lists every violation.
+        """
+        verify(self.memgraph)
+
+    def proven(self) -> "Plan":
+        """This plan: what may be run has been verified, whoever made it.
+
+        Raises:
+          VerifyError: the planner is at fault.
+        """
+        try:
+            self.verify()
+        except VerifyError as error:
+            raise VerifyError(
+                error.violations,
+                f"offload({self.name}): the plan is not safe, and nothing was run. This is a fault "
+                "in jaxoffload, not in the function: please report it with these lines",
+            ) from None
+        return self
+
+    @property
+    def native(self) -> Any:
+        """The plan loaded into the C++ runtime (loaded when first asked for)."""
+        with self._lock:
+            if self._native is None:
+                sizes = [byte_count(a) for a in self._request.jaxpr.in_avals]
+                sizes += [int(np.asarray(c).nbytes) for c in self.constants]
+                self._native = load(
+                    self.memgraph,
+                    self.backend.client,
+                    self._executables,
+                    sizes,
+                    [byte_count(a) for a in self._request.jaxpr.out_avals],
+                    self._disk_extent(),
+                    self._priority,
+                    self.backend.machine,
+                )
+            return self._native
+
+    def last_report(self) -> Any:
+        """The runtime's report of the last run, None before the first."""
+        return None if self._native is None else self._native.last_report()
+
+    def variant(self, memgraph: MemGraph, priority: np.ndarray) -> "Plan":
+        """A plan of the same vertices with another MemGraph, or another order of launch."""
+        return Plan(
+            self._source, self.budget, memgraph, self._executables, self.compile_report,
+            self.resident, self.constants, priority,
+        ).proven()  # fmt: skip
+
+    @property
+    def machine(self) -> Machine:
+        """The model by which it was chosen."""
+        return self._source.machine
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        """What the user calls each flat argument; empty where that is not known."""
+        return self._request.argument_names
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """When each vertex would run, by that model."""
+        return simulate(self.memgraph, machine=self.machine, priority=self._priority)
+
+    @property
+    def executables(self) -> tuple[Any, ...]:
+        """Those of the kernels, by `Vertex.kernel`."""
+        return tuple(self._executables)
+
+    def with_other_cut(
+        self,
+        expected: float,
+        seconds: float,
+        costs: Callable[[TaskGraph, list[Any]], TaskGraph],
+    ) -> "Plan | None":
+        """A plan with the next best cut of those that were simulated for this one, if it is better.
+
+        Args:
+          expected: only cuts of which the model expects fewer seconds are looked at.
+          seconds: it must take fewer by its costs.
+          costs: a TaskGraph, given the kernels' executables, with the costs to judge it by.
+        """
+        return self._source.other(self._executables, self.budget, expected, seconds, costs)
+
+    def build(self, graph: TaskGraph, **options: Any) -> MemGraph:
+        """A MemGraph for this plan's budget, of its TaskGraph with other costs."""
+        assert self.budget is not None, "without a limit nothing is placed anew"
+        return self._source.build(graph, self.budget, **options)
+
+    def _disk_extent(self) -> Any:
+        """Space for the tensors that go to disk, reserved before anything runs."""
+        disk = self._request.options.disk
+        return reserve(disk, self.disk_bytes) if disk is not None and self.disk_bytes else None
+
+    def __repr__(self) -> str:
+        budget = "no limit" if self.budget is None else format_bytes(self.budget)
+        disk = ""
+        if self.bytes_stored or self.bytes_loaded:
+            disk = f", stores {format_bytes(self.bytes_stored)}"
+            disk += f", loads {format_bytes(self.bytes_loaded)}"
+        return (
+            f"Plan({self.name}: {len(self.taskgraph.vertices)} vertices, budget {budget}, peak "
+            f"{format_bytes(self.peak_device_bytes)}, offloads {format_bytes(self.bytes_offloaded)}"
+            f", reloads {format_bytes(self.bytes_reloaded)}{disk})"
+        )

@@ -1,0 +1,83 @@
+"""What is asked of the planner: a jaxpr, what its arguments are, a budget and wishes."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxoffload.graphs.taskgraph import TensorKind
+from jaxoffload.options import Options
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be planned.
+
+    Attributes:
+      name: the user's function, for messages.
+      jaxpr: a closed jaxpr over arrays.
+      kinds: for each argument, what it is to the user.
+      donated: pairs (argument, result) that may share memory. Of an argument that is below the
+        device the result comes back in the same tier.
+      options: with `device_memory` already a number or None.
+      disk_arguments: those that are on disk.
+      reloads_all: no argument may be read where it is: kernels cannot reach some of them.
+      argument_names: what the user calls each argument, for reports; empty where that is not known.
+    """
+
+    name: str
+    jaxpr: Any
+    kinds: tuple[TensorKind, ...]
+    donated: tuple[tuple[int, int], ...]
+    options: Options
+    disk_arguments: frozenset[int] = frozenset()
+    reloads_all: bool = False
+    argument_names: tuple[str, ...] = ()
+
+    def name_of(self, argument: int) -> str:
+        """What the user calls a flat argument, as far as that is known."""
+        names = self.argument_names
+        return names[argument] if argument < len(names) else f"argument {argument}"
+
+    @property
+    def disk_results(self) -> frozenset[int]:
+        """Results that must be on disk after the run."""
+        return frozenset(
+            result for argument, result in self.donated if argument in self.disk_arguments
+        )
+
+
+def make_request(
+    jaxpr: Any,
+    name: str,
+    kinds: tuple[TensorKind, ...],
+    donated: Sequence[bool],
+    options: Options,
+    tiers: Sequence[str] = (),
+    argument_names: tuple[str, ...] = (),
+) -> Request:
+    """A request, its donated arguments paired with results.
+
+    Args:
+      donated: for each argument.
+      tiers: for each argument "host", "disk" or "".
+      argument_names: see Request.
+    """
+    pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, donated)
+    disk = frozenset(i for i, tier in enumerate(tiers) if tier == "disk")
+    return Request(name, jaxpr, kinds, pairs, options, disk, argument_names=argument_names)
+
+
+def pair_donated(
+    in_avals: Sequence[Any], out_avals: Sequence[Any], donated: Sequence[bool]
+) -> tuple[tuple[int, int], ...]:
+    """Pairs donated arguments with results of the same shape and dtype, in order, as JAX does."""
+    waiting: dict[Any, list[int]] = {}
+    for i in range(len(in_avals) - 1, -1, -1):
+        if donated[i]:
+            waiting.setdefault((tuple(in_avals[i].shape), in_avals[i].dtype), []).append(i)
+    pairs = []
+    for j, aval in enumerate(out_avals):
+        queue = waiting.get((tuple(aval.shape), aval.dtype))
+        if queue:
+            pairs.append((queue.pop(), j))
+    return tuple(pairs)

@@ -1,0 +1,413 @@
+"""Jaxpr to plan: the search for the granularity, the order and the MemGraph that end first.
+
+Takes a `Request`; gives a `Plan`. The cut follows the budget: clusters as coarse as the budget
+allows, coarsest first, until one fits; of those that do, the one that is fastest in simulation.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from jaxoffload import garbage
+from jaxoffload.capture.build import Captured
+from jaxoffload.capture.split import working_set
+from jaxoffload.capture.views import is_view
+from jaxoffload.compile.cache import CompileReport
+from jaxoffload.errors import PlanError
+from jaxoffload.graphs.memgraph import Kind, MemGraph
+from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.options import format_bytes
+from jaxoffload.plan.alloc.build import QUICK_VARIANTS, VARIANTS, build_memgraph
+from jaxoffload.plan.alloc.limits import headroom, least_whole, min_budget, resident_peak
+from jaxoffload.plan.alloc.static import keep_everything
+from jaxoffload.plan.cost.machines import Machine
+from jaxoffload.plan.cost.simulate import simulate
+from jaxoffload.runtime import backends
+from jaxoffload.runtime.callers import byte_count
+from jaxoffload.runtime.plan import Plan
+from jaxoffload.runtime.request import Request
+from jaxoffload.search.cuts import FINEST, PIECE, SAME, WHOLE, Cut, Ranking, split_size
+from jaxoffload.search.orders import orders
+from jaxoffload.search.program import NOTHING, CompiledCut, CutProgram
+
+logger = logging.getLogger(__name__)
+
+SPLITS = (1 / 4, 1 / 16, 1 / 64)
+"""Working sets to split operations down to, as shares of what the largest needs, for the smallest
+feasible budget."""
+_SAID = 1 / 8
+"""The same share where that budget is only said."""
+_COMPILED = 3
+"""Cuts that are compiled before one is taken, at most."""
+_LITTLE = 0.03
+"""Workspace below this share of the budget makes no difference to the choice of a cut."""
+_HOPEFUL = 0.6
+"""Of what everything kept takes, workspace as it is estimated; with less nothing is compiled to see
+whether it fits."""
+_ORDERED_VERTICES = 2000
+"""Up to so many vertices other orders are tried: a second's planning."""
+_ALL_VARIANTS = 300
+"""Up to so many vertices cuts are compared by all of the planner's rules."""
+_GAIN = 0.99
+"""Of the simulated time, what another order must come down to."""
+_WAITS = 1.5
+"""Of what its kernels take, the time from which on a plan waits for copies."""
+_LOWER = 20
+"""Steps down from a feasible budget in search of a smaller one, at most."""
+
+
+class Planner:
+    """One function, captured once, planned for any budget.
+
+    Args:
+      backend: where it is to run; None: where JAX runs by default.
+      machine: what choices are made for; None: the backend's.
+      compiles: False: plans are to be looked at only, and workspace counts as nothing.
+      estimates: of plans to be looked at only, that workspace counts as what executables take where
+        there are some, and where there are none as what they may take.
+      whole_bytes: if the function may run whole, what it takes then.
+
+    Attributes:
+      request: as given.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        backend: backends.Backend | None = None,
+        machine: Machine | None = None,
+        compiles: bool = True,
+        estimates: bool = False,
+        whole_bytes: Callable[[], int] | None = None,
+    ):
+        self.request, self._whole_bytes = request, whole_bytes
+        self._compiles = compiles
+        self.backend = backend or backends.current()
+        self.machine = machine or self.backend.machine.with_rates(request.options.rates)
+        self._program = CutProgram(request, self.backend, self.machine, compiles, estimates)
+        self._ranked: Ranking | None = None
+
+    @garbage.paused()
+    def plan(self) -> Plan:
+        """The plan for the request's budget.
+
+        Raises:
+          PlanError: the budget is below the smallest that can work.
+        """
+        budget = self.request.options.device_memory
+        assert budget is None or isinstance(budget, int)
+        if self.request.disk_arguments or self.request.reloads_all:
+            if budget is None:
+                whole = self._whole()
+                room = 2 * resident_peak(whole.graph)
+                return self._finish(whole, self.build(whole.graph, room), budget, resident=False)
+        elif self._may_be_kept(budget):
+            for cut in self._in_other_orders(self._whole()):
+                kept = keep_everything(cut.graph, budget)
+                if kept is not None:
+                    return self._finish(cut, kept, budget, resident=True)
+        assert budget is not None, "without a limit everything is kept"
+        found = self._fixed_cut() or self._least_or(budget)
+        if found.needs > budget:
+            raise self._refusal(budget)
+        best, graph = self._fastest_or_plain(found, budget)
+        return self._finish(best, graph, budget, resident=False)
+
+    def _fastest_or_plain(self, cut: CompiledCut, budget: int) -> tuple[CompiledCut, MemGraph]:
+        """As `_fastest`; where a cut that computes again waits for copies all the same, the best
+        that does not is tried beside it: in another order it may have less to move."""
+        best, graph, seconds = self._fastest(cut, budget)
+        vertices = cut.graph.vertices
+        if self._ranked is None or not any(v.repeated for v in vertices):
+            return best, graph
+        if seconds <= _WAITS * float(self.machine.task_seconds(cut.graph).sum()):
+            return best, graph
+        for other, _ in self._ranked.simulated():
+            if not other.recomputed and (compiled := self._program.within(other, budget)):
+                rival = self._fastest(compiled, budget)
+                return rival[:2] if rival[2] < _GAIN * seconds else (best, graph)
+        return best, graph
+
+    def _least_or(self, budget: int) -> CompiledCut:
+        """The best cut for a budget; where none is known the one that needs least."""
+        # No cut does with less than one operand or result that is there whole. A coarse cut has all
+        # that a fine one has, and is sooner looked at.
+        is_hopeless = all(least_whole(self.graph(cut)) > budget for cut in (WHOLE, FINEST))
+        return (None if is_hopeless else self._chosen(budget)) or self._least
+
+    def _whole(self) -> CompiledCut:
+        """The program as it is cut if memory does not matter."""
+        return self._fixed_cut() or self._program.compiled(WHOLE)
+
+    def _may_be_kept(self, budget: int | None) -> bool:
+        """Whether everything may fit at once, as far as is known before anything is compiled."""
+        return budget is None or self.has_fixed_cut or self.hopeful_peak <= budget
+
+    @functools.cached_property
+    def hopeful_peak(self) -> float:
+        """Bytes with less of which it is not worth compiling anything to see whether all fits."""
+        whole = CompiledCut(Captured(self._program.estimated(WHOLE), ()), [], NOTHING)
+        found = self._in_other_orders(whole)
+        return _HOPEFUL * min(resident_peak(cut.graph) for cut in found)
+
+    def _fastest(self, cut: CompiledCut, budget: int) -> tuple[CompiledCut, MemGraph, float]:
+        """The MemGraph of a cut that ends first in simulation, and when: of its own order by any of
+        the planner's rules, then of other orders by the best of these."""
+        is_small = len(cut.graph.vertices) <= _ORDERED_VERTICES
+        variants = VARIANTS[: None if is_small else 1]
+        best, rule, least, compute = cut, variants[0], float("inf"), 0.0
+        for ordered in self._in_other_orders(cut) if is_small else ():
+            gain = 1.0 if ordered is cut else _GAIN
+            for variant in variants:
+                memgraph = self._draft(ordered.graph, budget, variant)
+                if memgraph is None:
+                    continue
+                run = simulate(memgraph, machine=self.machine)
+                if run.seconds < gain * least:
+                    best, rule, least = ordered, variant, run.seconds
+                    compute = run.busy(Kind.KERNEL)
+                if least <= compute / _GAIN:
+                    break
+            variants = (rule,)
+            if least <= compute / _GAIN:
+                break
+        return best, self.build(best.graph, budget, **rule), least
+
+    def _in_other_orders(self, cut: CompiledCut) -> Iterator[CompiledCut]:
+        """A cut as it is, and with its vertices in each other order worth a try."""
+        yield cut
+        if len(cut.graph.vertices) <= _ORDERED_VERTICES:
+            seconds = self.machine.task_seconds(cut.graph)
+            for name, graph in orders(cut.graph, seconds.tolist()).items():
+                logger.debug("%s: order %s", self.request.name, name)
+                yield cut.with_order(graph)
+
+    def build(self, graph: TaskGraph, budget: int, **choices: Any) -> MemGraph:
+        """A MemGraph within the request's limits."""
+        options = self.request.options
+        try:
+            return build_memgraph(
+                graph,
+                budget,
+                host_memory=options.host_memory,
+                disk=options.disk is not None,
+                **choices,
+            )
+        except PlanError as error:
+            message = str(error).replace("build_memgraph", f"offload({self.request.name})", 1)
+            raise PlanError(message, error.min_device_memory) from None
+
+    def whole(self) -> TaskGraph:
+        """The TaskGraph as it would be cut if memory did not matter."""
+        return self._whole().graph
+
+    @functools.cached_property
+    def least_budget(self) -> int:
+        """The smallest feasible budget in bytes, cut or whole."""
+        least, jaxpr, donated = self.minimum()[0], self.request.jaxpr, self.request.donated
+        results = set(range(len(jaxpr.out_avals))).difference(result for _, result in donated)
+        arrays = sum(map(byte_count, jaxpr.in_avals))
+        arrays += sum(byte_count(jaxpr.out_avals[i]) for i in results)
+        hopeful = max(arrays, math.ceil(self.hopeful_peak))  # known before anything is compiled
+        if self._whole_bytes is None or hopeful >= least:
+            return least
+        return min(least, max(hopeful, self._whole_bytes()))
+
+    @garbage.paused()
+    def minimum(self) -> tuple[int, TaskGraph, int]:
+        """The smallest budget in bytes that works cut, and the graph and vertex that set it."""
+        graph = self._least.graph
+        least, vertex = min_budget(graph)
+        return least, graph, vertex
+
+    @functools.cached_property
+    def _least(self) -> CompiledCut:
+        """The cut that needs least: of single operations, the whole (which where XLA fuses well
+        needs less), operations split as far as that helps, and whatever then works with less."""
+        fixed = self._fixed_cut()
+        if fixed:
+            return fixed
+        if not self._compiles and self._is_long:
+            return self._said_least()
+        coarse = FINEST, WHOLE
+        least = min(min_budget(self.graph(cut))[0] for cut in coarse)
+        tiled = [Cut(0, 1, split_size(share * least), piece_bytes=0) for share in SPLITS]
+        best = self._lowest([*coarse, *tiled], None)
+        assert best is not None, "without a limit the first one works"
+        for _ in range(_LOWER):
+            room = best.needs - 1
+            lower = self._lowest(self._ranking(room, self.graph).feasible(), room)
+            if lower is None:
+                break
+            best = lower
+        return best
+
+    @property
+    def _is_long(self) -> bool:
+        equations = self._program.ordered(FINEST).equations
+        return sum(not is_view(e) for e in equations) > _ORDERED_VERTICES
+
+    def _said_least(self) -> CompiledCut:
+        """About the same for a long program, where it is only said, not relied on: operations split
+        once, and small ones taken together."""
+        largest = max(map(working_set, self._program.ordered(FINEST).equations))
+        size = split_size(_SAID * min(largest, min_budget(self.graph(WHOLE))[0]))
+        best = self._lowest([WHOLE, Cut(size, None, size, piece_bytes=0)], None)
+        assert best is not None, "without a limit the first one works"
+        return best
+
+    def _lowest(self, cuts: Iterable[Cut], room: int | None) -> CompiledCut | None:
+        """The cut that needs least, of those that work within a room; None if none does. Those that
+        promise most are compiled first, and the others as far as they may need less yet."""
+        best = None
+        for cut in sorted(cuts, key=lambda cut: min_budget(self._program.estimated(cut))[0]):
+            found = self._program.within(cut, room)
+            if found is not None:
+                best, room = found, found.needs - 1
+        return best
+
+    def _fixed_cut(self) -> CompiledCut | None:
+        size = self.request.options.vertex_memory
+        return None if size is None else self._program.compiled(Cut(size, piece_bytes=PIECE * size))
+
+    def _chosen(self, budget: int) -> CompiledCut | None:
+        """The best cut that works within a budget, None if none is found.
+
+        Cuts are simulated before they are compiled, when the workspace that executables take is
+        estimated. Where it turns out to be another, and that matters, or nothing works, all are
+        simulated once more with so much less memory.
+        """
+        best, least, assumed, workspace = None, float("inf"), 0, 0
+        for graphs in (self._program.estimated, self.graph):
+            number = 0
+            self._ranked = self._ranking(budget - workspace, graphs)
+            for cut, expected in self._ranked.by_time():
+                if best is not None and (expected is None or least <= SAME * expected):
+                    break
+                compiled = self._program.within(cut, budget)
+                if compiled is None:
+                    continue
+                if expected is None:
+                    return compiled
+                spare = headroom(compiled.graph, 1)[0]
+                took = self._seconds(compiled.graph, budget, SAME * expected)
+                if took < least:
+                    best, least, workspace = compiled, took, spare
+                    assumed = headroom(graphs(cut), 1)[0]
+                number += 1
+                if number == _COMPILED:
+                    break
+            if best is not None and workspace - assumed <= _LITTLE * budget:
+                break
+        return best
+
+    def _seconds(self, graph: TaskGraph, budget: int, enough: float) -> float:
+        """Simulated time of a graph by the best of several rules, or by the first with which it is
+        no more than enough; infinite where none does with the host memory."""
+        least = float("inf")
+        for draft in self._drafts(graph, budget):
+            least = min(least, simulate(draft, machine=self.machine).seconds)
+            if least <= enough:
+                break
+        return least
+
+    @garbage.paused()
+    def other(
+        self,
+        than: Sequence[Any],
+        budget: int | None,
+        expected: float,
+        seconds: float,
+        costs: Callable[[TaskGraph, list[Any]], TaskGraph],
+    ) -> Plan | None:
+        """See `Plan.with_other_cut`; other executables than some."""
+        ranked = self._ranked.simulated() if self._ranked else []  # none where the cut is fixed
+        for cut, took in ranked[:_COMPILED]:
+            if budget is None or took >= expected:
+                break
+            compiled = self._program.within(cut, budget)
+            if compiled is None or set(map(id, compiled.executables)) == set(map(id, than)):
+                continue
+            drafts = self._drafts(costs(compiled.graph, compiled.executables), budget)
+            runs = (simulate(draft, machine=self.machine).seconds for draft in drafts)
+            if min(runs, default=float("inf")) < seconds:
+                best, graph, _ = self._fastest(compiled, budget)
+                return self._finish(best, graph, budget, resident=False)
+        return None
+
+    def _drafts(self, graph: TaskGraph, budget: int) -> Iterator[MemGraph]:
+        """MemGraphs by several of the planner's rules, to compare cuts by."""
+        variants = VARIANTS if len(graph.vertices) <= _ALL_VARIANTS else QUICK_VARIANTS
+        drafts = (self._draft(graph, budget, variant) for variant in variants)
+        return (draft for draft in drafts if draft is not None)
+
+    def _draft(self, graph: TaskGraph, budget: int, variant: dict[str, Any]) -> MemGraph | None:
+        """A MemGraph to compare by; None where it does not do with the host memory there is."""
+        try:
+            return self.build(graph, budget, draft=True, **variant)
+        except PlanError as error:
+            if error.min_device_memory is not None:
+                raise
+            return None
+
+    @property
+    def has_fixed_cut(self) -> bool:
+        """Whether the request itself says how the program is cut."""
+        return self.request.options.vertex_memory is not None
+
+    @property
+    def has_estimated(self) -> bool:
+        """Whether workspace was estimated for any cut."""
+        return self._program.has_estimated
+
+    def graph(self, cut: Cut) -> TaskGraph:
+        """The TaskGraph of a cut that is only looked at, workspace counted as nothing."""
+        return self._program.graph(cut)
+
+    def _ranking(self, budget: int, graphs: Callable[[Cut], TaskGraph]) -> Ranking:
+        return Ranking(
+            graphs,
+            lambda graph: self._drafts(graph, budget),
+            budget,
+            self.machine,
+            self.request.options.recompute,
+        )
+
+    def _finish(
+        self,
+        chosen: CompiledCut,
+        graph: MemGraph,
+        budget: int | None,
+        resident: bool,
+    ) -> Plan:
+        reports = self._program.reports
+        report = CompileReport(
+            len(chosen.captured.kernels),
+            sum(r.compiled for r in reports),
+            sum(r.seconds for r in reports),
+        )
+        self._program.forget_all_but(chosen.executables)
+        plan = Plan(
+            self, budget, graph, chosen.executables, report, resident, self._program.constants
+        ).proven()
+        logger.info("%r, %s", plan, report)
+        return plan
+
+    def _refusal(self, budget: int) -> PlanError:
+        cut, graph, vertex_id = self.minimum()
+        vertex, least = graph.vertices[vertex_id], self.least_budget
+        source = f" at {vertex.source}" if vertex.source else ""
+        needed = f"needed by {vertex.name}{source}"
+        if least < cut:
+            needed = f"needed to run whole; cut, {vertex.name}{source} needs {format_bytes(cut)}"
+        step = 2**20 if least >= 2**22 else 2**10
+        enough = f"{-(-least // step)}{'MiB' if step == 2**20 else 'KiB'}"
+        return PlanError(
+            f"offload({self.request.name}): device_memory={budget} bytes ({format_bytes(budget)}) "
+            f"is below the smallest feasible {least} bytes ({format_bytes(least)}), {needed}. "
+            f"Pass device_memory='{enough}' or more, or make that operation "
+            "smaller (a smaller batch, for one).",
+            least,
+        )

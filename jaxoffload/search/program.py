@@ -1,0 +1,262 @@
+"""One function, captured once, cut at any granularity, compiled as far as somebody asks.
+
+Takes a request; gives, for a `Cut`, a TaskGraph: to be looked at, with workspace estimated, or with
+its kernels compiled. What two cuts have in common is worked out once.
+"""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload import identity
+from jaxoffload.capture import cost
+from jaxoffload.capture.build import Captured, Ordered, build_taskgraph, order_program
+from jaxoffload.capture.flat import Equation
+from jaxoffload.capture.inline import Constant
+from jaxoffload.capture.kernel import Kernel
+from jaxoffload.capture.recompute import recompute
+from jaxoffload.capture.scan import unroll
+from jaxoffload.capture.split import Tilings, split
+from jaxoffload.compile.cache import CompileReport
+from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
+from jaxoffload.plan.alloc.limits import min_budget
+from jaxoffload.plan.cost.machines import Machine
+from jaxoffload.runtime.backends import Backend
+from jaxoffload.runtime.request import Request
+from jaxoffload.search.cuts import Cut
+
+logger = logging.getLogger(__name__)
+
+NOTHING = CompileReport(0, 0, 0.0)
+_FIRST_COMPILED = 4
+"""Kernels of a cut that are compiled first to see whether it works within a budget; then twice as
+many, and so on."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompiledCut:
+    """A cut with its kernels compiled.
+
+    Attributes:
+      captured: its TaskGraph, workspace known, and its kernels.
+      executables: by `Vertex.kernel`; none where plans are looked at only.
+    """
+
+    captured: Captured
+    executables: list[Any]
+    report: CompileReport
+
+    @property
+    def graph(self) -> TaskGraph:
+        """Its TaskGraph."""
+        return self.captured.taskgraph
+
+    @property
+    def needs(self) -> int:
+        """The smallest budget in bytes with which it works."""
+        return min_budget(self.graph)[0]
+
+    def with_order(self, graph: TaskGraph) -> "CompiledCut":
+        """The same vertices in another serial order."""
+        return CompiledCut(Captured(graph, self.captured.kernels), self.executables, self.report)
+
+
+class CutProgram:
+    """A function at every granularity.
+
+    Args:
+      machine: by whose times it is chosen what is computed again.
+      compiles: False: it is to be looked at only, and workspace counts as nothing.
+      estimates: of what is looked at only, that workspace counts as what executables take where
+        there are some, and where there are none as what they may take.
+
+    Attributes:
+      constants: arrays that the function closes over; they follow its own arguments.
+      has_estimated: whether workspace was estimated for any cut.
+      reports: of every compilation.
+    """
+
+    def __init__(
+        self, request: Request, backend: Backend, machine: Machine, compiles: bool, estimates: bool
+    ):
+        self._request, self._backend, self._machine = request, backend, machine
+        self._compiles, self._estimates = compiles, estimates
+        self.has_estimated = False
+        self.reports: list[CompileReport] = []
+        self.constants: list[Any] = []
+        self._settings = compat.LoweringSettings()
+        self._unrolled: dict[float, Ordered] = {}
+        self._ordered = self._ordered_in_pieces(float("inf"))
+        self._rewritten: dict[tuple[int, float | None, float, float], Ordered] = {}
+        self._tilings = Tilings()
+        self._cuts: dict[Cut, CompiledCut] = {}
+        self._graphs: dict[tuple[Any, ...], Captured] = {}
+        self._guessed: dict[tuple[Any, ...], TaskGraph] = {}
+        self._temp: dict[identity.Key, int] = {}  # workspace by kernel
+        self._too_much: dict[Cut, int] = {}  # what cuts need at least that were given up
+
+    def forget_all_but(self, executables: list[Any]) -> None:
+        """What was only tried need not stay compiled for as long as a plan lives."""
+        self._cuts = {
+            cut: found for cut, found in self._cuts.items() if found.executables is executables
+        }
+        if self._compiles:
+            self._graphs.clear()
+            self._guessed.clear()
+
+    def ordered(self, cut: Cut) -> Ordered:
+        """The program, with large intermediates split and values computed again as the cut asks."""
+        ordered = self._ordered_in_pieces(cut.piece_bytes)
+        key = (id(ordered), cut.split_bytes, cut.recomputed, cut.reach)
+        if key not in self._rewritten:
+            if cut.recomputed:
+                ordered = self.ordered(dataclasses.replace(cut, recomputed=0.0))
+                ordered = recompute(ordered, cut.reach, cut.recomputed, self._equation_seconds)
+            elif cut.split_bytes is not None:
+                ordered = split(ordered, cut.split_bytes, self._tilings)
+            self._rewritten[key] = ordered
+        return self._rewritten[key]
+
+    def _ordered_in_pieces(self, piece_bytes: float) -> Ordered:
+        """The program with its scans cut into chunks of so many bytes, or of half as many."""
+        if self._unrolled and not self._ordered.program.is_divisible:
+            return self._ordered
+        if piece_bytes < float("inf"):
+            piece_bytes = 2.0 ** math.floor(math.log2(piece_bytes)) if piece_bytes >= 1 else 0.0
+        if piece_bytes not in self._unrolled:
+            # Whatever the pieces, what a function closes over are the same arguments.
+            program = unroll(self._request.jaxpr, piece_bytes, self.constants)
+            extra = program.arguments[len(self._request.jaxpr.in_avals) :]
+            self.constants = [v.array for v in extra if isinstance(v, Constant)]
+            self._unrolled[piece_bytes] = order_program(program)
+        return self._unrolled[piece_bytes]
+
+    def _equation_seconds(self, equation: Equation) -> float:
+        """Time of an operation on the machine that is planned for."""
+        return float(self._machine.kernel_seconds(cost.flops(equation), cost.traffic(equation)))
+
+    def graph(self, cut: Cut) -> TaskGraph:
+        """The TaskGraph of a cut that is only looked at, workspace counted as nothing."""
+        return self._looked_at(cut).taskgraph
+
+    def estimated(self, cut: Cut) -> TaskGraph:
+        """The same with workspace as far as it can be told before anything is compiled."""
+        key = self._vertices_of(cut)
+        if key not in self._guessed:
+            found = self._looked_at(cut)
+            self._guessed[key] = _with_workspace(found.taskgraph, found.workspace())
+        return self._guessed[key]
+
+    def _looked_at(self, cut: Cut) -> Captured:
+        key = self._vertices_of(cut)
+        if key not in self._graphs:
+            self._graphs[key] = self._captured(cut, self._compiles)
+        return self._graphs[key]
+
+    def _vertices_of(self, cut: Cut) -> tuple[Any, ...]:
+        """Equal for cuts that come to the same, as where nothing is to be split."""
+        return id(self.ordered(cut)), cut.max_bytes, cut.max_equations
+
+    def _captured(self, cut: Cut, kernels: bool) -> Captured:
+        limit = {} if cut.max_equations is None else {"max_equations": cut.max_equations}
+        captured = build_taskgraph(
+            self.ordered(cut),
+            kinds=(*self._request.kinds, *[TensorKind.WEIGHT] * len(self.constants)),
+            donated=self._request.donated,
+            max_bytes=cut.max_bytes,
+            kernels=kernels,
+            **limit,
+        )
+        graph = dataclasses.replace(
+            captured.taskgraph,
+            disk_arguments=self._request.disk_arguments,
+            disk_results=self._request.disk_results,
+        )
+        return Captured(graph, captured.kernels, captured.clusters)
+
+    def compiled(self, cut: Cut) -> CompiledCut:
+        """One cut, its kernels compiled, its vertices' workspace known."""
+        found = self.within(cut, None)
+        assert found is not None, "there is no limit"
+        return found
+
+    def within(self, cut: Cut, budget: int | None) -> CompiledCut | None:
+        """The same if it works within a budget, else None: then no more kernels are compiled than
+        it takes to know that, those first that seem to need most workspace."""
+        if cut in self._cuts:
+            return self._cuts[cut] if budget is None or self._cuts[cut].needs <= budget else None
+        if budget is not None and self._too_much.get(cut, 0) > budget:
+            return None
+        if not self._compiles:
+            self._cuts[cut] = CompiledCut(self._imagined(cut), [], NOTHING)
+            return self.within(cut, budget)
+        captured = self._looked_at(cut)
+        kernels = captured.kernels
+        tried = []  # stays, so that nothing is compiled twice
+        waiting = _by_workspace(captured) if budget is not None else []
+        number = _FIRST_COMPILED
+        while budget is not None:
+            needs = min_budget(self._with_known_workspace(captured))[0]
+            if needs > budget:
+                self._too_much[cut] = needs
+                return None
+            waiting = [i for i in waiting if kernels[i].key not in self._temp]
+            if not waiting:
+                break
+            tried.append(self._executables([kernels[i] for i in waiting[:number]]))
+            number *= 2
+        executables, report = self._executables(kernels)
+        logger.debug("%s: %s: %s", self._request.name, cut, report)
+        graph = self._with_known_workspace(captured)
+        self._cuts[cut] = CompiledCut(Captured(graph, kernels), executables, report)
+        return self.within(cut, budget)
+
+    def _imagined(self, cut: Cut) -> Captured:
+        """One cut as it may be once it is compiled."""
+        if not self._estimates:
+            return self._looked_at(cut)
+        if not self._backend.executables.has_some():
+            self.has_estimated = True
+            return Captured(self.estimated(cut), ())
+        captured = self._captured(cut, kernels=True)
+        with self._settings.restored():
+            known = self._backend.executables.known(captured.kernels)
+        self.has_estimated |= None in known
+        temp = [
+            guess if (executable := known[vertex.kernel]) is None else executable.temp_bytes
+            for vertex, guess in zip(captured.taskgraph.vertices, captured.workspace(), strict=True)
+        ]
+        return Captured(_with_workspace(captured.taskgraph, temp), ())
+
+    def _executables(self, kernels: Sequence[Kernel]) -> tuple[list[Any], CompileReport]:
+        with self._settings.restored():
+            executables, report = self._backend.executables.executables(kernels)
+        self._temp.update((k.key, e.temp_bytes) for k, e in zip(kernels, executables, strict=True))
+        self.reports.append(report)
+        return executables, report
+
+    def _with_known_workspace(self, captured: Captured) -> TaskGraph:
+        """A cut's graph with the workspace of those kernels that have been compiled."""
+        temp = [self._temp.get(kernel.key, 0) for kernel in captured.kernels]
+        graph = captured.taskgraph
+        return _with_workspace(graph, [temp[v.kernel] for v in graph.vertices])
+
+
+def _with_workspace(graph: TaskGraph, temp: Sequence[int]) -> TaskGraph:
+    """A graph with the workspace of each vertex."""
+    vertices = tuple(
+        v if v.workspace_bytes == count else dataclasses.replace(v, workspace_bytes=count)
+        for v, count in zip(graph.vertices, temp, strict=True)
+    )
+    return dataclasses.replace(graph, vertices=vertices)
+
+
+def _by_workspace(captured: Captured) -> list[int]:
+    """Kernels, those first that seem to need most workspace, or then most traffic."""
+    most = [(0, 0.0)] * len(captured.kernels)
+    for vertex, count in zip(captured.taskgraph.vertices, captured.workspace(), strict=True):
+        most[vertex.kernel] = max(most[vertex.kernel], (count, vertex.traffic))
+    return sorted(range(len(most)), key=lambda kernel: most[kernel], reverse=True)

@@ -1,0 +1,266 @@
+"""Functions that run whole: what fits needs no plan, and is left to `jax.jit`.
+
+A function is cut into vertices only where memory demands it. Where everything fits it is one
+program of JAX's own compiler: its first call costs what jit's costs, and its results are jit's.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend as jex
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.whole import bodies_of
+from jaxoffload.compile.cache import CompileReport
+from jaxoffload.errors import CaptureError
+from jaxoffload.graphs.memgraph import MemGraph
+from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
+from jaxoffload.options import Options, format_bytes
+from jaxoffload.plan.alloc.static import keep_everything
+from jaxoffload.runtime import backends
+from jaxoffload.runtime.plan import Plan
+from jaxoffload.runtime.request import Request
+from jaxoffload.search.planner import Planner
+from jaxoffload.showing import Shown
+
+_AMPLE = 2
+"""Where so many times all values fit at once, the function fits: layouts and workspace included."""
+
+
+class Whole:
+    """A function compiled by JAX as it is.
+
+    Args:
+      jaxpr: closed, over arrays.
+      donated: for each argument.
+      name: for profiles.
+
+    Attributes:
+      run: the function, for arrays; donated ones are deleted.
+      inline: the function, for tracers.
+    """
+
+    def __init__(self, jaxpr: Any, donated: Sequence[bool], name: str):
+        # The jaxpr is traced once more, which is quick, and the user's function is not.
+        body = jex.core.jaxpr_as_fun(jaxpr)
+
+        def function(*flat: Any) -> Any:
+            return body(*flat)
+
+        function.__name__ = name
+        positions = [i for i, given in enumerate(donated) if given]
+        self.run = jax.jit(function, donate_argnums=positions)
+        self.inline = jax.jit(function) if positions else self.run
+        self._jaxpr = jaxpr
+        self._shapes = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=bool(a.weak_type))
+            for a in jaxpr.in_avals
+        ]
+
+    def surely_fits(self, budget: int | None) -> bool:
+        """Whether it fits, as far as that is clear without compiling it."""
+        return budget is None or _AMPLE * self._all_bytes <= budget
+
+    @functools.cached_property
+    def needed_bytes(self) -> int:
+        """Device bytes that a run takes, arguments and results included, as XLA counts them.
+
+        Compiles the function, which the first call need not do again.
+        """
+        return self.needed_bytes_for(self._shapes) + sum(map(_bytes, self._jaxpr.consts))
+
+    def needed_bytes_for(self, arguments: Sequence[Any]) -> int:
+        """The same for arrays that may be spread over devices: bytes of each, constants apart."""
+        stats = self.run.lower(*arguments).compile().memory_analysis()
+        if stats is None:  # the platform does not tell
+            return _AMPLE * self._all_bytes
+        arrays = stats.argument_size_in_bytes + stats.output_size_in_bytes
+        return arrays - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+
+    @functools.cached_property
+    def _all_bytes(self) -> int:
+        avals = [*self._jaxpr.in_avals, *self._jaxpr.consts]
+        return sum(map(_bytes, avals)) + sum(map(_bytes, _values(self._jaxpr.jaxpr)))
+
+
+def _values(jaxpr: Any) -> Iterator[Any]:
+    """Abstract values of everything that a jaxpr computes; of a loop's body once."""
+    for eqn in jaxpr.eqns:
+        yield from (v.aval for v in eqn.outvars)
+        for body in bodies_of(eqn):
+            yield from _values(body)
+
+
+def _bytes(aval: Any) -> int:
+    """Bytes of an array or abstract value; nothing for what has no memory (a token)."""
+    if not hasattr(aval, "dtype"):
+        return 0
+    shape, dtype = compat.physical(aval)
+    return math.prod(shape) * dtype.itemsize
+
+
+class WholePlan(Plan):
+    """The plan of a function that runs whole: one vertex, and nothing is moved."""
+
+    def __init__(self, request: Request, whole: Whole, backend: backends.Backend | None):
+        self.backend = backend or backends.current()
+        self.whole = whole
+        budget = request.options.device_memory
+        assert budget is None or isinstance(budget, int)
+        self.name, self.budget = request.name, budget
+        self.resident, self.constants, self.pairs = True, (), request.donated
+        self.out_shapes = tuple(
+            jax.ShapeDtypeStruct(a.shape, a.dtype) for a in request.jaxpr.out_avals
+        )
+        self.compile_report = CompileReport(0, 0, 0.0)
+        self._request = request
+
+    @functools.cached_property
+    def taskgraph(self) -> TaskGraph:  # pyrefly: ignore[bad-override]
+        """One vertex."""
+        request, count = self._request, len(self._request.jaxpr.in_avals)
+        tensors = [
+            _tensor(aval, argument=Span(i, 0), kind=kind)
+            for i, (aval, kind) in enumerate(
+                zip(request.jaxpr.in_avals, request.kinds, strict=True)
+            )
+        ]
+        tensors += [
+            _tensor(aval, results=(Span(j, 0),)) for j, aval in enumerate(request.jaxpr.out_avals)
+        ]
+        arrays = sum(tensor.bytes for tensor in tensors)
+        vertex = Vertex(
+            VertexKind.KERNEL,
+            tuple(range(count)),
+            tuple(range(count, len(tensors))),
+            name=self.name,
+            overwrites=self.pairs,
+            workspace_bytes=max(0, self.whole.needed_bytes - arrays),
+        )
+        return TaskGraph(tuple(tensors), (vertex,), self.pairs)
+
+    @functools.cached_property
+    def memgraph(self) -> MemGraph:  # pyrefly: ignore[bad-override]
+        """One vertex that reads and writes where the caller has everything."""
+        found = keep_everything(self.taskgraph, None)
+        assert found is not None, "without a limit everything is kept"
+        return found
+
+    @functools.cached_property
+    def min_device_memory(self) -> int:
+        """The smallest budget in bytes that can work, cut as fine as it gets."""
+        return _planner(self._request, self.whole, self.backend).least_budget
+
+    @property
+    def peak_device_bytes(self) -> int:  # pyrefly: ignore[bad-override]
+        """Device bytes that a run uses at most, as XLA counts them."""
+        return self.whole.needed_bytes
+
+    @property
+    def resident_peak_bytes(self) -> int:  # pyrefly: ignore[bad-override]
+        """Device bytes that would be needed to keep everything on the device."""
+        return self.whole.needed_bytes
+
+    @property
+    def native(self) -> Any:
+        """There is none: JAX runs it."""
+        raise AttributeError(f"{self!r} has no native plan. Pass cut='always' for one.")
+
+    def last_report(self) -> Any:
+        """There is none: JAX runs it."""
+        return None
+
+    def __repr__(self) -> str:
+        budget = "no limit" if self.budget is None else format_bytes(self.budget)
+        return f"Plan({self.name}: runs whole, as jax.jit runs it, budget {budget})"
+
+
+def _tensor(aval: Any, **parts: Any) -> Tensor:
+    shape, dtype = compat.physical(aval)
+    return Tensor(_bytes(aval), aval.str_short(), dtype=str(dtype), shape=shape, **parts)
+
+
+class WholeRun(Shown):
+    """What one run of a function that runs whole did: nothing that jaxoffload could tell.
+
+    Attributes:
+      seconds: NaN. As with `jax.jit`, nobody waited for the end.
+      bytes_offloaded, bytes_reloaded, bytes_loaded, bytes_stored: nothing is moved.
+    """
+
+    seconds = math.nan
+    bytes_offloaded = bytes_reloaded = bytes_loaded = bytes_stored = 0
+
+    def __repr__(self) -> str:
+        return "Run(whole, as jax.jit runs it: everything fits, nothing was moved)"
+
+
+def may_run_whole(options: Options, tiers: Sequence[str]) -> bool:
+    """Whether a function may run whole at all, because it must or because it fits.
+
+    Args:
+      tiers: of each argument; what is below the device has to be brought there.
+    """
+    return options.results == "device" and not any(tiers)
+
+
+def is_always_cut(options: Options) -> bool:
+    """Whether a function is cut although it fits, if it can be."""
+    return options.cut == "always" or options.vertex_memory is not None
+
+
+def make_plan(
+    request: Request, whole: Whole | None, backend: backends.Backend | None = None
+) -> Plan:
+    """The plan for a request: whole where that fits, else cut.
+
+    Args:
+      whole: the function as it is, or None: it is cut in any case.
+
+    Raises:
+      PlanError: the budget is below the smallest that can work. CaptureError: the function cannot
+      be cut, and needs more than the budget as it is.
+    """
+    budget = request.options.device_memory
+    assert budget is None or isinstance(budget, int)
+    if whole is None:
+        return Planner(request, backend).plan()
+    is_cut = is_always_cut(request.options)
+    if not is_cut and whole.surely_fits(budget):
+        return WholePlan(request, whole, backend)
+    try:
+        planner = _planner(request, whole, backend)
+        if not is_cut:
+            assert budget is not None
+            if planner.hopeful_peak <= budget and whole.needed_bytes <= budget:
+                return WholePlan(request, whole, backend)
+        return planner.plan()
+    except CaptureError as error:
+        if not whole.surely_fits(budget):
+            _refuse(request, whole, error)
+        return WholePlan(request, whole, backend)
+
+
+def _planner(request: Request, whole: Whole, backend: backends.Backend | None) -> Planner:
+    """A planner that knows what the function takes whole, if that is a way to run it."""
+    is_cut = is_always_cut(request.options)
+    return Planner(request, backend, whole_bytes=None if is_cut else lambda: whole.needed_bytes)
+
+
+def _refuse(request: Request, whole: Whole, error: CaptureError) -> None:
+    """Refuses what cannot be cut, unless it fits as it is."""
+    kinds = set(map(compat.effect_kind, request.jaxpr.effects))
+    if "check" in kinds:
+        raise error
+    if "named axis" in kinds:  # nobody can compile it apart from what is around it
+        raise CaptureError(f"{error} Or let it run whole: device_memory=None.") from None
+    budget = request.options.device_memory
+    assert isinstance(budget, int)
+    if whole.needed_bytes > budget:
+        raise CaptureError(
+            f"{error} Or let it run whole, which takes device_memory={whole.needed_bytes} "
+            f"({format_bytes(whole.needed_bytes)})."
+        ) from None

@@ -1,0 +1,1 @@
+"""Stage 6: the user's transform, called directly and inside JAX's other transformations."""

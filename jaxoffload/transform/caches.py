@@ -1,0 +1,24 @@
+"""What the process keeps between calls, and how to let it go."""
+
+import gc
+
+from jaxoffload import _native
+from jaxoffload.runtime import backends
+from jaxoffload.transform.offload import clear_programs
+from jaxoffload.transform.primitive import clear_plans
+
+
+def clear_caches() -> None:
+    """Forgets all that was traced, planned and compiled, and returns arenas, pages of host memory
+    and space on disk that only these needed. The next call starts afresh.
+
+    What is in use stays: programs that `jax.jit` has compiled until `jax.clear_caches()`, a `Plan`
+    that somebody has, arrays in host memory and on disk.
+    """
+    clear_programs()
+    clear_plans()
+    gc.collect()
+    for backend in backends.known():
+        backend.executables.clear()
+        backend.client.trim()
+    _native.host_release()

@@ -1,0 +1,310 @@
+"""The search for a cut does a limited amount of work, counted and not timed."""
+
+import collections
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxoffload as jo
+from jaxoffload.capture import split as splitting
+from jaxoffload.capture.build import order_program
+from jaxoffload.capture.recompute import recompute
+from jaxoffload.capture.scan import unroll
+from jaxoffload.compile.cache import ExecutableCache
+from jaxoffload.plan.alloc.limits import least_whole, min_budget
+from jaxoffload.search import cuts, program
+from jaxoffload.search import planner as searching
+
+WIDTH, LENGTH, HEADS = 16, 16, 2
+
+
+def _normalized(x):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+
+
+def _heads(x):
+    return x.reshape(2, LENGTH, HEADS, WIDTH // HEADS).transpose(0, 2, 1, 3)
+
+
+def _block(weights, x):
+    wide, thin, *projections = weights
+    y = _normalized(x)
+    q, k, v = (_heads(y @ w) for w in projections)
+    scores = jax.nn.softmax(q @ k.swapaxes(-1, -2))
+    x = x + (scores @ v).transpose(0, 2, 1, 3).reshape(x.shape)
+    return x + jax.nn.gelu(_normalized(x) @ wide) @ thin
+
+
+def _transformer(layers):
+    """The gradient of a small transformer, and its arguments."""
+    draw = np.random.default_rng(0)
+    shapes = [(WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH), *[(WIDTH, WIDTH)] * 3]
+
+    def loss(layers, x):
+        for weights in layers:
+            x = _block(weights, x)
+        return (x**2).mean()
+
+    weights = [
+        [(draw.standard_normal(shape) / 10).astype(np.float32) for shape in shapes]
+        for _ in range(layers)
+    ]
+    x = draw.standard_normal((2, LENGTH, WIDTH)).astype(np.float32)
+    return jax.grad(loss), (weights, x)
+
+
+def _ordered(function, args):
+    step = jo.offload(function, device_memory=None)
+    return order_program(unroll(step._program(step._spec.bind(args, {})).request().jaxpr))
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """Counts what a planner does."""
+    counts = collections.Counter()
+
+    def count(owner, name, label):
+        plain = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            counts[label] += 1
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(program, "build_taskgraph", "taskgraphs")
+    count(searching, "build_memgraph", "memgraphs")
+    count(program, "split", "splits")
+    count(splitting, "tilings", "tilings")
+    plain = ExecutableCache.executables
+
+    def executables(cache, kernels):
+        found, report = plain(cache, kernels)
+        counts["compiled"] += report.compiled
+        return found, report
+
+    monkeypatch.setattr(ExecutableCache, "executables", executables)
+    jo.clear_caches()
+    return counts
+
+
+def test_refusal_takes_little_work_and_names_the_smallest_budget(work):
+    function, args = _transformer(1)
+    with pytest.raises(jo.PlanError) as caught:
+        jo.offload(function, device_memory=1000).plan(*args)
+    assert work["splits"] <= 8 and work["taskgraphs"] <= 40 and work["memgraphs"] == 0
+    assert work["tilings"] <= 1500
+    assert work["compiled"] <= 100
+    least = caught.value.min_device_memory
+    assert jo.offload(function, device_memory=least).plan(*args).peak_device_bytes <= least
+    with pytest.raises(jo.PlanError):
+        jo.offload(function, device_memory=least - 1).plan(*args)
+
+
+def test_work_of_a_split_is_limited(monkeypatch):
+    """Also of a program in which nothing is like anything else."""
+    ordered = _ordered(*_transformer(2))
+    steps = []
+    plain = splitting._Group._add
+
+    def add(group, member):
+        steps.append(member)
+        plain(group, member)
+
+    monkeypatch.setattr(splitting._Group, "_add", add)
+    splitting.split(ordered, 333.0)
+    whole = len(steps)
+    monkeypatch.setattr(splitting, "STEPS", 100)
+    monkeypatch.setattr(splitting, "_STEPS_EACH", 0)
+    steps.clear()
+    splitting.split(ordered, 333.0)
+    assert 100 <= len(steps) < whole / 2
+
+
+def test_what_a_split_notes_about_the_program_is_what_is_there(monkeypatch):
+    """Noted anew only where a group has been put in the place of its members."""
+    ordered, known = _ordered(*_transformer(2)), splitting.Tilings()
+    plain, replaced = splitting._Splitter._replace, []
+
+    def replace(splitter, group):
+        made = plain(splitter, group)
+        rest = [e for e in splitter.equations if e is not None]
+        fresh = splitting._Splitter(
+            splitting.Ordered(rest, splitter.program), splitter.limit, known
+        )
+        number = {i: fresh.position[id(e)] for i, e in enumerate(splitter.equations) if e}
+        assert {v: number[i] for v, i in splitter.producer.items()} == fresh.producer
+        found = {v: [number[r] for r in rs] for v, rs in splitter.readers.items() if rs}
+        assert found == {v: rs for v, rs in fresh.readers.items() if rs}
+        for i, now in number.items():
+            after = {number[i + k] - now for k in number_bits(splitter.after[i])}
+            assert after == number_bits(fresh.after[now])
+            before = {
+                now - number[i - splitting._SPAN + k] for k in number_bits(splitter.before[i])
+            }
+            assert before == {splitting._SPAN - k for k in number_bits(fresh.before[now])}
+        replaced.append(made)
+        return made
+
+    def number_bits(bits):
+        return {k for k in range(bits.bit_length()) if bits >> k & 1}
+
+    monkeypatch.setattr(splitting._Splitter, "_replace", replace)
+    splitting.split(ordered, 1500.0, known)
+    assert len(replaced) >= 2
+
+
+def test_what_leads_from_member_to_member_is_what_depends_on_one():
+    """Bits against a plain walk over the equations."""
+    ordered = _ordered(*_transformer(1))
+    splitter = splitting._Splitter(ordered, 1500.0, splitting.Tilings())
+    for i, equation in enumerate(ordered.equations):
+        made = set(equation.outputs)
+        for k, later in enumerate(ordered.equations[i + 1 : i + 1 + splitting._SPAN], start=1):
+            depends = any(v in made for v in later.values())
+            if depends:
+                made.update(later.outputs)
+            assert bool(splitter.after[i] >> k & 1) == depends
+            place = splitting._SPAN - k
+            assert bool(splitter.before[i + k] >> place & 1) == depends
+
+
+def test_budget_below_the_largest_result_is_refused_without_a_search(work):
+    def f(x):
+        return jnp.outer(jnp.sin(x), x), x.sum()
+
+    x = np.ones(256, np.float32)
+    with pytest.raises(jo.PlanError) as caught:
+        jo.offload(f, device_memory=4 * 256**2 - 64).plan(x)
+    assert caught.value.min_device_memory >= 4 * 256**2
+    assert work["memgraphs"] == 0
+    step = jo.offload(f, device_memory=None)
+    graph = step.plan(x).taskgraph
+    assert least_whole(graph) == 4 * 256**2
+
+
+def test_cut_that_needs_too_much_is_not_compiled_to_the_end(work):
+    function, args = _transformer(1)
+    step = jo.offload(function, device_memory=None)
+    planner = searching.Planner(step._program(step._spec.bind(args, {})).request())
+    kernels = len(planner._program._looked_at(cuts.FINEST).kernels)
+    bare = min_budget(planner.graph(cuts.FINEST))[0]
+    assert planner._program.within(cuts.FINEST, bare) is None
+    assert 0 < work["compiled"] < kernels / 2
+    compiled = work["compiled"]
+    assert planner._program.within(cuts.FINEST, bare) is None
+    assert work["compiled"] == compiled
+
+
+def test_explain_compiles_nothing_and_says_that_it_estimates(work):
+    function, args = _transformer(1)
+    step = jo.offload(function, device_memory="40KB")
+    found = step.explain(*args)
+    assert work["compiled"] == 0 and work["taskgraphs"] > 0
+    assert found.has_estimates and "Workspace is estimated" in str(found)
+    least = jo.offload(function, device_memory=None).plan(*args).min_device_memory
+    assert 0.5 * least < found.min_device_memory < 2 * least
+    plain = jo.offload(jnp.tanh, device_memory=None)
+    plain(args[1])
+    told = plain.explain(args[1])
+    assert not told.has_estimates or work["compiled"] == 0
+
+
+def test_recomputation_goes_deeper_than_the_stack():
+    """What is made again is read through more views than Python's stack has room for."""
+
+    def f(x):
+        early = jnp.tanh(x)
+        for _ in range(20):
+            x = jnp.sin(x) + 1
+        view = early
+        for _ in range(600):
+            view = view.T
+        return x * view, early.sum()
+
+    ordered = _ordered(f, (np.ones((8, 8), np.float32),))
+    found = recompute(ordered, 1024.0, 1.0, lambda equation: 1e-6)
+    assert [e.outputs for e in found.equations] != [e.outputs for e in ordered.equations]
+
+
+def _recurrence_gradient(x):
+    """Of a recurrence that multiplies by a matrix: its chunks take workspace."""
+
+    def step(c, r):
+        c = jnp.tanh(c @ w + r)
+        return c, c * r
+
+    w = jnp.eye(WIDTH) * 0.5
+    return jax.grad(lambda x: jax.lax.scan(step, x[0], x)[1].sum())(x)
+
+
+def test_of_a_recurrence_nothing_is_compiled_that_is_not_run(work):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((100, WIDTH)), jnp.float32)
+    kept = jo.offload(_recurrence_gradient, device_memory=None, cut="always").plan(x)
+    jo.clear_caches()
+    half = jo.offload(_recurrence_gradient, device_memory=kept.peak_device_bytes // 2)
+    report = half.plan(x).compile_report
+    assert report.compiled == report.kernels
+
+
+def test_of_a_cut_far_from_the_best_one_rule_is_tried(monkeypatch):
+    drafts = {
+        name: [types.SimpleNamespace(num_vertices=1, seconds=s) for s in seconds]
+        for name, seconds in {"first": (10, 9, 8), "near": (9, 7), "far": (10, 1)}.items()
+    }
+    monkeypatch.setattr(cuts, "simulate", lambda draft, machine: draft)
+    ranking = cuts.Ranking(lambda cut: None, drafts.get, 100, None, "never")
+    vars(ranking)["_enough"] = 0.0
+    found = [ranking._try(cuts.Cut(size), name) for size, name in enumerate(drafts)]
+    assert found == [8, 7, 10]
+
+
+def test_a_split_of_nothing_is_no_other_graph(work):
+    function, args = _transformer(1)
+    step = jo.offload(function, device_memory=None)
+    planner = searching.Planner(step._program(step._spec.bind(args, {})).request())
+    graph = planner.graph(cuts.Cut(4096))
+    assert planner.graph(cuts.Cut(4096, split_bytes=2.0**30)) is graph
+    assert planner.graph(cuts.Cut(4096, split_bytes=2.0**10)) is not graph
+    assert work["taskgraphs"] == 2
+
+
+def test_explain_of_a_long_program_looks_at_few_cuts(work):
+    def loss(x, w):
+        for _ in range(1000):
+            x = jnp.tanh(x @ w) + x
+        return x.sum()
+
+    x = np.ones((32, 32), np.float32)
+    found = jo.offload(jax.grad(loss), device_memory="4MiB").explain(x, x)
+    assert found.plan is not None and len(found.usage.live) > 500
+    assert work["taskgraphs"] <= 3
+    assert found.min_device_memory <= found.plan.peak_device_bytes
+
+
+def test_search_is_as_long_as_what_it_plans_for(work):
+    """Microseconds of work are not worth many plans; the same search for a long step makes more."""
+
+    def loss(w, x):
+        def body(carry, row):
+            y = carry * w + row
+            return y * (1 - y * y), carry.sum()
+
+        return jax.lax.scan(body, x[0], x)[0].sum()
+
+    step, x = jax.grad(loss), np.ones((1000, 8), np.float32)
+    least = jo.offload(step, device_memory=None).plan(x[0], x).min_device_memory
+    found = []
+    for seconds in (0.0, 1.0):
+        work.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuts, "_VERTICES_A_SECOND", seconds * 1e12)
+            jo.offload(lambda *a: step(*a), device_memory=least).plan(x[0], x)
+        found.append(work["memgraphs"])
+    assert found[0] < 0.8 * found[1]
+    machine, whole = jo.MACHINES["H200"], jo.offload(step, device_memory=None).plan(x[0], x)
+    assert cuts.simulated_vertices(machine, whole.taskgraph) == cuts.SIMULATED_VERTICES[0]

@@ -1,0 +1,213 @@
+"""Functions for which everything fits run whole, and are then jit's in every respect."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxoffload as jo
+from jaxoffload.search.whole import WholePlan, WholeRun
+
+pytestmark = [
+    pytest.mark.runs_whole,
+    pytest.mark.filterwarnings("ignore:.*everything fits:jaxoffload.OffloadWarning"),
+]
+
+X = jnp.linspace(-1, 1, 64 * 64, dtype=jnp.float32).reshape(64, 64)
+ARRAYS = 3 * X.nbytes + 4
+"""Bytes of the arguments and results of `chain`."""
+
+
+def chain(x, w):
+    for _ in range(10):
+        x = jnp.tanh(x @ w)
+    return x, x.sum()
+
+
+def xla_bytes():
+    stats = jax.jit(chain).lower(X, X).compile().memory_analysis()
+    return ARRAYS + stats.temp_size_in_bytes
+
+
+def same(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.dtype, a.weak_type, a.committed) == (b.dtype, b.weak_type, b.committed)
+        assert a.devices() == b.devices()
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("budget", [None, "auto", 10**9, 10**5])
+def test_what_fits_runs_whole_with_jits_bits(budget):
+    step = jo.offload(chain, device_memory=budget)
+    assert isinstance(step.plan(X, X), WholePlan)
+    same(step(X, X), jax.jit(chain)(X, X))
+    same(jax.jit(step)(X, X), jax.jit(chain)(X, X))
+    assert isinstance(step.last_run, WholeRun) and step.last_run.bytes_reloaded == 0
+
+
+def test_what_xla_needs_decides():
+    """One byte less than XLA's own figure, and the function is cut."""
+    step = jo.offload(chain, device_memory=10**5)
+    needed = step.plan(X, X).peak_device_bytes
+    assert ARRAYS <= needed <= 2 * ARRAYS
+    assert isinstance(jo.offload(chain, device_memory=needed).plan(X, X), WholePlan)
+    cut = jo.offload(chain, device_memory=needed - 1).plan(X, X)
+    assert not isinstance(cut, WholePlan) and len(cut.taskgraph.vertices) > 1
+
+
+def test_nothing_is_compiled_that_need_not_be(monkeypatch):
+    """Neither where all values fit at once, nor where not even the arguments do."""
+    compiled = []
+    lower = jax.stages.Lowered.compile
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda *a, **k: compiled.append(a) or lower(*a, **k)
+    )
+    for budget in (10**9, "auto", None, 60_000):
+        jo.offload(chain, device_memory=budget).plan(X, X)
+        assert bool(compiled) == (budget == 60_000)
+    compiled.clear()
+    wide = functools.partial(jnp.einsum, "ij,kj->ik")
+    with pytest.raises(jo.PlanError):
+        jo.offload(wide, device_memory=X.nbytes)(X, X)
+    assert not compiled
+
+
+def test_it_is_traced_once():
+    traced = []
+
+    def f(x):
+        traced.append(x)
+        return x * 2
+
+    step = jo.offload(f, device_memory=10**4)
+    for _ in range(2):
+        step(jnp.ones(64))
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("budget", [None, 10**9])
+def test_every_transformation_is_jits(budget):
+    def loss(x, w):
+        return chain(x, w)[1]
+
+    step, want = jo.offload(loss, device_memory=budget), jax.jit(loss)
+    same(jax.grad(step)(X, X), jax.grad(want)(X, X))
+    same(jax.vmap(step)(X[None], X[None]), jax.vmap(want)(X[None], X[None]))
+    same(jax.jvp(step, (X, X), (X, X)), jax.jvp(want, (X, X), (X, X)))
+
+    def centred(x):
+        return x - jax.lax.pmean(x, "i")
+
+    step = jo.offload(centred, device_memory=None)
+    same(jax.vmap(step, axis_name="i")(X), jax.vmap(jax.jit(centred), axis_name="i")(X))
+
+
+@pytest.mark.parametrize("budget", [None, 10**9, 200])
+def test_weak_types_keys_and_donation(budget):
+    double = jo.offload(lambda a: a * 2, device_memory=budget)
+    same(double(2.0), jax.jit(lambda a: a * 2)(2.0))
+    same(double(np.float32(2)), jax.jit(lambda a: a * 2)(np.float32(2)))
+    assert (double(2) * jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
+    split = jo.offload(jax.random.split, device_memory=budget, static_argnums=1)
+    assert (split(jax.random.key(3), 2) == jax.random.split(jax.random.key(3), 2)).all()
+    given = jnp.ones(8)
+    result = jo.offload(lambda a: a + 1, device_memory=budget, donate_argnums=0)(given)
+    assert given.is_deleted() and (result == 2).all()
+
+
+def test_where_the_arguments_are_there_the_results_are():
+    second = jax.devices()[1]
+    there = jax.device_put(X, second)
+    for budget in (None, 10**9):
+        same(jo.offload(chain, device_memory=budget)(there, there), jax.jit(chain)(there, there))
+
+
+def test_what_cannot_be_cut_runs_whole_or_says_what_that_takes():
+    def f(x):
+        jax.debug.callback(lambda v: seen.append(float(v)), x.sum())
+        return x * 2
+
+    seen = []
+    for budget in (None, 10**9, 2 * X.nbytes + 64):
+        same(jo.offload(f, device_memory=budget)(X), jax.jit(lambda x: x * 2)(X))
+        jax.effects_barrier()
+    assert len(seen) == 3
+    with pytest.raises(jo.CaptureError, match="takes device_memory=") as caught:
+        jo.offload(f, device_memory=2 * X.nbytes - 1)(X)
+    enough = int(re.search(r"device_memory=(\d+)", str(caught.value))[1])
+    same(jo.offload(f, device_memory=enough)(X), jax.jit(lambda x: x * 2)(X))
+
+
+def test_arrays_below_the_device_are_not_brought_there_whole():
+    step = jo.offload(chain, device_memory=None)
+    plan = step.plan(jo.host_put(X), X)
+    assert not isinstance(plan, WholePlan)
+    got = step(jo.host_put(X), X)
+    np.testing.assert_allclose(got[0], jax.jit(chain)(X, X)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_the_least_budget_may_be_that_of_the_whole():
+    """A loop that cannot be cut has its operands and results twice, once it is a vertex."""
+
+    def function(x):
+        return jax.lax.while_loop(lambda c: c[1] < 5, lambda c: (jnp.tanh(c[0]), c[1] + 1), (x, 0))
+
+    x = np.linspace(0, 1, 1000, dtype=np.float32)
+    least = jo.offload(function, device_memory=None).plan(x).min_device_memory
+    assert least < jo.offload(function, device_memory=None, cut="always").plan(x).min_device_memory
+    whole = jo.offload(function, device_memory=least)
+    assert isinstance(whole.plan(x), WholePlan)
+    np.testing.assert_array_equal(whole(x)[0], jax.jit(function)(x)[0])
+    with pytest.raises(
+        jo.PlanError, match=f"smallest feasible {least} bytes .* to run whole; cut,"
+    ):
+        jo.offload(function, device_memory=least - 1)(x)
+    with pytest.raises(jo.PlanError) as raised:
+        jo.offload(function, device_memory=least - 1)(x)
+    assert raised.value.min_device_memory == least
+
+
+def test_always_cut():
+    plan = jo.offload(chain, device_memory=None, cut="always").plan(X, X)
+    assert not isinstance(plan, WholePlan)
+    with pytest.raises(ValueError, match="cut='never' is not known"):
+        jo.offload(chain, cut="never")
+
+
+def test_a_whole_plan_tells_what_it_is():
+    plan = jo.offload(chain, device_memory=10**6).plan(X, X)
+    assert "whole" in repr(plan) and plan.resident and plan.bytes_reloaded == plan.host_bytes == 0
+    assert len(plan.taskgraph.vertices) == plan.memgraph.num_vertices == 1
+    plan.verify()
+    assert plan.min_device_memory < plan.peak_device_bytes
+    assert 0 <= plan.peak_device_bytes - xla_bytes() < 64  # the results' addresses
+    with pytest.raises(AttributeError, match="cut='always'"):
+        plan.native  # noqa: B018
+    assert math.isnan(WholeRun().seconds) and "whole" in repr(WholeRun())
+
+
+def test_the_last_run_inside_jit_is_known():
+    step = jo.offload(chain, device_memory=60_000)
+    assert step.last_run is None
+    compiled = jax.jit(step)
+    jax.block_until_ready(compiled(X, X))
+    first = step.last_run
+    assert first.bytes_reloaded == step.plan(X, X).bytes_reloaded > 0
+    step(X, X)
+    second = step.last_run
+    assert second.start_seconds is not first.start_seconds
+    jax.block_until_ready(compiled(X, X))
+    assert step.last_run.seconds not in (first.seconds, second.seconds)
+    last = step.last_run.memgraph
+    batched = jax.jit(jax.vmap(step))
+    jax.block_until_ready(batched(X[None], X[None]))
+    assert step.last_run.memgraph is not last
+    half = X[:32]
+    jax.block_until_ready(compiled(half, X))
+    assert step.last_run.memgraph is not last
+    jax.block_until_ready(compiled(X, X))
+    assert step.last_run.memgraph is last
