@@ -1,5 +1,14 @@
 """Runs a JAX function whose working set does not fit in device memory."""
 
+import jax as _jax
+
+# Before anything of JAX's is used that another version does not have.
+if not (0, 10) <= _jax.__version_info__ < (0, 13):
+    raise ImportError(
+        f"jaxoffload runs on jax 0.10 to 0.12, and this is jax {_jax.__version__}. "
+        "Run: pip install 'jax>=0.10,<0.13' 'jaxlib>=0.10,<0.13'"
+    )
+
 try:
     from jaxoffload import _native as _native
 except ImportError as error:
@@ -21,6 +30,7 @@ from jaxoffload.errors import RunError as RunError
 from jaxoffload.errors import VerificationError as VerificationError
 from jaxoffload.graphs.verify import VerifyError as VerifyError
 from jaxoffload.plan.cost.machines import MACHINES as MACHINES
+from jaxoffload.plan.cost.machines import Link as Link
 from jaxoffload.plan.cost.machines import Machine as Machine
 from jaxoffload.report.explain import Explanation as Explanation
 from jaxoffload.report.predict import Prediction as Prediction

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -44,6 +45,10 @@ DropVar = _core.DropVar
 ShapedArray = _core.ShapedArray
 Tracer = jax.core.Tracer
 
+_INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
+_MOST_FRAMES = 100
+"""Of a stack, those that are looked through for the user's own code."""
+
 
 def hide_frames_of(file: str) -> None:
     """Keeps frames of `file` out of the source lines and tracebacks that users see."""
@@ -57,10 +62,23 @@ def clients() -> list[Any]:
 
 
 def source_line(source_info: Any) -> str:
-    """The user's line that made an equation, "file.py:6:8 (f)"; relative where it can be."""
-    text = _source_info_util.summarize(source_info)
-    here = os.getcwd() + os.sep
-    return text[len(here) :] if text.startswith(here) else text
+    """The user's line that made an equation, "file.py:6:8 (f)"; relative where it can be.
+
+    What an installed library made says who called it: "optax/_src/transform.py:294:15 (update_fn),
+    called at train.py:12:8 (step)".
+    """
+    line = _source_info_util.summarize(source_info)
+    if not _INSTALLED.match(line):
+        return _from_here(line)
+    # Outermost first; a library's own frames may be many.
+    callers = _source_info_util.summarize(source_info, _MOST_FRAMES).split("\n")
+    own = next((caller for caller in reversed(callers) if not _INSTALLED.match(caller)), None)
+    short = _INSTALLED.sub("", line)
+    return short if own is None else f"{short}, called at {_from_here(own)}"
+
+
+def _from_here(line: str) -> str:
+    return line.removeprefix(os.getcwd() + os.sep)
 
 
 def physical(aval: Any) -> tuple[tuple[int, ...], np.dtype]:

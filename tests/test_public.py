@@ -3,15 +3,19 @@
 import doctest
 import importlib
 import inspect
+import pathlib
 import pkgutil
+import re
+import subprocess
+import sys
 
 import pytest
 
 import jaxoffload as jo
 
 NAMES = """BackendError BackendReport CaptureError Comparison DiskArray DiskError Explanation
-HostArray MACHINES Machine OffloadError OffloadWarning Offloaded Plan PlanError Prediction Profile
-Run RunError Tradeoff VerificationError VerifyError WholeRun backends clear_caches compare
+HostArray Link MACHINES Machine OffloadError OffloadWarning Offloaded Plan PlanError Prediction
+Profile Run RunError Tradeoff VerificationError VerifyError WholeRun backends clear_caches compare
 disk_put host_put offload open_safetensors policies""".split()
 
 
@@ -28,6 +32,16 @@ def test_public_names_are_documented(name):
         for member, value in vars(thing).items():
             if not member.startswith("_") and callable(value):
                 assert inspect.getdoc(value), f"{name}.{member}"
+
+
+@pytest.mark.parametrize("version", [(0, 9, 2), (0, 13, 0)])
+def test_another_jax_is_refused_with_those_that_are_known(version):
+    code = f"import jax; jax.__version_info__ = {version}; import jaxoffload"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode, "it was imported"
+    pins = (pathlib.Path(__file__).parent.parent / "pyproject.toml").read_text()
+    found = re.findall(r'^  "(jax(?:lib)?>=[^"]*)",', pins, re.MULTILINE)
+    assert len(found) == 2 and all(f"'{pin}'" in done.stderr for pin in found)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class Example:
       tokens: (N,) int32.
       counts: (N,) bool, whether the model is to predict this token.
       whole: whether it must stay in one piece; long texts are cut into several instead.
-      source: "file:line" it comes from.
+      source: the file and the line that it comes from, "chat.jsonl:12".
     """
 
     tokens: np.ndarray

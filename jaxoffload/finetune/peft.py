@@ -93,7 +93,7 @@ def load_adapters(folder: str | os.PathLike[str], params: Params) -> tuple[Adapt
     """Reads adapters that PEFT, or `save_adapters`, wrote for this model.
 
     Args:
-      params: of the model, for its paths and shapes; they may be `jax.ShapeDtypeStruct`s.
+      params: of the model, for its paths and shapes; a `jax.ShapeDtypeStruct` will do.
 
     Returns:
       Adapters in the layout of `params`, float32, and what they were trained with.

@@ -44,9 +44,9 @@ def advice(request: Request, planner: Planner, leaves: Sequence[Any] = ()) -> li
     return lines
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:6]))
-    return shown + (f" and {len(numbers) - 6} more" if len(numbers) > 6 else "")
+def _listed(things: Sequence[Any]) -> str:
+    shown = ", ".join(map(str, things[:6]))
+    return shown + (f" and {len(things) - 6} more" if len(things) > 6 else "")
 
 
 def _to_donate(request: Request, peak: int) -> list[str]:
@@ -68,9 +68,9 @@ def _to_donate(request: Request, peak: int) -> list[str]:
     if saved <= _WORTH * peak:
         return []
     return [
-        f"Donate: results of their shape could take the memory of flat arguments "
-        f"{_listed(found)} (donate_argnums): {format_bytes(saved)} less, where the caller does not "
-        "need them any more."
+        f"Donate: results of their shape could take the memory of "
+        f"{_listed(list(map(request.name_of, found)))} (donate_argnums): {format_bytes(saved)} "
+        "less, where the caller does not need them any more."
     ]
 
 
@@ -99,7 +99,8 @@ def _needless(request: Request, graph: TaskGraph, peak: int, leaves: Sequence[An
     unused = [i for i, size in enumerate(sizes) if i not in used and size > _WORTH * peak]
     if unused:
         total = format_bytes(sum(sizes[i] for i in unused))
-        lines.append(f"Needless: nothing reads flat arguments {_listed(unused)}: {total}.")
+        names = _listed(list(map(request.name_of, unused)))
+        lines.append(f"Needless: nothing reads {names}: {total}.")
     first: dict[int, int] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -107,8 +108,8 @@ def _needless(request: Request, graph: TaskGraph, peak: int, leaves: Sequence[An
         same = first.setdefault(id(leaf), i)
         if same != i and sizes[i] > _WORTH * peak:
             lines.append(
-                f"Duplicate: flat arguments {same} and {i} are the same array, and are moved "
-                f"twice: {format_bytes(sizes[i])}. Pass it once."
+                f"Duplicate: {request.name_of(same)} and {request.name_of(i)} are the same array, "
+                f"and are moved twice: {format_bytes(sizes[i])}. Pass it once."
             )
     pairs = {result: argument for argument, result in request.donated}
     for tensor in graph.tensors:
@@ -118,8 +119,8 @@ def _needless(request: Request, graph: TaskGraph, peak: int, leaves: Sequence[An
         home = tensor.argument
         if home is not None and where and pairs.get(where[0]) != home.index:
             lines.append(
-                f"Needless: result {where[0]} is argument {home.index} unchanged, a copy of "
-                f"{format_bytes(tensor.bytes)}. Do not return it, or donate the argument."
+                f"Needless: result {where[0]} is {request.name_of(home.index)} unchanged, a copy "
+                f"of {format_bytes(tensor.bytes)}. Do not return it, or donate the argument."
             )
         elif home is None and len(where) > 1:
             lines.append(

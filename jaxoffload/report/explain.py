@@ -4,18 +4,22 @@ Takes what a plan is made from; gives an `Explanation`. Nothing is allocated, co
 workspace that only a compiled kernel tells is estimated where there is none yet.
 """
 
+import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxoffload import garbage
 from jaxoffload.errors import PlanError
-from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
+from jaxoffload.graphs.memgraph import Kind
+from jaxoffload.graphs.taskgraph import TaskGraph, Tensor, TensorKind
 from jaxoffload.options import format_bytes
 from jaxoffload.plan.alloc.limits import headroom, lives, num_devices, resident_peak
 from jaxoffload.report.advice import advice
+from jaxoffload.report.subjects import format_seconds
+from jaxoffload.runtime import backends
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.planner import Planner
@@ -36,21 +40,29 @@ class Usage:
     Attributes:
       live: bytes while each vertex runs, workspace included, int64[vertices].
       by_kind: bytes of each kind of tensor at the peak, and "workspace".
-      largest: (bytes, kind, name, source) of the largest tensors alive at the peak.
+      largest: (bytes, kind, name, source) of the largest tensors alive at the peak; those of
+        which all of that is the same are one entry, as the layers of a stack.
+      num_equal: how many tensors each entry is.
       peak_vertex: where the peak is.
     """
 
     live: np.ndarray
     by_kind: dict[str, int]
     largest: list[tuple[int, str, str, str]]
+    num_equal: list[int]
     peak_vertex: int
 
 
-def usage(graph: TaskGraph, num_largest: int = 8) -> Usage:
+def usage(
+    graph: TaskGraph, name_of: Callable[[int], str] = "argument {}".format, num_largest: int = 8
+) -> Usage:
     """Follows every tensor's life through the serial order.
 
     The count is that of `limits.resident_peak`, of the device that needs most: places, not bare
     bytes, and the largest workspace of any vertex all the way.
+
+    Args:
+      name_of: what the user calls a flat argument.
     """
     found, count = lives(graph), len(graph.vertices)
     spare = np.array(headroom(graph, num_devices(graph)), dtype=np.int64)
@@ -69,18 +81,21 @@ def usage(graph: TaskGraph, num_largest: int = 8) -> Usage:
         by_kind[_KIND_NAMES[graph.tensors[i].kind]] += size[i]
     by_kind["workspace"] = int(spare[device])
     alive.sort(key=lambda i: -size[i])
-    largest = [
-        (size[i], _KIND_NAMES[graph.tensors[i].kind], graph.tensors[i].name, _origin(graph, i))
-        for i in alive[:num_largest]
-    ]
-    return Usage(live, by_kind, largest, peak)
+    parts = collections.Counter(
+        (
+            size[i],
+            _KIND_NAMES[graph.tensors[i].kind],
+            graph.tensors[i].name,
+            _origin(graph.tensors[i], name_of),
+        )
+        for i in alive
+    )
+    shown = sorted(parts.items(), key=lambda item: -item[0][0] * item[1])[:num_largest]
+    return Usage(live, by_kind, [part for part, _ in shown], [count for _, count in shown], peak)
 
 
-def _origin(graph: TaskGraph, tensor_id: int) -> str:
-    tensor = graph.tensors[tensor_id]
-    if tensor.argument is not None:
-        return f"argument {tensor.argument.index}"
-    return tensor.source
+def _origin(tensor: Tensor, name_of: Callable[[int], str]) -> str:
+    return tensor.source if tensor.argument is None else name_of(tensor.argument.index)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,7 +147,7 @@ class Explanation:
             pass
         graph = planner.whole()
         least, least_graph, least_vertex = planner.minimum()
-        found = usage(graph)
+        found = usage(graph, request.name_of)
         peak = resident_peak(graph)
         vertex = least_graph.vertices[least_vertex] if least_graph.vertices else None
         budget = options.device_memory
@@ -163,13 +178,15 @@ class Explanation:
             share = count / self.peak_bytes if self.peak_bytes else 0.0
             lines.append(f"  {kind:<12} {format_bytes(count):>9}  {'#' * round(40 * share)}")
         lines.append("Largest tensors at the peak:")
-        for count, kind, tensor, source in found.largest:
-            lines.append(f"  {format_bytes(count):>9}  {tensor:<20} {kind:<12} {source}")
+        for (size, kind, tensor, source), count in zip(found.largest, found.num_equal, strict=True):
+            times = f"{count} x" if count > 1 else ""
+            lines.append(f"  {times:>6} {format_bytes(size):>9}  {tensor:<20} {kind:<12} {source}")
         lines.append(
             f"Smallest budget that can work: {format_bytes(self.min_device_memory)} "
             f"({self.min_device_memory} bytes), set by {self.min_source}"
         )
         if self.plan is not None and not self.plan.resident:
+            lines.append(_time(self.plan))
             lines.append(
                 f"Each run moves {format_bytes(self.plan.bytes_reloaded)} to the device and "
                 f"{format_bytes(self.plan.bytes_offloaded)} away from it"
@@ -179,7 +196,10 @@ class Explanation:
                     f"{self.plan.recomputed:.0%} of the kernels' time computes again what would "
                     "have to be moved"
                 )
-            lines.append(f"Host memory for that: {format_bytes(self.plan.host_bytes)}")
+            lines.append(
+                f"Host memory for that: {format_bytes(self.plan.host_bytes)} (free: "
+                f"{format_bytes(backends.free_host_memory())})"
+            )
             if self.plan.bytes_loaded or self.plan.bytes_stored:
                 lines.append(
                     f"Disk: each run reads {format_bytes(self.plan.bytes_loaded)} and writes "
@@ -195,6 +215,15 @@ class Explanation:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+def _time(plan: Plan) -> str:
+    line = f"Simulated on {plan.machine.name}: {format_seconds(plan.timeline.seconds)} a run"
+    alone = plan.timeline.busy(Kind.KERNEL) * (1 - plan.recomputed)
+    if alone <= 0:
+        return line
+    ratio = plan.timeline.seconds / alone
+    return f"{line}, {ratio:.2f} of its kernels' time with everything resident"
 
 
 def _where(graph: TaskGraph, vertex_id: int) -> str:

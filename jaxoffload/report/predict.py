@@ -73,10 +73,11 @@ class Prediction(ShownMemory):
     def __str__(self) -> str:
         return (
             f"{self.name} on {self.machine.name} in {format_bytes(self.budget)}, simulated: "
-            f"{self.seconds:.3g} s ({self.seconds / max(self.bound_seconds, 1e-12):.2f} of the "
-            f"bound, {self.seconds / max(self.compute_seconds, 1e-12):.2f} of compute); peak "
-            f"{format_bytes(self.peak_device_bytes)}, up {format_bytes(self.bytes_reloaded)}, down "
-            f"{format_bytes(self.bytes_offloaded)}, {self.memgraph.num_vertices} vertices"
+            f"{self.seconds:.3g} s, {self.seconds / max(self.compute_seconds, 1e-12):.2f} of its "
+            "kernels' time alone, "
+            f"{self.seconds / max(self.bound_seconds, 1e-12):.2f} of the bound; peak "
+            f"{format_bytes(self.peak_device_bytes)}; moves {format_bytes(self.bytes_reloaded)} to "
+            f"the device, {format_bytes(self.bytes_offloaded)} away from it"
         )
 
 

@@ -68,12 +68,8 @@ class CpuBackend(Backend):
         self.memory = HostMemory()
 
     def free_memory(self) -> int:
-        """Bytes that the machine can still give, from the kernel's own estimate."""
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-        raise OSError("/proc/meminfo has no MemAvailable line")
+        """Here the device's memory is the host's."""
+        return free_host_memory()
 
     def used_memory(self) -> tuple[int, int]:
         """Resident bytes of the process, now and at most."""
@@ -176,6 +172,15 @@ def _keep_clients() -> None:
 
 
 os.register_at_fork(after_in_child=_keep_clients)
+
+
+def free_host_memory() -> int:
+    """Bytes that the machine can still give, from the kernel's own estimate."""
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable line")
 
 
 def get(name: str) -> Backend:

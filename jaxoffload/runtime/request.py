@@ -33,6 +33,11 @@ class Request:
     reloads_all: bool = False
     argument_names: tuple[str, ...] = ()
 
+    def name_of(self, argument: int) -> str:
+        """What the user calls a flat argument, as far as that is known."""
+        names = self.argument_names
+        return names[argument] if argument < len(names) else f"argument {argument}"
+
     @property
     def disk_results(self) -> frozenset[int]:
         """Results that must be on disk after the run."""

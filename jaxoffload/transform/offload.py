@@ -137,6 +137,7 @@ class _Program:
     def _make_plan(self) -> Plan:
         plan = make_plan(self.request(), self._whole)
         self._say_if_idle(plan)
+        self._say_if_host_is_short(plan)
         return self._tuner.start(plan)
 
     def run(self, operands: Sequence[Any], device: Any) -> tuple[list[Any], Run | WholeRun]:
@@ -211,6 +212,17 @@ class _Program:
                 f"offload({self._name}) has no effect: everything fits. "
                 + (f"It needs {needs} and " if needs else "")
                 + f"device_memory is {format_bytes(plan.budget)}, so nothing is moved."
+            )
+
+    def _say_if_host_is_short(self, plan: Plan) -> None:
+        """Before the kernel ends a process of the user's choice for it."""
+        if plan.resident or self.options.host_memory is not None:
+            return
+        if plan.host_bytes > (free := backends.free_host_memory()):
+            warn(
+                f"offload({self._name}) keeps {format_bytes(plan.host_bytes)} in host memory, of "
+                f"which {format_bytes(free)} are free. Pass host_memory={format_bytes(free / 2)!r} "
+                "or so, and disk= for the rest."
             )
 
 

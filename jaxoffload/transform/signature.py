@@ -67,6 +67,12 @@ class Signature:
         )  # fmt: skip
 
 
+def _name_of(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
 class BeyondPlans(TypeError):
     """An argument is such as plans cannot be made for, and jit takes."""
 
@@ -98,7 +104,7 @@ class ArgumentSpec:
         donate_argnums: Any,
         donate_argnames: Any,
     ):
-        self.name = getattr(function, "__name__", type(function).__name__)
+        self.name = _name_of(function)
         try:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):
@@ -338,3 +344,6 @@ def _kind(path: Any, aval: Any, text: str) -> TensorKind:
     if np.issubdtype(aval[1], np.integer) or len(path) == 2:
         return TensorKind.BATCH
     return TensorKind.WEIGHT
+
+
+compat.hide_frames_of(__file__)

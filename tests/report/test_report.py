@@ -1,11 +1,13 @@
 """Pictures and traces of a run that really moved something."""
 
 import dataclasses
+import re
 import xml.etree.ElementTree
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxoffload as jo
@@ -97,12 +99,49 @@ def test_explain_says_what_would_lower_the_memory():
         "Dtype",
     }
     text = str(found)
-    assert "nothing reads flat arguments 8: 256 KiB" in text
-    assert "arguments 7 and 9 are the same array" in text
+    assert "nothing reads unused: 256 KiB" in text
+    assert "x and same are the same array" in text
     assert "results 7, 8 are the same, 256 KiB each" in text
-    assert "result 6 is argument 6 unchanged" in text
+    assert "result 6 is moments unchanged" in text
     assert "in bfloat16" in lines["Dtype"] and "test_report.py" in lines["Smallest budget"]
+    assert "memory of weights[0], weights[1]" in lines["Donate"]
     lean = jo.offload(lambda x: jnp.tanh(x), device_memory=None, donate_argnums=0)
     assert {line.split(":")[0] for line in lean.explain(x).advice} <= {
         "Smallest budget", "Dtype", "Split"
     }  # fmt: skip
+
+
+def test_explain_calls_arguments_what_the_user_calls_them_and_layers_of_a_stack_one():
+    def step(params, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])[0]
+
+    shapes = {"layers": jax.ShapeDtypeStruct((6, 512, 512), np.float32)}
+    found = jo.offload(step, device_memory="4MiB").explain(shapes, jnp.ones((512, 512)))
+    (count,) = [
+        count
+        for (*_, origin), count in zip(found.usage.largest, found.usage.num_equal, strict=True)
+        if origin == "params['layers']"
+    ]
+    assert count == 6  # as many as are alive at once: arguments are throughout
+    assert "6 x     1 MiB  f32[512,512]         weights      params['layers']" in str(found)
+    assert found.plan is not None and not found.plan.resident
+    assert "\nSimulated on " in str(found) and " (free: " in str(found)
+
+
+def test_a_line_of_an_installed_library_says_who_called_it():
+    optimizer = optax.adam(1e-3)
+
+    def step(params, state, grads):
+        return optimizer.update(grads, state, params)
+
+    params = jnp.ones((64, 64))
+    text = str(
+        jo.offload(step, device_memory="1MiB").explain(params, optimizer.init(params), params)
+    )
+    assert "site-packages" not in text
+    assert re.search(r"at optax/\S+\.py:\d+", text)
+    assert "called at tests/report/test_report.py:" in text
+    # Where nobody's own code called it, it stands alone.
+    alone = jo.offload(optimizer.update, device_memory="1MiB")
+    alone = str(alone.explain(params, optimizer.init(params), params))
+    assert re.search(r"at optax/\S+\.py:\d+", alone) and "called at" not in alone

@@ -1,5 +1,6 @@
 """Every failure is a clear exception that names the remedy; nothing leaks, the next call works."""
 
+import functools
 import os
 import signal
 import threading
@@ -77,6 +78,25 @@ def test_a_budget_below_the_minimum_names_it_the_vertex_and_the_line():
 def test_an_offload_without_effect_says_so():
     with pytest.warns(jo.OffloadWarning, match="no effect: everything fits"):
         jo.offload(matmuls, device_memory="8GiB")(X)
+
+
+def test_a_plan_that_host_memory_cannot_hold_says_so_before_it_runs(monkeypatch):
+    def step(x):
+        parts = [jnp.sin(x * (i + 1)) @ x for i in range(6)]
+        for part in reversed(parts):
+            x = jnp.tanh(x @ part)
+        return x
+
+    monkeypatch.setattr(backends, "free_host_memory", lambda: 1024)
+    options = {"device_memory": "70KiB", "vertex_memory": 1}
+    with pytest.warns(jo.OffloadWarning, match=r"in host memory, of which 1 KiB are free.*disk="):
+        assert jo.offload(step, **options).plan(X).host_bytes > 1024
+    jo.offload(step, **options, host_memory="1MiB").plan(X)  # who names an amount has looked
+
+
+def test_a_partial_function_is_called_what_it_is_of():
+    part = functools.partial(functools.partial(lambda a, b, x: x, 1), 2)
+    assert repr(jo.offload(part)).startswith("offload(<lambda>,")
 
 
 def test_donated_arrays_cannot_be_used_again():
