@@ -35,6 +35,8 @@ from jax._src.lib import xla_client as _xla_client
 from jax.experimental import jet as _jet
 from jaxlib.mlir.dialects import stablehlo as _stablehlo
 
+from jaxoffload import sources
+
 ClosedJaxpr = jex.core.ClosedJaxpr
 Jaxpr = jex.core.Jaxpr
 JaxprEqn = jex.core.JaxprEqn
@@ -57,10 +59,8 @@ def clients() -> list[Any]:
 
 
 def source_line(source_info: Any) -> str:
-    """The user's line that made an equation, "file.py:6:8 (f)"; relative where it can be."""
-    text = _source_info_util.summarize(source_info)
-    here = os.getcwd() + os.sep
-    return text[len(here) :] if text.startswith(here) else text
+    """The user's line that made an equation, "file.py:6:8 (f)"."""
+    return sources.short(_source_info_util.summarize(source_info))
 
 
 def physical(aval: Any) -> tuple[tuple[int, ...], np.dtype]:

@@ -435,6 +435,7 @@ function start(root) {
   load();
   new ResizeObserver(draw).observe(stage);
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  new MutationObserver(draw).observe(document.body, { attributes: true }); // a notebook's theme
 }
 
 document.querySelectorAll(".jaxoffload-view:not([data-live])").forEach(start);
