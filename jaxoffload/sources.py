@@ -13,7 +13,7 @@ def short(line: str) -> str:
       line: "/home/me/train.py:6:8 (f)", as JAX gives it.
 
     Returns:
-      The same, relative to the present folder where it is below that. A file of a package begins
+      The same, relative to the present folder where it is below that. What can be imported begins
       with the package's name ("optax/_src/update.py:6:8 (f)"). A cell of a notebook is called what
       IPython calls it in tracebacks ("In[3]:6:8 (f)").
     """
@@ -24,7 +24,9 @@ def short(line: str) -> str:
     if found is None:
         return line
     file = found[1]
-    return (_cell(file) or file[_parent_of_package(file) :]) + line[len(file) :]
+    roots = [os.path.join(folder, "") for folder in sys.path if os.path.isabs(folder)]
+    known = max((len(root) for root in roots if file.startswith(root)), default=0)
+    return (_cell(file) or file[known or _parent_of_package(file) :]) + line[len(file) :]
 
 
 def _cell(file: str) -> str | None:
@@ -39,7 +41,8 @@ def _cell(file: str) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def _parent_of_package(file: str) -> int:
-    """Characters of a file's path down to its outermost package; 0 if it is in none."""
+    """Characters of a file's path down to its outermost package; 0 if it is in none. An editable
+    installation need not be on sys.path."""
     folder = os.path.dirname(file)
     while os.path.isfile(os.path.join(folder, "__init__.py")):
         folder = os.path.dirname(folder)

@@ -7,9 +7,9 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "jaxoffload"
 ORDER = ["errors", "showing", "graphs", "once", "garbage", "sources", "_jax_compat", "identity",
-         "capture", "plan", "compile", "policies", "options", "runtime", "verification", "signature", "cuts",
-         "pipeline", "whole", "primitive", "transforms", "report", "recut", "tuner", "offload",
-         "caches", "doctor", "command", "finetune"]  # fmt: skip
+         "capture", "plan", "compile", "policies", "options", "runtime", "verification",
+         "signature", "cuts", "pipeline", "whole", "primitive", "transforms", "report", "recut",
+         "tuner", "offload", "caches", "doctor", "command", "finetune"]  # fmt: skip
 STAGES = {"capture": {"plan", "compile", "runtime"}, "plan": {"capture", "compile", "runtime"},
           "compile": {"plan", "runtime"}, "runtime": {"capture"}}  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))

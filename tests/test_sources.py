@@ -24,6 +24,14 @@ def test_a_file_of_a_package_begins_with_the_package_s_name(package):
     assert sources.short(f"{package}:6 (f)") == "optax/_src/update.py:6 (f)"
 
 
+def test_a_file_on_the_import_path_begins_below_it(package, monkeypatch):
+    (package.parent / "__init__.py").unlink()  # a folder of a package need not have one
+    monkeypatch.syspath_prepend(package.parent.parent.parent)
+    assert sources.short(f"{package}:6:8 (f)") == "optax/_src/update.py:6:8 (f)"
+    monkeypatch.syspath_prepend(package.parent.parent)
+    assert sources.short(f"{package}:6:8 (f)") == "_src/update.py:6:8 (f)"
+
+
 def test_a_file_below_the_present_folder_is_relative_to_it(package, monkeypatch):
     monkeypatch.chdir(package.parent.parent)
     assert sources.short(f"{package}:6:8 (f)") == "_src/update.py:6:8 (f)"

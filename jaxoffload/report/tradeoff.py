@@ -58,6 +58,9 @@ class Tradeoff(Shown):
     machine: str
     points: tuple[Point, ...]
 
+    def __repr__(self) -> str:
+        return f"Tradeoff({self.name} on {self.machine}: {len(self.points)} points)"
+
     def __str__(self) -> str:
         keep = self.points[0]
         lines = [

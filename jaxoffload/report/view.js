@@ -356,6 +356,8 @@ function start(root) {
     for (const [what, text] of v < 0 ? [] : describe(model, state.which, v)) {
       facts.append(make("dt", {}, what), make("dd", {}, text));
     }
+    // What follows the view moves down once, not with every box.
+    facts.style.minHeight = Math.max(parseFloat(facts.style.minHeight) || 0, facts.offsetHeight) + "px";
     paintAbove();
   }
 
