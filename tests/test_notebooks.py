@@ -1,4 +1,4 @@
-"""Every notebook runs from the top, small; its stored outputs are whole, and nothing of a machine.
+"""Every notebook runs from the top, small; stored outputs are whole and tell nothing of a machine.
 
 Warnings would be seen: a kernel prints them all, and what it prints to stderr fails the test.
 """
@@ -19,7 +19,7 @@ _MACHINE = re.compile(
     r"(?<![\w./])/(?:bin|etc|home|mnt|opt|proc|private|root|srv|tmp|usr|var|work|Users|Volumes)/"
     r"|ipykernel_\d|site-packages|[A-Z]:\\\\"
 )
-"""Paths; links and docs have relative ones."""
+"""Its paths."""
 
 
 def code(notebook):
@@ -82,6 +82,14 @@ def test_stored_outputs_are_whole_and_tell_nothing_of_a_machine(path):
     )
     assert any(cell.outputs for cell in code(notebook))
     assert execute.cleaned(nbformat.from_dict(notebook)) == notebook
+
+
+@pytest.mark.parametrize("path", execute.ALL, ids=lambda path: path.stem)
+def test_links_lead_somewhere(path):
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "markdown":
+            for target in re.findall(r"\]\(([^)#]+)\)", cell.source):
+                assert "://" in target or (path.parent / target).exists(), target
 
 
 def test_what_is_wrong_with_outputs_is_found():
