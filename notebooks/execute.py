@@ -39,7 +39,9 @@ def execute(path: pathlib.Path) -> nbformat.NotebookNode:
             extra_arguments=["--log-level=ERROR"],  # its sockets are not encrypted, it would say
             resources={"metadata": {"path": folder}},
         )
-        client.execute(env={**os.environ, "IPYTHONDIR": folder})
+        # Within pytest a kernel would not look at what libraries write to stderr themselves.
+        settings = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+        client.execute(env={**settings, "IPYTHONDIR": folder})
     notebook.metadata["code_sha256"] = digest(notebook)
     return cleaned(notebook)
 
