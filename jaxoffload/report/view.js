@@ -86,7 +86,7 @@ function start(root) {
     state.over = state.chosen = -1;
     state.from = 0, state.to = span();
     canvas.setAttribute("aria-label", model.title + ": memory and lanes over time");
-    root.querySelector("h1").textContent = model.title;
+    root.querySelector(".title strong").textContent = model.title;
     says.textContent = model.budget ? formatBytes(model.budget) : "no limit";
     hits.replaceChildren();
     facts.replaceChildren();

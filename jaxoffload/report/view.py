@@ -97,7 +97,7 @@ def _page_of_several(shown: Comparison, *, is_file: bool) -> str:
 @page.register(WholeRun)
 def _page_of_whole(shown: WholePlan | WholeRun, *, is_file: bool) -> str:
     text = "Everything fits: it runs whole, as jax.jit runs it, and nothing is moved."
-    return _page(f"<h1>{text}</h1><pre>{html.escape(str(shown))}</pre>", text, is_file)
+    return _page(f"{_title(text)}<pre>{html.escape(str(shown))}</pre>", text, is_file)
 
 
 @page.register
@@ -131,7 +131,7 @@ def scenes_page(scenes: Sequence[Scene], text: str, *, is_file: bool, more: str 
     if not is_file and boxes > _MOST_IN_A_NOTEBOOK:
         text += f"\n{boxes} boxes are too many for a notebook: .save('plan.html') writes the view."
         return _page(
-            f"<h1>{html.escape(title)}</h1><pre>{html.escape(text)}</pre>{more}{_still(scenes[-1])}",
+            f"{_title(title)}<pre>{html.escape(text)}</pre>{more}{_still(scenes[-1])}",
             title,
             False,
         )
@@ -141,11 +141,16 @@ def scenes_page(scenes: Sequence[Scene], text: str, *, is_file: bool, more: str 
         "scenes": [encoded(scene) for scene in scenes],
     }
     body = (
-        f"<h1>{html.escape(title)}</h1><pre>{html.escape(text)}</pre>{more}"
+        f"{_title(title)}<pre>{html.escape(text)}</pre>{more}"
         f'<div class="static">{_still(scenes[-1])}</div>'
         f'<script type="application/json">{_json(data)}</script>'
     )
     return _page(body, title, is_file, _script())
+
+
+def _title(text: str) -> str:
+    """No heading: notebooks list those of outputs among their own."""
+    return f'<p class="title"><strong>{html.escape(text)}</strong></p>'
 
 
 def _still(scene: Scene) -> str:

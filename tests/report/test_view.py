@@ -265,7 +265,7 @@ def test_names_of_the_user_stay_names(step):
     (shown,) = data_of(page)["scenes"]
     assert shown["title"] == HOSTILE == shown["arguments"][0]
     assert f"{HOSTILE}3" in shown["strings"]
-    assert [t for tag, t in elements.texts if tag == "h1"] == [HOSTILE]
+    assert [t for tag, t in elements.texts if tag == "strong"] == [HOSTILE]
     text = next(t for tag, t in elements.texts if t.startswith("{"))
     assert text.isascii() and not set(text) & set("<>&")
 
