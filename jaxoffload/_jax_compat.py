@@ -36,6 +36,8 @@ from jax._src.lib import xla_client as _xla_client
 from jax.experimental import jet as _jet
 from jaxlib.mlir.dialects import stablehlo as _stablehlo
 
+from jaxoffload import sources
+
 ClosedJaxpr = jex.core.ClosedJaxpr
 Jaxpr = jex.core.Jaxpr
 JaxprEqn = jex.core.JaxprEqn
@@ -62,23 +64,19 @@ def clients() -> list[Any]:
 
 
 def source_line(source_info: Any) -> str:
-    """The user's line that made an equation, "file.py:6:8 (f)"; relative where it can be.
+    """The user's line that made an equation, "file.py:6:8 (f)".
 
     What an installed library made says who called it: "optax/_src/transform.py:294:15 (update_fn),
     called at train.py:12:8 (step)".
     """
     line = _source_info_util.summarize(source_info)
     if not _INSTALLED.match(line):
-        return _from_here(line)
+        return sources.short(line)
     # Outermost first; a library's own frames may be many.
     callers = _source_info_util.summarize(source_info, _MOST_FRAMES).split("\n")
     own = next((caller for caller in reversed(callers) if not _INSTALLED.match(caller)), None)
-    short = _INSTALLED.sub("", line)
-    return short if own is None else f"{short}, called at {_from_here(own)}"
-
-
-def _from_here(line: str) -> str:
-    return line.removeprefix(os.getcwd() + os.sep)
+    short = sources.short(line)
+    return short if own is None else f"{short}, called at {sources.short(own)}"
 
 
 def physical(aval: Any) -> tuple[tuple[int, ...], np.dtype]:

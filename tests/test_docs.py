@@ -16,8 +16,8 @@ from jaxoffload.command import table
 from tests.test_public import NAMES as PUBLIC
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TOPS = ["jaxoffload", "custom_calls", "tests", "benchmarks", "docs"]
+PAGES = [ROOT / "README.md", ROOT / "notebooks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOPS = ["jaxoffload", "custom_calls", "tests", "benchmarks", "docs", "notebooks"]
 HOLE = "\0"
 """Stands in a message for what is put in."""
 
@@ -28,7 +28,7 @@ def blocks(page, language):
 
 @pytest.mark.plain_runs  # as for those who read it
 @pytest.mark.runs_whole
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_code_runs(page, capsys):
     space: dict = {}
     for block in blocks(page, "python"):
@@ -43,7 +43,7 @@ def test_a_first_run_says_nothing_but_what_it_prints(tmp_path):
     assert "fits with offloading" in done.stdout and "step.py:8:" in done.stdout
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         if "://" in target:
@@ -98,7 +98,7 @@ def test_a_plan_of_the_docs_answers(tmp_path, monkeypatch, capsys):
     assert "fits" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_what_the_text_names_is_there(page):
     text = page.read_text()
     for name in re.findall(r"\bjo\.(\w+)", text):

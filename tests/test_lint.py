@@ -9,7 +9,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CPP = [str(p) for s in ("cc", "h") for p in sorted((ROOT / "custom_calls").rglob(f"*.{s}"))]
-FOLDERS = ["jaxoffload", "tests", "benchmarks"]
+FOLDERS = ["jaxoffload", "tests", "benchmarks", "notebooks"]
 
 
 @pytest.mark.parametrize(

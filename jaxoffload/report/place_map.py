@@ -44,7 +44,13 @@ def place_map_svg(run: Run, title: str = "") -> str:
     return picture(scene_of(run), title, 'xmlns="http://www.w3.org/2000/svg" color="#444"')
 
 
-def picture(scene: Scene, title: str = "", attributes: str = "", most: int | None = None) -> str:
+def picture(
+    scene: Scene,
+    title: str = "",
+    attributes: str = "",
+    most: int | None = None,
+    hints: bool = True,
+) -> str:
     """A scene's first times on its first device as SVG.
 
     Args:
@@ -52,6 +58,7 @@ def picture(scene: Scene, title: str = "", attributes: str = "", most: int | Non
       attributes: more of the svg element's.
       most: boxes to draw at most in memory and in lanes each, the largest; None for all that are
         large enough to be seen.
+      hints: whether boxes tell what they are when they are pointed at.
     """
     lanes = _lanes(scene, most)
     height = _TOP + _USE + 12 + _MAP + 24 + len(lanes) * (_LANE + 6) + 40
@@ -62,12 +69,14 @@ def picture(scene: Scene, title: str = "", attributes: str = "", most: int | Non
         f"<style>{_STYLE}</style>",
         f'<text x="{_LEFT}" y="16" font-weight="bold">{html.escape(title)}</text>',
         *_use(scene),
-        *_places(scene, most),
+        *_places(scene, most, hints),
     ]
     for row, (name, boxes) in enumerate(lanes.items()):
         top = _TOP + _USE + 12 + _MAP + 16 + row * (_LANE + 6)
         parts.append(f'<text x="{_LEFT - 6}" y="{top + 15}" text-anchor="end">{name}</text>')
-        parts += [_box(x, top, wide, _LANE, "lane", hint) for x, wide, hint in boxes]
+        parts += [
+            _box(x, top, wide, _LANE, "lane", hint if hints else "") for x, wide, hint in boxes
+        ]
     parts.append(
         f'<text x="{_LEFT + _WIDE}" y="{base}" text-anchor="end">'
         f"{format_seconds(scene.times[0].seconds)}</text>"
@@ -138,7 +147,7 @@ def _steps(xs: list[float], ys: list[float]) -> list[tuple[float, float]]:
     return found
 
 
-def _places(scene: Scene, most: int | None) -> list[str]:
+def _places(scene: Scene, most: int | None, hints: bool) -> list[str]:
     """What is at which address, when."""
     graph, sizes, scale = scene.graph, scene.sizes, _scale(scene)
     begin, end = scene.lives(scene.times[0])
@@ -155,7 +164,7 @@ def _places(scene: Scene, most: int | None) -> list[str]:
         if tall < 0.3:
             continue
         x, wide = _LEFT + begin[version] * scale, max((end - begin)[version] * scale, 0.4)
-        hint = f"{tensor.name} {format_bytes(tensor.bytes)} {tensor.source}"
+        hint = f"{tensor.name} {format_bytes(tensor.bytes)} {tensor.source}" if hints else ""
         parts.append(_box(x, low, wide, tall, f"k{int(tensor.kind)}", hint))
     parts.append(
         f'<rect x="{_LEFT}" y="{top}" width="{_WIDE}" height="{_MAP}" fill="none" stroke="#888"/>'
@@ -187,6 +196,6 @@ def _lanes(scene: Scene, most: int | None) -> dict[str, list[tuple[float, float,
 
 def _box(x: float, y: float, wide: float, tall: float, style: str, hint: str) -> str:
     box = f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{tall:.1f}" class="{style}"'
-    if wide * tall < _HINT_AREA:
+    if not hint or wide * tall < _HINT_AREA:
         return box + "/>"
     return f"{box}><title>{html.escape(hint)}</title></rect>"

@@ -70,6 +70,12 @@ class Prediction(ShownMemory):
         """Bytes copied away from it."""
         return self.memgraph.moved_bytes(Kind.OFFLOAD)
 
+    def __repr__(self) -> str:
+        return (
+            f"Prediction({self.name} on {self.machine.name}, budget {format_bytes(self.budget)}: "
+            f"{self.seconds:.3g} s, {self.memgraph.num_vertices} vertices)"
+        )
+
     def __str__(self) -> str:
         return (
             f"{self.name} on {self.machine.name} in {format_bytes(self.budget)}, simulated: "

@@ -58,6 +58,9 @@ class Tradeoff(Shown):
     machine: str
     points: tuple[Point, ...]
 
+    def __repr__(self) -> str:
+        return f"Tradeoff({self.name} on {self.machine}: {len(self.points)} points)"
+
     def __str__(self) -> str:
         keep = self.points[0]
         lines = [
@@ -84,7 +87,7 @@ class Tradeoff(Shown):
 
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-            'font-family="sans-serif" font-size="12" fill="currentColor" color="#444">',
+            'font-family="sans-serif" font-size="15" fill="currentColor" color="#444">',
             f'<text x="{_LEFT}" y="18" font-weight="bold">'
             f"{html.escape(f'{self.name} on {self.machine}, simulated')}</text>",
             f'<path d="M{_LEFT} {_TOP}V{base}H{_LEFT + wide}" fill="none" stroke="#888"/>',

@@ -58,8 +58,10 @@ function start(root) {
       const pairs = labels.map((label, i) => label + " over " + model.times[1 - i].label);
       const options = [...labels, ...pairs];
       bar.append(choose("times", options, state.which + (state.both ? 2 : 0), (n) => {
+        const isWhole = state.to - state.from === span();
         state.which = n % 2;
         state.both = n > 1;
+        if (isWhole) state.from = 0, state.to = span();
         arrange();
       }));
     }
@@ -82,13 +84,19 @@ function start(root) {
     state.both = state.both && model.times.length > 1;
     state.device = Math.min(state.device, model.devices - 1);
     state.over = state.chosen = -1;
-    state.from = 0, state.to = Math.max(...model.times.map((t) => t.seconds)) || 1;
+    state.from = 0, state.to = span();
     canvas.setAttribute("aria-label", model.title + ": memory and lanes over time");
-    root.querySelector("h1").textContent = model.title;
+    root.querySelector(".title strong").textContent = model.title;
     says.textContent = model.budget ? formatBytes(model.budget) : "no limit";
     hits.replaceChildren();
     facts.replaceChildren();
     arrange();
+  }
+
+  // Seconds of what is shown: of one of the times, or of both.
+  function span() {
+    const shown = state.both ? model.times : [model.times[state.which]];
+    return Math.max(...shown.map((t) => t.seconds)) || 1;
   }
 
   // What is drawn where, from the top down, for one device.
@@ -356,6 +364,8 @@ function start(root) {
     for (const [what, text] of v < 0 ? [] : describe(model, state.which, v)) {
       facts.append(make("dt", {}, what), make("dd", {}, text));
     }
+    // What follows the view moves down once, not with every box.
+    facts.style.minHeight = Math.max(parseFloat(facts.style.minHeight) || 0, facts.offsetHeight) + "px";
     paintAbove();
   }
 
@@ -373,9 +383,8 @@ function start(root) {
   }
 
   function show(from, to) {
-    const span = Math.max(...model.times.map((t) => t.seconds)) || 1;
-    const length = Math.min(Math.max(to - from, span * 1e-7), span);
-    state.from = Math.min(Math.max(from, 0), span - length);
+    const whole = span(), length = Math.min(Math.max(to - from, whole * 1e-7), whole);
+    state.from = Math.min(Math.max(from, 0), whole - length);
     state.to = state.from + length;
     draw();
   }
@@ -435,6 +444,7 @@ function start(root) {
   load();
   new ResizeObserver(draw).observe(stage);
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  new MutationObserver(draw).observe(document.body, { attributes: true }); // a notebook's theme
 }
 
 document.querySelectorAll(".jaxoffload-view:not([data-live])").forEach(start);

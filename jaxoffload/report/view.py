@@ -4,6 +4,7 @@ A page is one piece: words, a static picture, the data, and a script (model.js, 
 view to look into in the picture's place. Nothing is fetched. Whatever the user named is escaped.
 """
 
+import base64
 import dataclasses
 import functools
 import html
@@ -25,6 +26,11 @@ from jaxoffload.showing import Shown, page, words
 _FILES = importlib.resources.files("jaxoffload.report")
 _STATIC_BOXES = 800
 """In the picture for where no script runs, of memory and of lanes each."""
+_THEME = (
+    "<style>svg{color:#222;background:#fff}"
+    "@media(prefers-color-scheme:dark){svg{color:#ddd;background:#16181c}}</style>"
+)
+"""Colours of pictures as view.css has them: an image knows nothing of the page's own."""
 _MOST_IN_A_NOTEBOOK = 50_000
 """Boxes of what a notebook shows: it keeps every output, and these take five megabytes."""
 _MOST_BOXES = 200_000
@@ -91,7 +97,7 @@ def _page_of_several(shown: Comparison, *, is_file: bool) -> str:
 @page.register(WholeRun)
 def _page_of_whole(shown: WholePlan | WholeRun, *, is_file: bool) -> str:
     text = "Everything fits: it runs whole, as jax.jit runs it, and nothing is moved."
-    return _page(f"<h1>{text}</h1><pre>{html.escape(str(shown))}</pre>", text, is_file)
+    return _page(f"{_title(text)}<pre>{html.escape(str(shown))}</pre>", text, is_file)
 
 
 @page.register
@@ -107,7 +113,7 @@ def _page_of_tradeoff(shown: Tradeoff, *, is_file: bool) -> str:
     text = str(shown)
     if len(scenes) < len(made):
         text += f"\n{len(made) - len(scenes)} plans are too large to be looked into on this page."
-    curves = shown.svg().replace('xmlns="http://www.w3.org/2000/svg" ', "").replace("#444", "")
+    curves = _image(shown.svg(), f"{shown.name} on {shown.machine}: time over device memory")
     return scenes_page(scenes, text, is_file=is_file, more=curves)
 
 
@@ -124,9 +130,8 @@ def scenes_page(scenes: Sequence[Scene], text: str, *, is_file: bool, more: str 
     boxes = sum(scene.graph.num_versions for scene in scenes)
     if not is_file and boxes > _MOST_IN_A_NOTEBOOK:
         text += f"\n{boxes} boxes are too many for a notebook: .save('plan.html') writes the view."
-        still = picture(scenes[-1], most=_STATIC_BOXES)
         return _page(
-            f"<h1>{html.escape(title)}</h1><pre>{html.escape(text)}</pre>{more}{still}",
+            f"{_title(title)}<pre>{html.escape(text)}</pre>{more}{_still(scenes[-1])}",
             title,
             False,
         )
@@ -136,11 +141,34 @@ def scenes_page(scenes: Sequence[Scene], text: str, *, is_file: bool, more: str 
         "scenes": [encoded(scene) for scene in scenes],
     }
     body = (
-        f"<h1>{html.escape(title)}</h1><pre>{html.escape(text)}</pre>{more}"
-        f'<div class="static">{picture(scenes[-1], most=_STATIC_BOXES)}</div>'
+        f"{_title(title)}<pre>{html.escape(text)}</pre>{more}"
+        f'<div class="static">{_still(scenes[-1])}</div>'
         f'<script type="application/json">{_json(data)}</script>'
     )
     return _page(body, title, is_file, _script())
+
+
+def _title(text: str) -> str:
+    """No heading: notebooks list those of outputs among their own."""
+    return f'<p class="title"><strong>{html.escape(text)}</strong></p>'
+
+
+def _still(scene: Scene) -> str:
+    return _image(
+        picture(scene, "", 'xmlns="http://www.w3.org/2000/svg"', most=_STATIC_BOXES, hints=False),
+        f"{scene.title}: memory and lanes over time",
+    )
+
+
+def _image(svg: str, says: str) -> str:
+    """A picture as an image that holds all of itself.
+
+    Notebooks that are not trusted keep such images. Of an svg element JupyterLab would leave the
+    words, and GitHub no colours.
+    """
+    head, _, rest = svg.partition(">")
+    data = base64.b64encode(f"{head}>{_THEME}{rest}".encode()).decode()
+    return f'<img alt="{html.escape(says)}" src="data:image/svg+xml;base64,{data}">'
 
 
 def _page(body: str, title: str, is_file: bool, script: str = "") -> str:

@@ -86,7 +86,7 @@ def unpacked(packed):
 class Elements(html.parser.HTMLParser):
     """Every element is closed in its turn."""
 
-    VOID = {"meta", "input", "br"}
+    VOID = {"meta", "input", "br", "img"}
 
     def __init__(self, text):
         super().__init__()
@@ -110,6 +110,16 @@ class Elements(html.parser.HTMLParser):
 
     def handle_data(self, data):
         self.texts.append((self.open[-1] if self.open else "", data))
+
+
+def images(elements):
+    """The pictures of a page, each of which holds all of itself."""
+    found = [value for name, value in elements.attributes if name == "src"]
+    head = "data:image/svg+xml;base64,"
+    assert all(value.startswith(head) for value in found)
+    return [
+        xml.etree.ElementTree.fromstring(base64.b64decode(value[len(head) :])) for value in found
+    ]
 
 
 def data_of(page):
@@ -231,9 +241,13 @@ def test_pages_are_well_formed_and_fetch_nothing(step, tmp_path):
         page = (tmp_path / "page.html").read_text(encoding="utf-8")
         for text in (page, thing._repr_html_()):
             elements = Elements(text)
-            assert elements.found.count("svg") == 1 and elements.found.count("script") == 2
+            assert elements.found.count("img") == 1 and elements.found.count("script") == 2
             assert not re.search(r"http|url\(|@import|fetch\(|\bimport\b", text)
-            assert not {name for name, _ in elements.attributes} & {"src", "href", "onload"}
+            assert not {name for name, _ in elements.attributes} & {"href", "onload"}
+            (still,) = images(elements)
+            lanes = [e for e in still.iter() if e.get("class") == "lane"]
+            assert 0 < len(lanes) <= view._STATIC_BOXES
+            assert not any(map(len, lanes))  # a hint could not be seen
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
     svg = xml.etree.ElementTree.fromstring(picture(scene_of(plan)))
     assert len([e for e in svg if e.get("class") == "lane"]) == plan.memgraph.num_vertices
@@ -251,7 +265,7 @@ def test_names_of_the_user_stay_names(step):
     (shown,) = data_of(page)["scenes"]
     assert shown["title"] == HOSTILE == shown["arguments"][0]
     assert f"{HOSTILE}3" in shown["strings"]
-    assert [t for tag, t in elements.texts if tag == "h1"] == [HOSTILE]
+    assert [t for tag, t in elements.texts if tag == "strong"] == [HOSTILE]
     text = next(t for tag, t in elements.texts if t.startswith("{"))
     assert text.isascii() and not set(text) & set("<>&")
 
@@ -269,7 +283,7 @@ def test_what_is_too_large_for_a_notebook_is_a_picture_there(step, tmp_path, mon
     run = step.last_run
     monkeypatch.setattr(view, "_MOST_IN_A_NOTEBOOK", run.memgraph.num_versions - 1)
     elements = Elements(run._repr_html_())
-    assert elements.found.count("script") == 0 and elements.found.count("svg") == 1
+    assert elements.found.count("script") == 0 and len(images(elements)) == 1
     assert any("too many for a notebook" in text for _, text in elements.texts)
     run.save(tmp_path / "run.html")
     assert data_of((tmp_path / "run.html").read_text(encoding="utf-8"))
@@ -294,7 +308,9 @@ def test_what_runs_whole_says_that_everything_fits():
 def test_a_tradeoff_shows_its_curves_and_its_plans():
     found = jo.offload(function, device_memory=None).tradeoff(X, machine="H200", shares=(0.7, 0.5))
     page = found._repr_html_()
-    assert Elements(page).found.count("svg") == 2
+    curves, still = images(Elements(page))
+    circle = "{http://www.w3.org/2000/svg}circle"
+    assert len(list(curves.iter(circle))) == len(found.points) and not list(still.iter(circle))
     budgets = [scene["budget"] for scene in data_of(page)["scenes"]]
     assert budgets == sorted(p.budget for p in found.points if p.strategy == "both")
 

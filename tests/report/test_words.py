@@ -202,3 +202,13 @@ def test_a_comparison_is_a_table_by_budget(step):
     lines = str(jo.compare(large, plan)).splitlines()
     assert [line[:10].strip() for line in lines] == ["budget", "70 KiB", "86 KiB"]
     assert amount(lines[1][33:43].strip()) == plan.bytes_reloaded
+
+
+def test_what_notebooks_keep_as_text_is_a_line(step):
+    args = X, {"in": X}
+    found = step.predict(*args, machine="H200")
+    curve = jo.offload(function, device_memory=None).tradeoff(*args, machine="H200", shares=(0.5,))
+    for shown in (step.plan(*args), step.last_run, found, curve):
+        assert len(repr(shown)) < 200 and "\n" not in repr(shown)
+    assert repr(found).startswith("Prediction(function on H200, budget 70 KiB: ")
+    assert repr(curve) == f"Tradeoff(function on H200: {len(curve.points)} points)"
