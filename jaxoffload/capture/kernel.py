@@ -98,6 +98,6 @@ def _reference(operand: Any, slot: dict[Value, int]) -> Any:
 
 
 def main_source(equations: Sequence[Equation], seconds: Sequence[float]) -> str:
-    """The user's line of the most expensive equation."""
-    dearest = max(range(len(equations)), key=lambda i: seconds[i])
-    return equations[dearest].operation.source
+    """The user's line of the most expensive equation, of those that come from one."""
+    by_time = sorted(range(len(equations)), key=lambda i: -seconds[i])
+    return next((s for i in by_time if (s := equations[i].operation.source)), "")

@@ -79,9 +79,10 @@ class TiledOperation(Operation):
     def __init__(
         self, key: Any, equations: Sequence[Equation], count: int, run: Callable[..., Any]
     ):
-        dearest = max(equations, key=lambda e: sum(v.num_bytes() for v in e.outputs))
+        by_size = sorted(equations, key=lambda e: -sum(v.num_bytes() for v in e.outputs))
+        dearest = next((e for e in by_size if e.operation.source), by_size[0])
         super().__init__(dearest.operation.eqn, {})
-        self.name = f"tiled {dearest.operation.name}"
+        self.name = f"tiled {by_size[0].operation.name}"
         self.equations, self.count = tuple(equations), count
         self._key, self._run = key, run
 

@@ -192,8 +192,12 @@ class Ranking:
         """Less and less is moved, more and more computed again: as long as that is faster."""
         found, base = {(REACHES[0], 0.0): tried[0]}, tried[2]
         for share in RECOMPUTED:
-            if self._attempt(base, REACHES[0], share, found) > _WORSE * min(found.values()):
+            least = min(found.values())
+            took = self._attempt(base, REACHES[0], share, found)
+            if took > _WORSE * least:
                 break
+            if SAME * took < least:  # what pays is gone on with
+                self._work = min(self._work, int(self._allowed))
         if len(found) == 1:
             return
         best = min(found, key=found.__getitem__)[1]

@@ -309,3 +309,31 @@ def test_search_is_as_long_as_what_it_plans_for(work):
     assert found[0] < 0.8 * found[1]
     machine, whole = jo.MACHINES["H200"], jo.offload(step, device_memory=None).plan(x[0], x)
     assert cuts.simulated_vertices(machine, whole.taskgraph) == cuts.SIMULATED_VERTICES[0]
+
+
+def test_computing_more_again_is_tried_for_as_long_as_it_pays(monkeypatch):
+    """However little may be simulated: half of the way would be the worst choice."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(jnp.sin(jnp.tanh(x @ w)) * 2.0)
+        return (x**2).sum()
+
+    monkeypatch.setattr(cuts, "SIMULATED_VERTICES", (1, 10_000))
+    monkeypatch.setattr(cuts, "_VERTICES_A_SECOND", 0)
+    plain, tried = cuts.Ranking._try, {}
+
+    def note(ranking, cut, graph):
+        took = plain(ranking, cut, graph)
+        tried[cut.recomputed, cut.reach] = took
+        return took
+
+    monkeypatch.setattr(cuts.Ranking, "_try", note)
+    here = jo.MACHINES["2 cores of an EPYC"]
+    rate = here.to_device.bytes_per_second / 16
+    slow = here.with_rates([("to_device", rate), ("from_device", rate)])
+    weights = [jax.ShapeDtypeStruct((64, 64), np.float32)] * 12
+    step = jo.offload(jax.grad(loss), device_memory="8MiB")
+    step.predict(weights, jax.ShapeDtypeStruct((4096, 64), np.float32), machine=slow)
+    times = [tried[key] for key in sorted(tried, key=lambda key: key[0]) if key[1] > 0 and key[0]]
+    assert len(times) >= 2 and min(times[1:]) < times[0] < tried[0.0, float("inf")]
