@@ -8,7 +8,6 @@ import contextlib
 import functools
 import importlib.util
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -47,7 +46,6 @@ DropVar = _core.DropVar
 ShapedArray = _core.ShapedArray
 Tracer = jax.core.Tracer
 
-_INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 _MOST_FRAMES = 100
 """Of a stack, those that are looked through for the user's own code."""
 
@@ -70,11 +68,11 @@ def source_line(source_info: Any) -> str:
     called at train.py:12:8 (step)".
     """
     line = _source_info_util.summarize(source_info)
-    if not _INSTALLED.match(line):
+    if not sources.is_installed(line):
         return sources.short(line)
     # Outermost first; a library's own frames may be many.
     callers = _source_info_util.summarize(source_info, _MOST_FRAMES).split("\n")
-    own = next((caller for caller in reversed(callers) if not _INSTALLED.match(caller)), None)
+    own = next((caller for caller in reversed(callers) if not sources.is_installed(caller)), None)
     short = sources.short(line)
     return short if own is None else f"{short}, called at {sources.short(own)}"
 

@@ -5,6 +5,13 @@ import os
 import re
 import sys
 
+_INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
+
+
+def is_installed(line: str) -> bool:
+    """Whether a source line is of an installed library, not of the user's own."""
+    return _INSTALLED.match(line) is not None
+
 
 def short(line: str) -> str:
     """A source line by as little of its path as tells which file it is.
@@ -18,6 +25,8 @@ def short(line: str) -> str:
       IPython calls it in tracebacks ("In[3]:6:8 (f)").
     """
     here = os.getcwd() + os.sep
+    if installed := _INSTALLED.match(line):  # the environment may be below the present folder
+        return line[installed.end() :]
     if line.startswith(here):
         return line[len(here) :]
     found = re.match(r"(.*?)(?::\d+)+ \(", line)

@@ -37,6 +37,13 @@ def test_a_file_below_the_present_folder_is_relative_to_it(package, monkeypatch)
     assert sources.short(f"{package}:6:8 (f)") == "_src/update.py:6:8 (f)"
 
 
+def test_a_library_of_an_environment_in_the_present_folder_is_no_file_of_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = f"{tmp_path}/.venv/lib/python3.11/site-packages/optax/_src/update.py:6:8 (f)"
+    assert sources.is_installed(line) and not sources.is_installed(f"{tmp_path}/train.py:6:8 (f)")
+    assert sources.short(line) == "optax/_src/update.py:6:8 (f)"
+
+
 def test_other_files_keep_their_paths(tmp_path):
     for line in (f"{tmp_path}{os.sep}train.py:6:8 (f)", "unknown", ""):
         assert sources.short(line) == line
