@@ -22,6 +22,10 @@ is allocated or compiled. Without --machine it is planned for a machine like thi
   jaxoffload plan train:step --args=train:example --device_memory=8GiB --machine=H200
   jaxoffload plan train:step --args=train:example --device_memory=8GiB --save=plan.html
 
+Of a folder with a model, and fine-tuning it:
+
+  jaxoffload finetune --plan-only --model=DIR --data=FILE --device-memory=8GiB --machine=H200
+
 Exit code: 0 it fits, 1 it does not, 2 the command was not understood.
 """
 FLAGS = new_flags()
