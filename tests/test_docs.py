@@ -16,7 +16,10 @@ from jaxoffload.command import table
 from tests.test_public import NAMES as PUBLIC
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "notebooks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "notebooks/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 TOPS = ["jaxoffload", "custom_calls", "tests", "benchmarks", "docs", "notebooks"]
 HOLE = "\0"
 """Stands in a message for what is put in."""
