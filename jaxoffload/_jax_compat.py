@@ -300,11 +300,20 @@ def one_ir_context() -> Iterator[None]:
     """Within it what this thread lowers shares one MLIR context: to make one for each function
     takes JAX 5 ms, most of what lowering a small one takes. Constants live as long as it does."""
     _mlir.make_ir_context = _context_of_this_thread
+    outer = getattr(_lowering, "make", None)
     _lowering.make = functools.cache(_make_ir_context)
     try:
         yield
     finally:
-        del _lowering.make
+        if outer is None:
+            del _lowering.make
+        else:
+            _lowering.make = outer
+
+
+def is_lowering_kernels() -> bool:
+    """Whether what this thread lowers is part of a kernel: it is within `one_ir_context`."""
+    return hasattr(_lowering, "make")
 
 
 def _context_of_this_thread() -> Any:

@@ -203,7 +203,9 @@ def _lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> An
             "that made it. Export the function itself, jax.export.export(jax.jit(f)), and offload "
             "what is deserialized: offload(exported.call, device_memory=...)."
         )
-    plan = None if is_exported else _plan(params, backends.get(backend_name))
+    # In a branch or a loop of another that is cut, it is part of one of that one's kernels.
+    is_part = compat.is_lowering_kernels()
+    plan = None if is_exported or is_part else _plan(params, backends.get(backend_name))
     if plan is None or isinstance(plan, WholePlan):
         return mlir.lower_fun(in_plain_jax(params), multiple_results=True)(context, *operands)
     below = params["below"]

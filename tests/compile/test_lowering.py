@@ -78,3 +78,26 @@ def test_artifact_is_the_same_whichever_way_it_is_written(function):
         known = compat._jax.mlir.serialize_portable_artifact(code, "1.9.0")
         assert compat.portable_stablehlo(program, "1.9.0") == bytes(known)
     assert b"StableHLO_v1.9.0" in compat.portable_stablehlo(program, "1.9.0")
+
+
+def test_contexts_within_one_another_come_back():
+    with compat.one_ir_context():
+        outer = compat._mlir.make_ir_context()
+        with compat.one_ir_context():
+            inner = compat._mlir.make_ir_context()
+            assert inner is not outer and compat._mlir.make_ir_context() is inner
+        assert compat._mlir.make_ir_context() is outer
+    assert compat._mlir.make_ir_context() is not compat._mlir.make_ir_context()
+
+
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")  # all of it fits
+def test_an_offloaded_function_in_a_branch_of_another_is_part_of_its_kernel():
+    inner = jo.offload(lambda y: jnp.sin(y) * 2, device_memory="1MiB")
+
+    def f(x):
+        return jax.lax.cond(x.sum() > 0, inner, lambda y: y, jnp.tanh(x) + 1)
+
+    x = np.ones((8, 8), np.float32)
+    want = jax.jit(f)(x)
+    np.testing.assert_allclose(jo.offload(f, device_memory="1MiB")(x), want, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(jo.offload(f, device_memory="1MiB"))(x), want, rtol=1e-6)
