@@ -8,7 +8,7 @@ Pages link to one another and to files beside docs/, so the source folder is the
 project = "jaxoffload"
 html_title = project
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "benchmarks/RESULTS.md", "CHANGELOG.md"]
+include_patterns = ["docs/*.md", "notebooks/README.md", "benchmarks/RESULTS.md", "CHANGELOG.md"]
 exclude_patterns = ["build", "custom_calls", "tests", ".*"]  # not walked through
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
