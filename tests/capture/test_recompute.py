@@ -154,13 +154,13 @@ def test_a_short_link_is_spared_and_results_agree(monkeypatch):
         )
         monkeypatch.setattr(backends.current(), "machine", machine)
         step = jo.offload(function, device_memory=budget, check=True)
+        plans[rate] = step.plan(*args)  # before a run measures its kernels, and the cut changes
         for got, expected in zip(step(*args), want, strict=True):
             assert max_relative_difference(np.asarray(expected), np.asarray(got)) < 1e-5
-        plans[rate] = step.plan(*args)
-    assert plans[1e8].recomputed > plans[1e12].recomputed
+    never = jo.offload(function, device_memory=budget, recompute="never").plan(*args)
+    assert plans[1e8].timeline.seconds < 1.05 * never.timeline.seconds
     moved = {rate: p.bytes_offloaded + p.bytes_reloaded for rate, p in plans.items()}
     assert moved[1e8] < 0.6 * moved[1e12]
-    assert "computes again" in str(jo.offload(function, device_memory=budget).explain(*args))
 
 
 def test_never_and_always():
@@ -170,6 +170,8 @@ def test_never_and_always():
         for how in ("never", "always")
     }
     assert plans["never"].recomputed == 0 < plans["always"].recomputed
+    step = jo.offload(function, device_memory=3 * 2**19, recompute="always")
+    assert "computes again" in str(step.explain(*args))
     assert plans["always"].bytes_offloaded < plans["never"].bytes_offloaded
     with pytest.raises(ValueError, match="recompute='often'"):
         jo.offload(function, recompute="often")
