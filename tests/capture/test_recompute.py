@@ -159,6 +159,9 @@ def test_a_short_link_is_spared_and_results_agree(monkeypatch):
             assert max_relative_difference(np.asarray(expected), np.asarray(got)) < 1e-5
     never = jo.offload(function, device_memory=budget, recompute="never").plan(*args)
     assert plans[1e8].timeline.seconds < 1.05 * never.timeline.seconds
+    if jax.__version_info__ < (0, 12):  # there a tanh's gradient has one_minus_square, kept as yet
+        assert plans[1e8].recomputed > plans[1e12].recomputed
+        assert "computes again" in str(jo.offload(function, device_memory=budget).explain(*args))
     moved = {rate: p.bytes_offloaded + p.bytes_reloaded for rate, p in plans.items()}
     assert moved[1e8] < 0.6 * moved[1e12]
 
