@@ -5,12 +5,17 @@ for transformations that have already happened when we see the jaxpr, so only th
 So it is with `compute_on`: it says where XLA computes, which here the planner decides.
 The recomputation that `checkpoint` asks for stays where its backward pass put it: clusters are cut
 in program order, so it is never merged back into the forward pass.
+
+JAX 0.12 moves data by three operations that older ones wrote in others (`_SPELLED_OUT`). They are
+written so here, too: then one row of an unstacked argument is read without the rest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax import lax
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value
@@ -35,6 +40,24 @@ CALL_BODY = {
     "custom_lin": "jaxpr",
     "jaxoffload": "jaxpr",
 }
+
+
+def _stack(*arrays: Any, axis: int) -> Any:
+    return lax.concatenate([lax.expand_dims(x, (axis,)) for x in arrays], axis)
+
+
+def _unstack(x: Any, *, axis: int) -> list[Any]:
+    return [lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])]
+
+
+def _tile(x: Any, *, reps: Sequence[int]) -> Any:
+    apart = [n for pair in zip(reps, x.shape, strict=True) for n in pair]
+    spread = lax.broadcast_in_dim(x, apart, range(1, 2 * x.ndim, 2))
+    return lax.reshape(spread, [r * n for r, n in zip(reps, x.shape, strict=True)])
+
+
+_SPELLED_OUT: dict[str, Callable[..., Any]] = {"stack": _stack, "unstack": _unstack, "tile": _tile}
+"""Operations that only move data, and how older ones do the same."""
 _IDENTITIES = frozenset({"sharding_constraint", "mesh_cast", "name", "copy", "stop_gradient"})
 
 
@@ -74,6 +97,10 @@ def _inline(jaxpr: Any, constants: Any, operands: Any, equations: list[Equation]
             _refuse_what_cannot_be_cut(eqn)
             environment[eqn.outvars[0]] = inputs[0]
             continue
+        if name in _SPELLED_OUT:
+            body = _spelled_out(eqn)
+            environment.update(zip(eqn.outvars, _inline(body, (), inputs, equations), strict=True))
+            continue
         body = eqn.params.get(CALL_BODY.get(name, ""))
         if body is not None:
             closed = isinstance(body, compat.ClosedJaxpr)
@@ -86,6 +113,17 @@ def _inline(jaxpr: Any, constants: Any, operands: Any, equations: list[Equation]
         environment.update(zip(eqn.outvars, outputs, strict=True))
         equations.append(Equation(Operation(eqn), inputs, outputs))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _spelled_out(eqn: Any) -> Any:
+    """An open jaxpr that does what an equation does, in other operations at the same line."""
+
+    def function(*operands: Any) -> Any:
+        return _SPELLED_OUT[eqn.primitive.name](*operands, **eqn.params)
+
+    avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
+    made = jax.make_jaxpr(function)(*avals).jaxpr
+    return made.replace(eqns=[e.replace(source_info=eqn.source_info) for e in made.eqns])
 
 
 class Constant(Value):

@@ -77,6 +77,10 @@ def _elements(equation: Equation) -> float:
     return float(sum(math.prod(v.shape) for v in equation.outputs))
 
 
+def _polynomial_flops(equation: Equation) -> float:
+    return 2.0 * _elements(equation) * (len(equation.inputs) - 2)
+
+
 _NOTHING = Known()
 _ELEMENTWISE = Known(
     is_elementwise=True,
@@ -110,13 +114,15 @@ TABLE: dict[str, Known] = {
     **dict.fromkeys(
         """
         abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
-        clamp conj cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag
-        integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
-        population_count pow real reduce_precision rem round rsqrt select_n shift_left
-        shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
+        clamp clz complex conj cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
+        imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg nextafter
+        not one_minus_square or population_count pow real reduce_precision rem round rsqrt select_n
+        shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
+        xor
         """.split(),
         _ELEMENTWISE,
     ),
+    "polynomial": dataclasses.replace(_ELEMENTWISE, flops=_polynomial_flops),
     "convert_element_type": dataclasses.replace(_ELEMENTWISE, is_view=_widens),
     "copy": Known(tilings=tile.elementwise),
     # Views.

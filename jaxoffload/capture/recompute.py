@@ -290,11 +290,13 @@ class _Rewriter:
         return value
 
     def _live(self, equations: list[Equation]) -> list[Equation]:
-        """Without what nobody reads any more."""
+        """Without what nobody reads any more. Of an operation whose own place is gone the first
+        copy is put off, not repeated."""
         kept = live_equations(equations, self.source.program.result_values())
         made = {v for equation in kept for v in equation.outputs}
         for equation in kept:
             first = self.original.get(id(equation))
             if first is not None and first.outputs[0] not in made:
-                equation.again = False  # it was put off, not repeated
+                equation.again = False
+                made.update(first.outputs)
         return kept

@@ -16,6 +16,8 @@ A scan that is not worth being cut stays one vertex, as `while` and `cond` alway
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -322,9 +324,9 @@ class _Unroller:
     def _whole(self, equation: Equation, operands: list[Any], environment: dict) -> None:
         eqn = equation.operation.eqn
         inputs = tuple(self.join(x, eqn) for x in operands)
-        part = _part_of_argument(equation, inputs)
-        if part is not None:
-            environment[equation.outputs[0]] = part
+        parts = _parts_of_argument(equation, inputs)
+        if parts is not None:
+            environment.update(zip(equation.outputs, parts, strict=True))
             return
         outputs = self.emit_all(equation.operation, inputs, [v.aval for v in equation.outputs])
         environment.update(zip(equation.outputs, outputs, strict=True))
@@ -476,18 +478,35 @@ def _in_order(number: int, loop: Loop) -> Sequence[int]:
     return range(number - 1, -1, -1) if loop.params["reverse"] else range(number)
 
 
-def _part_of_argument(equation: Equation, inputs: tuple[Operand, ...]) -> Value | None:
-    """The rows of an argument that a static slice takes, which needs no computation."""
+def _parts_of_argument(equation: Equation, inputs: tuple[Operand, ...]) -> list[Value] | None:
+    """The bytes of an argument that a static slice or split takes, which needs no computation."""
     operation = equation.operation
     if len(inputs) != 1 or is_literal(inputs[0]) or inputs[0].argument is None:
         return None
-    value, aval = inputs[0], equation.outputs[0].aval
-    if compat.is_extended(aval):
+    shape, params = inputs[0].shape, operation.params
+    if operation.name == "slice" and set(params["strides"] or (1,)) == {1}:
+        starts = [params["start_indices"]]
+    elif operation.name == "split":
+        axis, sizes = params["axis"], params["sizes"]
+        firsts = itertools.accumulate(sizes[:-1], initial=0)
+        starts = [tuple(first * (d == axis) for d in range(len(shape))) for first in firsts]
+    else:
         return None
-    if operation.name == "slice" and operation.params["strides"] is None:
-        starts, limits = operation.params["start_indices"], operation.params["limit_indices"]
-        if tuple(limits[1:]) == value.shape[1:] and not any(starts[1:]):
-            row = int(np.prod(value.shape[1:], dtype=np.int64)) * aval.dtype.itemsize
-            span = value.argument
-            return Value(aval, Span(span.index, span.offset + starts[0] * row))
-    return None
+    made = [
+        _contiguous(inputs[0], start, output.aval)
+        for start, output in zip(starts, equation.outputs, strict=True)
+    ]
+    return made if all(made) else None
+
+
+def _contiguous(value: Value, start: Sequence[int], aval: Any) -> Value | None:
+    """A part of an argument, where its bytes are together."""
+    if compat.is_extended(aval) or value.argument is None:
+        return None
+    several = next((d for d, size in enumerate(aval.shape) if size != 1), 0)
+    if tuple(aval.shape[several + 1 :]) != value.shape[several + 1 :]:
+        return None
+    strides = [math.prod(value.shape[d + 1 :]) for d in range(len(start))]
+    first = sum(int(i) * n for i, n in zip(start, strides, strict=True))
+    span = value.argument
+    return Value(aval, Span(span.index, span.offset + first * aval.dtype.itemsize))
