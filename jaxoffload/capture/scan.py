@@ -492,11 +492,10 @@ def _parts_of_argument(equation: Equation, inputs: tuple[Operand, ...]) -> list[
         starts = [tuple(first * (d == axis) for d in range(len(shape))) for first in firsts]
     else:
         return None
-    made = [
-        _contiguous(inputs[0], start, output.aval)
-        for start, output in zip(starts, equation.outputs, strict=True)
-    ]
-    return made if all(made) else None
+    pairs = zip(starts, equation.outputs, strict=True)
+    made = [_contiguous(inputs[0], start, output.aval) for start, output in pairs]
+    parts = [part for part in made if part is not None]
+    return parts if len(parts) == len(made) else None
 
 
 def _contiguous(value: Value, start: Sequence[int], aval: Any) -> Value | None:

@@ -380,7 +380,7 @@ def test_other_parts_are_computed(name):
 
 
 def test_data_is_moved_in_operations_that_every_jax_knows():
-    """`stack`, `unstack` and `tile` are primitives of jax 0.12, and fuse and are cut like others."""
+    """`stack`, `unstack` and `tile` are primitives of jax 0.12, and cut like others."""
 
     def function(x):
         together = jnp.tile(jnp.stack([x[0], 2 * x[1], x[2] + 1], axis=1), (2, 1, 3))
