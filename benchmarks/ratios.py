@@ -20,6 +20,7 @@ from jaxoffload.capture.build import build_taskgraph, order_program
 from jaxoffload.capture.scan import unroll
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.options import format_bytes
+from jaxoffload.plan.cost.machines import SMALL_SERVER
 from jaxoffload.transform.verification import max_relative_difference
 
 SHARES = (None, 0.5, 0.25, 0.18)
@@ -47,7 +48,7 @@ def unrolled(function: Callable[..., Any], args: Any, donate: Any) -> Callable[.
         shapes.append(jax.tree.structure(out))
         return jax.tree.leaves(out)
 
-    program = unroll(jax.make_jaxpr(on_leaves)(*flat))
+    program = unroll(jax.make_jaxpr(on_leaves)(*flat), rates=SMALL_SERVER)
     constants = [v.array for v in program.arguments[len(flat) :]]
     captured = build_taskgraph(
         order_program(program),

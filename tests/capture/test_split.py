@@ -18,6 +18,7 @@ from jaxoffload.capture.split import TiledOperation, split
 from jaxoffload.finetune import model
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
 from jaxoffload.plan.alloc.limits import min_budget
+from jaxoffload.plan.cost.machines import SMALL_SERVER
 from jaxoffload.transform.verification import max_relative_difference
 from tests.helpers import interpret_taskgraph
 
@@ -84,7 +85,7 @@ OPERATIONS = {
 
 
 def equations_of(function, *args):
-    program = unroll(jax.make_jaxpr(function)(*args))
+    program = unroll(jax.make_jaxpr(function)(*args), rates=SMALL_SERVER)
     return program, order_program(program)
 
 

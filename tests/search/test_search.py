@@ -16,6 +16,7 @@ from jaxoffload.capture.recompute import recompute
 from jaxoffload.capture.scan import unroll
 from jaxoffload.compile.cache import ExecutableCache
 from jaxoffload.plan.alloc.limits import least_whole, min_budget
+from jaxoffload.plan.cost.machines import SMALL_SERVER
 from jaxoffload.search import cuts, program
 from jaxoffload.search import planner as searching
 
@@ -60,7 +61,9 @@ def _transformer(layers):
 
 def _ordered(function, args):
     step = jo.offload(function, device_memory=None)
-    return order_program(unroll(step._program(step._spec.bind(args, {})).request().jaxpr))
+    return order_program(
+        unroll(step._program(step._spec.bind(args, {})).request().jaxpr, rates=SMALL_SERVER)
+    )
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import heapq
 import numpy as np
 
 from jaxoffload.graphs.memgraph import Kind, MemGraph
-from jaxoffload.plan.cost.machines import Machine
-from jaxoffload.plan.cost.priority import critical_path, vertex_seconds
+from jaxoffload.plan.cost.machines import SMALL_SERVER, Machine
+from jaxoffload.plan.cost.priority import critical_path
 
 POLICIES = ("work-conserving", "fixed", "random", "levelwise")
 """The launcher's three, and bulk-synchronous: all vertices of one depth, then those of the next."""
@@ -107,8 +107,9 @@ def simulate(
     """Simulates one run.
 
     Args:
-      seconds: time of each vertex; by default the machine's, or `vertex_seconds(memgraph)`.
-      machine: how lanes are shared, and what takes how long.
+      seconds: time of each vertex; by default the machine's.
+      machine: how lanes are shared, and what takes how long; None: not at all, as on
+        `SMALL_SERVER`.
       policy: one of `POLICIES`.
       priority: for "work-conserving", of each vertex; by default `best_priority`'s.
       jitter: standard deviation of the logarithm of what each vertex's time is multiplied by.
@@ -119,7 +120,7 @@ def simulate(
     if policy not in POLICIES:
         raise ValueError(f"simulate: policy={policy!r} is unknown. Pass one of {POLICIES}.")
     if seconds is None:
-        seconds = machine.vertex_seconds(memgraph) if machine else vertex_seconds(memgraph)
+        seconds = (machine or SMALL_SERVER).vertex_seconds(memgraph)
     count = memgraph.num_vertices
     took = seconds
     if jitter:
@@ -149,7 +150,7 @@ def best_priority(
     order, in which the plan gave places away, which is better where most waits are for places.
     """
     if seconds is None:
-        seconds = machine.vertex_seconds(memgraph) if machine else vertex_seconds(memgraph)
+        seconds = (machine or SMALL_SERVER).vertex_seconds(memgraph)
     count = memgraph.num_vertices
     critical = critical_path(memgraph, seconds)
     if count > _MAX_SIMULATED:
