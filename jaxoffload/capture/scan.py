@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture import cost, operations, slicing
+from jaxoffload.capture import cost, operations, slicing, sums
 from jaxoffload.capture.flat import Equation, Operand, Program, Value, is_literal
 from jaxoffload.capture.inline import Constant, inline
 from jaxoffload.capture.loops import Body, Loop, Rows, rows_for
@@ -400,15 +400,15 @@ class _Unroller:
     def _reduce(
         self,
         equation: Equation,
-        mapped: slicing.Mapped,
+        mapped: operations.Mapped,
         rows: Rows,
         columns: list[list[Operand]],
     ) -> Operand:
         """A reduction over the pieces of a stack, in a dtype wide enough for so many."""
         operation, out = equation.operation, equation.outputs[0].aval
         combine = slicing.combine_operation(operation.name, mapped.combine, operation.eqn)
-        rounds = mapped.combine in slicing.ROUNDED
-        dtype = slicing.wider(out.dtype) if rounds else out.dtype
+        rounds = mapped.combine in sums.ROUNDED
+        dtype = sums.wider(out.dtype) if rounds else out.dtype
         aval = compat.ShapedArray(out.shape, dtype)
         columns = [[self._converted(x, dtype, operation.eqn) for x in columns[0]]]
         parts = self._rows(equation, rows, columns, [aval] * len(columns[0]))
@@ -416,7 +416,7 @@ class _Unroller:
         def join(total: Operand, row: Operand) -> Operand:
             return self.emit(combine, (total, row), aval)
 
-        total = slicing.add_up(parts, join) if rounds else functools.reduce(join, parts)
+        total = sums.add_up(parts, join) if rounds else functools.reduce(join, parts)
         return self._converted(total, out.dtype, operation.eqn)
 
     def _converted(self, operand: Operand, dtype: Any, eqn: Any) -> Operand:

@@ -24,11 +24,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxoffload import identity
-from jaxoffload.capture import operations, slicing
+from jaxoffload.capture import operations
+from jaxoffload.capture.along import Way
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
 from jaxoffload.capture.rows import takes_few_rows
-from jaxoffload.capture.tile import Tiling
+from jaxoffload.capture.sums import ROUNDED, wider
 
 MAX_TILES = 4096
 _LARGE = 0.25
@@ -52,18 +53,18 @@ class _Member:
 
     position: int
     equation: Equation
-    tiling: Tiling
+    way: Way
     is_copy: bool
     uses: list[Key] = dataclasses.field(init=False)  # what it reads
 
     def __post_init__(self) -> None:
-        pairs = zip(self.equation.inputs, self.tiling.inputs, strict=True)
+        pairs = zip(self.equation.inputs, self.way.inputs, strict=True)
         self.uses = [(x, d) for x, d in pairs if isinstance(x, Value)]
 
     @property
     def fold(self) -> Value | None:
         """What its output starts from, if each tile goes on with that of the tile before."""
-        return None if self.tiling.folds is None else self.equation.inputs[self.tiling.folds]
+        return None if self.way.folds is None else self.equation.inputs[self.way.folds]
 
 
 class TiledOperation(Operation):
@@ -95,15 +96,15 @@ class Tilings:
     """The tilings of a program's equations, worked out once for however many splits of it."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Equation, int], list[Tiling]] = {}
+        self._known: dict[tuple[Equation, int], list[Way]] = {}
 
-    def of(self, equation: Equation, count: int) -> list[Tiling]:
+    def of(self, equation: Equation, count: int) -> list[Way]:
         """As `operations.tilings`, without those that would ask for one table several times."""
         found = self._known.get((equation, count))
         if found is None:
             found = operations.tilings(equation, count)
             if takes_few_rows(equation):  # in one go, where the caller has the table
-                found = [tiling for tiling in found if tiling.inputs[0] is not None]
+                found = [way for way in found if way.inputs[0] is not None]
             self._known[equation, count] = found
         return found
 
@@ -132,7 +133,7 @@ class _Splitter:
         self.results = self.program.result_values()
         self.groups: dict[int, _Group] = {}  # by the identity of their equations
         self.steps = STEPS + _STEPS_EACH * len(self.equations)  # that are left
-        # What was best for an equation of this operation and these shapes: tiles, which tiling.
+        # What was best for an equation of this operation and these shapes: tiles, which way.
         self.choices: dict[Any, tuple[int, int] | None] = {}
         count = len(self.equations)
         self.inside: dict[Value, Equation] = {}
@@ -245,10 +246,10 @@ class _Splitter:
         largest = max((*equation.values(), *equation.outputs), key=lambda v: v.num_bytes())
         for size in sorted(set(largest.shape), reverse=True):
             for count in _counts(size, 2 * before / self.limit):
-                for number, tiling in enumerate(self.tilings(equation, count)):
+                for number, way in enumerate(self.tilings(equation, count)):
                     if self.steps < 0:
                         return best
-                    group = _Group(self, seed, tiling, count)
+                    group = _Group(self, seed, way, count)
                     if group.grow() and group.working_set() < (
                         before if best is None else best.working_set()
                     ):
@@ -307,23 +308,23 @@ def working_set(equation: Equation) -> int:
     return sum(v.num_bytes() for v in (*equation.values(), *equation.outputs))
 
 
-def _is_rounded(value: Value, tiling: Tiling) -> bool:
-    return tiling.combine in slicing.ROUNDED and jnp.issubdtype(value.aval.dtype, jnp.inexact)
+def _is_rounded(value: Value, way: Way) -> bool:
+    return way.combine in ROUNDED and jnp.issubdtype(value.aval.dtype, jnp.inexact)
 
 
-def _is_compensated(value: Value, tiling: Tiling, count: int) -> bool:
+def _is_compensated(value: Value, way: Way, count: int) -> bool:
     """Whether what is lost when parts of a sum are added is kept, and added at the end."""
-    return _is_rounded(value, tiling) and tiling.combine is lax.add and count > tiling.plain
+    return _is_rounded(value, way) and way.combine is lax.add and count > way.plain
 
 
-def _accumulator_bytes(value: Value, tiling: Tiling, count: int) -> int:
+def _accumulator_bytes(value: Value, way: Way, count: int) -> int:
     """Bytes that a loop keeps for an output beside the output itself."""
-    if not _is_rounded(value, tiling):
+    if not _is_rounded(value, way):
         return 0
-    dtype = slicing.wider(value.aval.dtype)
+    dtype = wider(value.aval.dtype)
     one = value.num_bytes() // value.aval.dtype.itemsize * dtype.itemsize
     beside = one if dtype != value.aval.dtype else 0
-    return beside + (one if _is_compensated(value, tiling, count) else 0)
+    return beside + (one if _is_compensated(value, way, count) else 0)
 
 
 def _counts(size: int, wanted: float) -> list[int]:
@@ -354,13 +355,13 @@ def _shifted(bits: int, places: int) -> int:
 
 
 class _Group:
-    """A group that grows from one equation and its tiling.
+    """A group that grows from one equation and its way.
 
     What is asked at every step is kept as it grows: of positions as bits, of which bit 0 stands for
     the position `_SPAN` before the seed's; the group never reaches further.
     """
 
-    def __init__(self, splitter: _Splitter, seed: int, tiling: Tiling, count: int):
+    def __init__(self, splitter: _Splitter, seed: int, way: Way, count: int):
         self.splitter, self.count, self.seed = splitter, count, seed
         equation = splitter.at(seed)
         self.segment = equation.segment
@@ -373,11 +374,11 @@ class _Group:
         base = seed - _SPAN
         joinable = splitter.open.get(self.segment, 0)
         self.joinable = joinable >> base if base > 0 else joinable << -base
-        self._add(_Member(seed, equation, tiling, False))
+        self._add(_Member(seed, equation, way, False))
 
     def _add(self, member: _Member) -> None:
         self.splitter.steps -= 1
-        key = (member.position, member.tiling.outputs if member.is_copy else None)
+        key = (member.position, member.way.outputs if member.is_copy else None)
         before = self.members.get(key)
         self.made_of.append((key, before))
         if before is not None:
@@ -407,7 +408,7 @@ class _Group:
 
     def _put(self, key: tuple[int, Any], member: _Member) -> None:
         self.members[key] = member
-        for v, d in zip(member.equation.outputs, member.tiling.outputs, strict=True):
+        for v, d in zip(member.equation.outputs, member.way.outputs, strict=True):
             if member.is_copy:
                 self.copies.add((v, d))
             else:
@@ -432,7 +433,7 @@ class _Group:
                 self._put(key, before)
                 continue
             del self.members[key]
-            for v, d in zip(member.equation.outputs, member.tiling.outputs, strict=True):
+            for v, d in zip(member.equation.outputs, member.way.outputs, strict=True):
                 if member.is_copy:
                     self.copies.discard((v, d))
                 else:
@@ -484,9 +485,9 @@ class _Group:
         return self._join(position) or self._copy(self.splitter.at(position), d)
 
     def _copy(self, equation: Equation, d: int | None) -> list[_Member]:
-        for tiling in self.splitter.tilings(equation, self.count):
-            if tiling.combine is None and set(tiling.outputs) == {d}:
-                member = _Member(-id(equation), equation, tiling, True)
+        for way in self.splitter.tilings(equation, self.count):
+            if way.combine is None and set(way.outputs) == {d}:
+                member = _Member(-id(equation), equation, way, True)
                 self._add(member)
                 return [member]
         return []
@@ -536,21 +537,21 @@ class _Group:
         equation = self.splitter.at(position)
         if equation.segment != self.segment or isinstance(equation.operation, TiledOperation):
             return
-        for tiling in self.splitter.tilings(equation, self.count):
-            if self._fits(equation, tiling):
-                yield _Member(position, equation, tiling, False)
+        for way in self.splitter.tilings(equation, self.count):
+            if self._fits(equation, way):
+                yield _Member(position, equation, way, False)
 
-    def _fits(self, equation: Equation, tiling: Tiling) -> bool:
-        """Whether a tiling agrees with how the group cuts what the equation reads and makes."""
+    def _fits(self, equation: Equation, way: Way) -> bool:
+        """Whether a way agrees with how the group cuts what the equation reads and makes."""
         cut = self.cut
-        for x, d in zip(equation.inputs, tiling.inputs, strict=True):
+        for x, d in zip(equation.inputs, way.inputs, strict=True):
             if isinstance(x, Value) and x in cut and (d is None or cut[x] != d):
                 return False  # it is cut otherwise, or is a sum that is not complete
-        for v, d in zip(equation.outputs, tiling.outputs, strict=True):
+        for v, d in zip(equation.outputs, way.outputs, strict=True):
             used = self.used.get(v)
             if used and (d is None or len(used) > 1 or d not in used):
                 return False
-        return any(d is not None for d in (*tiling.inputs, *tiling.outputs))
+        return any(d is not None for d in (*way.inputs, *way.outputs))
 
     def dependents(self, first: int, last: int) -> set[int]:
         """Equations of a stretch that are no members and need something that the group makes."""
@@ -586,7 +587,7 @@ class _Group:
         """Members so that each comes after what it reads."""
         producer: dict[Key, _Member] = {}
         for m in self.members.values():
-            for v, d in zip(m.equation.outputs, m.tiling.outputs, strict=True):
+            for v, d in zip(m.equation.outputs, m.way.outputs, strict=True):
                 producer[v, d] = m
         found: list[_Member] = []
         begun: set[int] = set()
@@ -613,7 +614,7 @@ class _Group:
         }
         tiles = max(working_set(m.equation) for m in self.members.values()) / self.count
         accumulators = sum(
-            _accumulator_bytes(v, m.tiling, self.count)
+            _accumulator_bytes(v, m.way, self.count)
             for m in self.members.values()
             for v in m.equation.outputs
         )
@@ -631,10 +632,10 @@ class _Group:
         values = list(dict.fromkeys(v for v, _ in inputs))
         made_by = {v: m for m in members if not m.is_copy for v in m.equation.outputs}
         plan = _Loop(
-            tuple((m.equation, m.tiling) for m in members),
+            tuple((m.equation, m.way) for m in members),
             tuple(inputs),
             tuple(values),
-            tuple(_Output(v, self.cut[v], made_by[v].tiling, made_by[v].fold) for v in outputs),
+            tuple(_Output(v, self.cut[v], made_by[v].way, made_by[v].fold) for v in outputs),
             self.count,
         )
         operation = TiledOperation(plan.key(), [m.equation for m in members], self.count, plan.run)
@@ -643,11 +644,11 @@ class _Group:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Output:
-    """A result of a loop: its cut, the tiling of what makes it, and what it is folded into."""
+    """A result of a loop: its cut, the way of what makes it, and what it is folded into."""
 
     value: Value
     cut: int | None
-    tiling: Tiling
+    way: Way
     fold: Value | None
 
 
@@ -655,7 +656,7 @@ class _Output:
 class _Loop:
     """What a tiled operation does."""
 
-    members: tuple[tuple[Equation, Tiling], ...]
+    members: tuple[tuple[Equation, Way], ...]
     inputs: tuple[Key, ...]
     values: tuple[Value, ...]
     outputs: tuple[_Output, ...]
@@ -665,16 +666,14 @@ class _Loop:
         """Equal for loops that compute the same."""
         number: dict[Key, int] = {key: i for i, key in enumerate(self.inputs)}
         steps = []
-        for equation, tiling in self.members:
-            pairs = zip(equation.inputs, tiling.inputs, strict=True)
+        for equation, way in self.members:
+            pairs = zip(equation.inputs, way.inputs, strict=True)
             reads = tuple(
                 identity.literal_key(x) if is_literal(x) else number[x, d] for x, d in pairs
             )
-            for v, d in zip(equation.outputs, tiling.outputs, strict=True):
+            for v, d in zip(equation.outputs, way.outputs, strict=True):
                 number[v, d] = len(number)
-            steps.append(
-                (equation.operation.key, reads, tiling.inputs, tiling.outputs, tiling.folds)
-            )
+            steps.append((equation.operation.key, reads, way.inputs, way.outputs, way.folds))
         place = {v: i for i, v in enumerate(self.values)}
         inputs = tuple((place[v], d) for v, d in self.inputs)
         outputs = tuple((number[o.value, o.cut], o.cut) for o in self.outputs)
@@ -693,13 +692,16 @@ class _Loop:
                     x = lax.dynamic_slice_in_dim(x, number * size, size, d)
                 made[v, d] = x
             so_far = {o.value: c for c, o in zip(carried, self.outputs, strict=True)}
-            for equation, tiling in self.members:
-                pairs = zip(equation.inputs, tiling.inputs, strict=True)
+            for equation, way in self.members:
+                pairs = zip(equation.inputs, way.inputs, strict=True)
                 read = [x.val if is_literal(x) else made[x, d] for x, d in pairs]
-                if tiling.folds is not None:
-                    read[tiling.folds] = so_far[equation.outputs[0]]
+                if way.folds is not None:
+                    read[way.folds] = so_far[equation.outputs[0]]
                 for v, d, tile in zip(
-                    equation.outputs, tiling.outputs, tiling.apply(read, number), strict=True
+                    equation.outputs,
+                    way.outputs,
+                    way.apply(equation, read, number, self.count),
+                    strict=True,
                 ):
                     made[v, d] = tile
             return [
@@ -715,10 +717,10 @@ class _Loop:
         if output.fold is not None:
             return whole[output.fold]
         dtype = output.value.aval.dtype
-        if _is_rounded(output.value, output.tiling):
-            dtype = slicing.wider(dtype)
+        if _is_rounded(output.value, output.way):
+            dtype = wider(dtype)
         zeros = jnp.zeros(output.value.shape, dtype)
-        is_compensated = _is_compensated(output.value, output.tiling, self.count)
+        is_compensated = _is_compensated(output.value, output.way, self.count)
         return (zeros, zeros) if is_compensated else zeros
 
     def _put(self, output: _Output, buffer: Any, tile: Any, number: Any) -> Any:
@@ -729,7 +731,7 @@ class _Loop:
         if isinstance(buffer, tuple):
             total, lost = buffer
             return _add_compensated(total, lost, tile)
-        join = output.tiling.combine
+        join = output.way.combine
         assert join is not None  # as the output is not cut
         return jnp.where(number == 0, tile, join(buffer, tile))
 

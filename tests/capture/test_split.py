@@ -117,7 +117,7 @@ def test_a_tiling_computes_the_operation_tile_by_tile(name):
                     mine = [part(x, d, number, count) for x, d in pairs]
                     if tiling.folds is not None and tiles:
                         mine[tiling.folds] = tiles[-1][0]
-                    tiles.append(tiling.apply(mine, number))
+                    tiles.append(tiling.apply(equation, mine, number, count))
                 for i, dim in enumerate(tiling.outputs):
                     want, parts = np.asarray(whole[i]), [t[i] for t in tiles]
                     if tiling.combine is None:
