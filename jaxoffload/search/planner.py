@@ -12,8 +12,8 @@ from typing import Any
 
 from jaxoffload import garbage
 from jaxoffload.capture.build import Captured
+from jaxoffload.capture.group import working_set
 from jaxoffload.capture.operations import is_view
-from jaxoffload.capture.split import working_set
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import Kind, MemGraph

@@ -14,7 +14,8 @@ from jaxoffload.capture.build import build_taskgraph, order_program
 from jaxoffload.capture.flat import is_literal
 from jaxoffload.capture.operations import tilings
 from jaxoffload.capture.scan import unroll
-from jaxoffload.capture.split import TiledOperation, split
+from jaxoffload.capture.split import split
+from jaxoffload.capture.tiled import TiledOperation
 from jaxoffload.finetune import model
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
 from jaxoffload.plan.alloc.limits import min_budget
