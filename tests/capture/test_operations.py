@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import jaxoffload as jo
 from jaxoffload.capture import operations
 from jaxoffload.capture.build import order_program
 from jaxoffload.capture.flat import is_literal
@@ -129,3 +130,39 @@ def test_an_operation_works_on_a_stack_piece_by_piece(name, rows):
             got = np.stack(pieces) if rows is None else np.concatenate(pieces)
         np.testing.assert_allclose(got, whole, rtol=1e-6)
     assert checked
+
+
+ROWS = np.array([3, 1, 3, 5])
+UPDATES = {
+    "dynamic_update_slice": lambda y, u: lax.dynamic_update_slice(y, u, (2, 0)),
+    "scatter": lambda y, u: y.at[ROWS[1:]].set(u[1:], unique_indices=True),
+    "scatter-add": lambda y, u: y.at[ROWS].add(u),
+    "scatter-sub": lambda y, u: y.at[ROWS].subtract(u),
+    "scatter-mul": lambda y, u: y.at[ROWS].multiply(u),
+    "scatter-min": lambda y, u: y.at[ROWS].min(u),
+    "scatter-max": lambda y, u: y.at[ROWS].max(u),
+}
+
+
+def test_every_update_has_a_case():
+    names = {n for n, known in operations.TABLE.items() if known.overwrites == "first"}
+    assert names == set(UPDATES)
+
+
+@pytest.mark.parametrize("reads_again", [False, True], ids=["", "read later"])
+@pytest.mark.parametrize("name", UPDATES)
+def test_an_update_takes_its_operands_place_where_nobody_reads_that_again(name, reads_again):
+    def function(x, u):
+        y = jnp.sin(x)
+        z = UPDATES[name](y, u)
+        return jnp.cos(z), (y * 2 if reads_again else x + 1)
+
+    x, u = np.linspace(-1, 1, 96).reshape(8, 12), np.linspace(0.5, 3, 48).reshape(4, 12)
+    args = x.astype(np.float32), u.astype(np.float32)
+    assert name in str(jax.make_jaxpr(function)(*args))
+    step = jo.offload(function, device_memory=2048, cut="always", vertex_memory=1, check=True)
+    for got, want in zip(step(*args), jax.jit(function)(*args), strict=True):
+        np.testing.assert_array_equal(got, want)
+    vertices = step.plan(*args).taskgraph.vertices
+    (update,) = (v for v in vertices if v.name == name)
+    assert bool(update.overwrites) != reads_again
