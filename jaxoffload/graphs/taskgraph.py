@@ -87,7 +87,7 @@ class Vertex:
       outputs: tensor ids written, in the executable's result order. A tensor has one writer.
       overwrites: pairs (input position, output position): that output is written in place over
         that input, which no later vertex of the serial order reads. Sizes are equal.
-      workspace_bytes: scratch that the executable takes while it runs.
+      workspace_bytes: what the executable takes while it runs, beside operands and results.
       seconds: estimated time, for priorities and simulation; 0 when unknown.
       kernel: id of its executable; vertices with equal ids share one. -1 for INPUT and TRANSFER.
       source: the user's line of its most expensive operation.

@@ -259,7 +259,7 @@ class _Check:
             self.broken(Law.SHAPE, text + (", which is elsewhere" if elsewhere[slot] else ""))
 
     def room(self) -> None:
-        """Places are in their arenas; executables' scratch has room beside them."""
+        """Places are in their arenas; executables' workspace has room beside them."""
         graph, start, end = self.graph, self.graph.offset, self.end
         at = {space: graph.space == space for space in (Space.DEVICE, Space.HOST, Space.DISK)}
         begins = start < 0
@@ -285,11 +285,9 @@ class _Check:
         for version in mine[device[graph.tensor[mine]] != graph.index[mine]].tolist():
             self.broken(Law.ROOM, f"version {version} is on device {graph.index[version]}")
         for task in graph.taskgraph.vertices:
-            if (
-                task.kind is VertexKind.KERNEL
-                and task.workspace_bytes > graph.headroom[task.device]
-            ):
-                self.broken(Law.ROOM, f"{task.name} needs {task.workspace_bytes} bytes of scratch")
+            least = task.workspace_bytes
+            if task.kind is VertexKind.KERNEL and least > graph.workspace[task.device]:
+                self.broken(Law.ROOM, f"{task.name} needs {least} bytes of workspace")
 
     def bytes(self) -> None:
         """Copies copy one tensor; arguments and results are at their spans."""

@@ -118,7 +118,7 @@ class Plan(ShownMemory):
     def bytes_outside_the_arena(self) -> int:
         """Device bytes beside the arena: workspace, and arguments and results read in place."""
         in_place = self.resident_peak_bytes - intermediates_peak(self.taskgraph)
-        return int(self.memgraph.headroom.max()) + (in_place if self.resident else 0)
+        return int(self.memgraph.workspace.max()) + (in_place if self.resident else 0)
 
     @functools.cached_property
     def planned_bytes(self) -> int:

@@ -20,7 +20,12 @@ from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.options import format_bytes
 from jaxoffload.plan.alloc.build import QUICK_VARIANTS, VARIANTS, build_memgraph
-from jaxoffload.plan.alloc.limits import headroom, least_whole, min_budget, resident_peak
+from jaxoffload.plan.alloc.limits import (
+    least_whole,
+    min_budget,
+    reserved_workspace,
+    resident_peak,
+)
 from jaxoffload.plan.alloc.static import keep_everything
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.plan.cost.simulate import simulate
@@ -161,7 +166,7 @@ class Planner:
         for ordered in self._in_other_orders(cut) if is_small else ():
             gain = 1.0 if ordered is cut else _GAIN
             for variant in variants:
-                memgraph = self._draft(ordered.graph, budget, variant)
+                memgraph = self._candidate(ordered.graph, budget, variant)
                 if memgraph is None:
                     continue
                 run = simulate(memgraph, machine=self.machine)
@@ -291,11 +296,11 @@ class Planner:
                     continue
                 if expected is None:
                     return compiled
-                spare = headroom(compiled.graph, 1)[0]
+                taken = reserved_workspace(compiled.graph, 1)[0]
                 took = self._seconds(compiled.graph, budget, SAME * expected)
                 if took < least:
-                    best, least, workspace = compiled, took, spare
-                    assumed = headroom(graphs(cut), 1)[0]
+                    best, least, workspace = compiled, took, taken
+                    assumed = reserved_workspace(graphs(cut), 1)[0]
                 number += 1
                 if number == _COMPILED:
                     break
@@ -307,8 +312,8 @@ class Planner:
         """Simulated time of a graph by the best of several rules, or by the first with which it is
         no more than enough; infinite where none does with the host memory."""
         least = float("inf")
-        for draft in self._drafts(graph, budget):
-            least = min(least, simulate(draft, machine=self.machine).seconds)
+        for candidate in self._candidates(graph, budget):
+            least = min(least, simulate(candidate, machine=self.machine).seconds)
             if least <= enough:
                 break
         return least
@@ -330,23 +335,23 @@ class Planner:
             compiled = self._program.within(cut, budget)
             if compiled is None or set(map(id, compiled.executables)) == set(map(id, than)):
                 continue
-            drafts = self._drafts(costs(compiled.graph, compiled.executables), budget)
-            runs = (simulate(draft, machine=self.machine).seconds for draft in drafts)
+            candidates = self._candidates(costs(compiled.graph, compiled.executables), budget)
+            runs = (simulate(candidate, machine=self.machine).seconds for candidate in candidates)
             if min(runs, default=float("inf")) < seconds:
                 best, graph, _ = self._fastest(compiled, budget)
                 return self._finish(best, graph, budget, resident=False)
         return None
 
-    def _drafts(self, graph: TaskGraph, budget: int) -> Iterator[MemGraph]:
+    def _candidates(self, graph: TaskGraph, budget: int) -> Iterator[MemGraph]:
         """MemGraphs by several of the planner's rules, to compare cuts by."""
         variants = VARIANTS if len(graph.vertices) <= _ALL_VARIANTS else QUICK_VARIANTS
-        drafts = (self._draft(graph, budget, variant) for variant in variants)
-        return (draft for draft in drafts if draft is not None)
+        candidates = (self._candidate(graph, budget, variant) for variant in variants)
+        return (candidate for candidate in candidates if candidate is not None)
 
-    def _draft(self, graph: TaskGraph, budget: int, variant: dict[str, Any]) -> MemGraph | None:
+    def _candidate(self, graph: TaskGraph, budget: int, variant: dict[str, Any]) -> MemGraph | None:
         """A MemGraph to compare by; None where it does not do with the host memory there is."""
         try:
-            return self.build(graph, budget, draft=True, **variant)
+            return self.build(graph, budget, unreduced=True, **variant)
         except PlanError as error:
             if error.min_device_memory is not None:
                 raise
@@ -369,7 +374,7 @@ class Planner:
     def _ranking(self, budget: int, graphs: Callable[[Cut], TaskGraph]) -> Ranking:
         return Ranking(
             graphs,
-            lambda graph: self._drafts(graph, budget),
+            lambda graph: self._candidates(graph, budget),
             budget,
             self.machine,
             self.request.options.recompute,

@@ -1,7 +1,7 @@
-"""The fetch horizon: reloads ahead of outputs, where memory is sure to be left for these.
+"""The fetch horizon: reloads ahead of outputs, into memory that no output needs meanwhile.
 
-Takes the simulated memory; for each vertex tells what places are going to be taken until it runs,
-and given back, and reloads what later vertices read into what is free all that while.
+Takes the simulated memory, and from the TaskGraph alone the bytes that each vertex will take and
+free. Reloads operands of vertices beyond the alloc horizon into what stays free until they run.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ AHEAD = 32
 
 
 class Forecast:
-    """What becomes of a simulated memory while its vertices run."""
+    """The bytes that a simulated memory's vertices will take and free."""
 
     def __init__(self, memory: SimulatedMemory):
         self._memory = memory
