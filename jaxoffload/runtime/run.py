@@ -9,16 +9,13 @@ import jax
 import numpy as np
 
 from jaxoffload.errors import RunError
+from jaxoffload.graphs.lanes import lane_names
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.options import Options
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.runtime.arrays import TierArray, empty_host_array
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.showing import ShownMemory
-
-LANES = ("compute", "host to device", "device to host", "disk to host", "host to disk")
-DEVICE_LANES = 3
-"""Of these every device has its own; the disk's come after those of the last device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +60,7 @@ class Run(ShownMemory):
     @functools.cached_property
     def lanes(self) -> dict[int, tuple[int | None, str]]:
         """(device, name) of each lane by its number; the disk's lanes belong to no device."""
-        count = len(self.memgraph.capacity)
-        names = [(d, name) for d in range(count) for name in LANES[:DEVICE_LANES]]
-        return dict(enumerate([*names, *((None, name) for name in LANES[DEVICE_LANES:])]))
+        return dict(enumerate(lane_names(len(self.memgraph.capacity))))
 
     @functools.cached_property
     def lane_busy_seconds(self) -> dict[str, float]:
