@@ -26,7 +26,7 @@ class Backend:
       name: "cpu" or "cuda".
       client: the native client.
       executables: every kernel compiled so far.
-      memory: where callers' arrays are and how they are handed over (callers.py).
+      memory: where callers' arrays are and how they are bound to a run (callers.py).
       machine: the model for which plans are chosen.
       has_own_memory: whether `used_memory` does not count what is in host memory.
     """

@@ -202,7 +202,7 @@ def may_run_whole(options: Options, tiers: Sequence[str]) -> bool:
     """Whether a function may run whole at all, because it must or because it fits.
 
     Args:
-      tiers: of each argument; what is below the device has to be brought there.
+      tiers: of each argument; what is in a lower tier has to be brought there.
     """
     return options.results == "device" and not any(tiers)
 

@@ -181,7 +181,7 @@ class _Program:
         if self._whole is None:
             raise PlanError(
                 f"offload({self._name}): {name} is spread over several devices, and a plan that "
-                "has arguments or results below the device is for one. Put it on one with "
+                "has arguments or results in a lower tier is for one. Put it on one with "
                 "jax.device_put, or in host memory with jaxoffload.host_put."
             )
         if not self._whole.surely_fits(budget):
@@ -268,7 +268,7 @@ class Offloaded:
         _all_offloaded.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._as_it_is is not None and not _any_below((args, kwargs)):
+        if self._as_it_is is not None and not _has_tier_arrays((args, kwargs)):
             results = self._as_it_is(*args, **kwargs)
             self._note(WholeRun())
             return results
@@ -507,14 +507,14 @@ class Offloaded:
 
 
 def _on_device(tree: Any) -> Any:
-    """A pytree with arrays of JAX's instead of those below the device."""
+    """A pytree with arrays of JAX's instead of those in a lower tier."""
     return jax.tree.map(
         lambda x: jnp.asarray(np.asarray(x)) if isinstance(x, TierArray) else x, tree
     )
 
 
 def _read(array: TierArray) -> np.ndarray:
-    """The words of an array below the device."""
+    """The words of an array in a lower tier."""
     return encoded(np.asarray(array), code_of(array))
 
 
@@ -573,7 +573,7 @@ def offload(
       verify: compare the first run with plain `jax.jit`, and with float64 where they differ by more
         than rounding, which needs the memory for that.
       results: "host": results come back as `HostArray`s, for those that the device cannot hold
-        (outside `jax.jit` only). Results of donated arrays below the device stay in their tier
+        (outside `jax.jit` only). Results of donated arrays in a lower tier stay in their tier
         either way.
       policy: "auto": after some direct calls the plan is made again from what they measured, if a
         simulation says that it pays, and taken back if it does not; the cut stays, and with it
@@ -627,7 +627,7 @@ def offload(
     return decorate if function is None else decorate(function)
 
 
-def _any_below(tree: Any) -> bool:
+def _has_tier_arrays(tree: Any) -> bool:
     return any(isinstance(leaf, TierArray) for leaf in jax.tree.leaves(tree))
 
 
