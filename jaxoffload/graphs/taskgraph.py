@@ -94,7 +94,7 @@ class Vertex:
       gathered: positions of inputs of which it takes a few rows only.
       flops, traffic: floating-point operations, and bytes of device memory read and written, from
         which models of machines tell its time; 0 when unknown.
-      repeated: share of its `seconds` that computes again what was computed before.
+      recomputed: share of its `seconds` that recomputes what an earlier vertex has computed.
     """
 
     kind: VertexKind
@@ -110,7 +110,7 @@ class Vertex:
     gathered: tuple[int, ...] = ()
     flops: float = 0.0
     traffic: float = 0.0
-    repeated: float = 0.0
+    recomputed: float = 0.0
 
     @property
     def fresh_outputs(self) -> Sequence[int]:

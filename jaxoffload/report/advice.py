@@ -80,7 +80,9 @@ def _to_recompute(planner: Planner, peak: int, has_budget: bool) -> list[str]:
     if planner.has_fixed_cut or (is_long and has_budget):
         return []
     lower = min(
-        resident_peak(planner.graph(Cut(WHOLE.max_bytes, recomputed=1.0, reach=peak / part)))
+        resident_peak(
+            planner.graph(Cut(WHOLE.max_bytes, recomputed=1.0, reuse_distance=peak / part))
+        )
         for part in ((8,) if is_long else (2, 8))
     )
     if peak - lower <= _WORTH * peak:

@@ -164,7 +164,7 @@ class Plan(ShownMemory):
         """Share of the kernels' estimated time that computes again what would have to be moved."""
         vertices = self.taskgraph.vertices
         total = sum(v.seconds for v in vertices)
-        return sum(v.repeated * v.seconds for v in vertices) / total if total else 0.0
+        return sum(v.recomputed * v.seconds for v in vertices) / total if total else 0.0
 
     @functools.cached_property
     def gathered_arguments(self) -> frozenset[int]:

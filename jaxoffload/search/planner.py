@@ -1,14 +1,25 @@
-"""Jaxpr to plan: the search for the granularity, the order and the MemGraph that end first.
+"""Jaxpr to plan: the search for the cut, the serial order and the MemGraph that end first.
 
-Takes a `Request`; gives a `Plan`. The cut follows the budget: clusters as coarse as the budget
-allows, coarsest first, until one fits; of those that do, the one that is fastest in simulation.
+Takes a `Request`; gives a `Plan`, or refuses the budget. One search is inside another:
+
+    plan
+    ├─ everything may fit: the uncut program, in each serial order (orders.py)
+    │     └─ keep_everything: the first MemGraph that moves nothing is taken
+    └─ it does not
+       ├─ _best_cut, by estimated workspace, then if need be by what compiled kernels take
+       │     ├─ Ranking.by_time (cuts.py): candidate cuts, planned by several rules of allocation,
+       │     │     by their simulated seconds; nothing is compiled
+       │     └─ the first `_COMPILED` of them that work once compiled (program.py): the fastest
+       │  or _least, if none works: the cut that needs least memory
+       └─ _fastest: of that cut each rule of allocation, then each serial order by the best rule;
+             the MemGraph that ends first in simulation
 """
 
 import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxoffload import garbage
 from jaxoffload.capture.build import Captured
@@ -40,27 +51,35 @@ from jaxoffload.search.program import NOTHING, CompiledCut, CutProgram
 logger = logging.getLogger(__name__)
 
 SPLITS = (1 / 4, 1 / 16, 1 / 64)
-"""Working sets to split operations down to, as shares of what the largest needs, for the smallest
-feasible budget."""
-_SAID = 1 / 8
-"""The same share where that budget is only said."""
+"""Working sets to split operations down to, as shares of what the largest needs, in search of the
+smallest feasible budget."""
+_TOLD = 1 / 8
+"""The same where that budget is only told, not planned for."""
 _COMPILED = 3
 """Cuts that are compiled before one is taken, at most."""
 _LITTLE = 0.03
-"""Workspace below this share of the budget makes no difference to the choice of a cut."""
+"""Differences of workspace below this share of the budget do not change which cut is best."""
 _HOPEFUL = 0.6
-"""Of what everything kept takes, workspace as it is estimated; with less nothing is compiled to see
-whether it fits."""
+"""Share of the resident peak, workspace estimated. With a smaller budget nothing is compiled to see
+whether everything fits."""
 _ORDERED_VERTICES = 2000
-"""Up to so many vertices other orders are tried: a second's planning."""
+"""Up to so many vertices other serial orders are tried: a second's planning."""
 _ALL_VARIANTS = 300
-"""Up to so many vertices cuts are compared by all of the planner's rules."""
+"""Up to so many vertices cuts are compared by all rules of allocation, above by two."""
 _GAIN = 0.99
-"""Of the simulated time, what another order must come down to."""
+"""Another order is taken if it ends within this share of the best one's time."""
 _WAITS = 1.5
-"""Of what its kernels take, the time from which on a plan waits for copies."""
+"""A plan that takes so many times its kernels waits for copies."""
 _LOWER = 20
-"""Steps down from a feasible budget in search of a smaller one, at most."""
+"""Most steps down from a feasible budget in search of a smaller one."""
+
+
+class Timed(NamedTuple):
+    """A cut in one serial order, its MemGraph, and the simulated seconds of it."""
+
+    cut: CompiledCut
+    memgraph: MemGraph
+    seconds: float
 
 
 class Planner:
@@ -114,33 +133,32 @@ class Planner:
                 if kept is not None:
                     return self._finish(cut, kept, budget, resident=True)
         assert budget is not None, "without a limit everything is kept"
-        found = self._fixed_cut() or self._least_or(budget)
+        found = self._fixed_cut() or self._best_or_least_cut(budget)
         if found.needs > budget:
             raise self._refusal(budget)
-        best, graph = self._fastest_or_plain(found, budget)
-        return self._finish(best, graph, budget, resident=False)
+        best = self._fastest_with_or_without_recomputing(found, budget)
+        return self._finish(best.cut, best.memgraph, budget, resident=False)
 
-    def _fastest_or_plain(self, cut: CompiledCut, budget: int) -> tuple[CompiledCut, MemGraph]:
-        """As `_fastest`; where a cut that computes again waits for copies all the same, the best
-        that does not is tried beside it: in another order it may have less to move."""
-        best, graph, seconds = self._fastest(cut, budget)
-        vertices = cut.graph.vertices
-        if self._ranked is None or not any(v.repeated for v in vertices):
-            return best, graph
-        if seconds <= _WAITS * float(self.machine.task_seconds(cut.graph).sum()):
-            return best, graph
+    def _fastest_with_or_without_recomputing(self, cut: CompiledCut, budget: int) -> Timed:
+        """As `_fastest`. Where a cut recomputes and waits for copies all the same, the best that
+        recomputes nothing is tried beside it: in another order it may have less to move."""
+        best = self._fastest(cut, budget)
+        if self._ranked is None or not any(v.recomputed for v in cut.graph.vertices):
+            return best
+        if best.seconds <= _WAITS * float(self.machine.task_seconds(cut.graph).sum()):
+            return best
         for other, _ in self._ranked.simulated():
             if not other.recomputed and (compiled := self._program.within(other, budget)):
                 rival = self._fastest(compiled, budget)
-                return rival[:2] if rival[2] < _GAIN * seconds else (best, graph)
-        return best, graph
+                return rival if rival.seconds < _GAIN * best.seconds else best
+        return best
 
-    def _least_or(self, budget: int) -> CompiledCut:
-        """The best cut for a budget; where none is known the one that needs least."""
-        # No cut does with less than one operand or result that is there whole. A coarse cut has all
-        # that a fine one has, and is sooner looked at.
+    def _best_or_least_cut(self, budget: int) -> CompiledCut:
+        """The best cut for a budget; where none works the one that needs least."""
+        # Any cut needs room for the largest operand or result that cannot be split. The coarse cut
+        # is looked at first: it has all of them, and is soon made.
         is_hopeless = all(least_whole(self.graph(cut)) > budget for cut in (WHOLE, FINEST))
-        return (None if is_hopeless else self._chosen(budget)) or self._least
+        return (None if is_hopeless else self._best_cut(budget)) or self._least
 
     def _whole(self) -> CompiledCut:
         """The program as it is cut if memory does not matter."""
@@ -152,14 +170,14 @@ class Planner:
 
     @functools.cached_property
     def hopeful_peak(self) -> float:
-        """Bytes with less of which it is not worth compiling anything to see whether all fits."""
+        """Bytes below which nothing is compiled to see whether everything fits: it would not."""
         whole = CompiledCut(Captured(self._program.estimated(WHOLE), ()), [], NOTHING)
         found = self._in_other_orders(whole)
         return _HOPEFUL * min(resident_peak(cut.graph) for cut in found)
 
-    def _fastest(self, cut: CompiledCut, budget: int) -> tuple[CompiledCut, MemGraph, float]:
-        """The MemGraph of a cut that ends first in simulation, and when: of its own order by any of
-        the planner's rules, then of other orders by the best of these."""
+    def _fastest(self, cut: CompiledCut, budget: int) -> Timed:
+        """The MemGraph of a cut that ends first in simulation: in its own serial order by each rule
+        of allocation, then in other orders by the best of these."""
         is_small = len(cut.graph.vertices) <= _ORDERED_VERTICES
         variants = VARIANTS[: None if is_small else 1]
         best, rule, least, compute = cut, variants[0], float("inf"), 0.0
@@ -178,7 +196,7 @@ class Planner:
             variants = (rule,)
             if least <= compute / _GAIN:
                 break
-        return best, self.build(best.graph, budget, **rule), least
+        return Timed(best, self.build(best.graph, budget, **rule), least)
 
     def _in_other_orders(self, cut: CompiledCut) -> Iterator[CompiledCut]:
         """A cut as it is, and with its vertices in each other order worth a try."""
@@ -229,13 +247,14 @@ class Planner:
 
     @functools.cached_property
     def _least(self) -> CompiledCut:
-        """The cut that needs least: of single operations, the whole (which where XLA fuses well
-        needs less), operations split as far as that helps, and whatever then works with less."""
+        """The cut that needs least memory: of single operations, the uncut program (which needs
+        less where XLA fuses well) and split operations; then whatever works with less than the
+        best so far, as long as there is any."""
         fixed = self._fixed_cut()
         if fixed:
             return fixed
         if not self._compiles and self._is_long:
-            return self._said_least()
+            return self._roughly_least()
         coarse = FINEST, WHOLE
         least = min(min_budget(self.graph(cut))[0] for cut in coarse)
         tiled = [Cut(0, 1, split_size(share * least), piece_bytes=0) for share in SPLITS]
@@ -254,18 +273,19 @@ class Planner:
         equations = self._program.ordered(FINEST).equations
         return sum(not is_view(e) for e in equations) > _ORDERED_VERTICES
 
-    def _said_least(self) -> CompiledCut:
-        """About the same for a long program, where it is only said, not relied on: operations split
-        once, and small ones taken together."""
+    def _roughly_least(self) -> CompiledCut:
+        """About the same, for a long program whose least budget is only told: operations split in
+        one way, small ones together."""
         largest = max(map(working_set, self._program.ordered(FINEST).equations))
-        size = split_size(_SAID * min(largest, min_budget(self.graph(WHOLE))[0]))
+        size = split_size(_TOLD * min(largest, min_budget(self.graph(WHOLE))[0]))
         best = self._lowest([WHOLE, Cut(size, None, size, piece_bytes=0)], None)
         assert best is not None, "without a limit the first one works"
         return best
 
     def _lowest(self, cuts: Iterable[Cut], room: int | None) -> CompiledCut | None:
-        """The cut that needs least, of those that work within a room; None if none does. Those that
-        promise most are compiled first, and the others as far as they may need less yet."""
+        """The cut that needs least, of those that work within some bytes; None if none does. Those
+        that seem to need least are compiled first; of the others, the kernels that it takes to see
+        that they need more."""
         best = None
         for cut in sorted(cuts, key=lambda cut: min_budget(self._program.estimated(cut))[0]):
             found = self._program.within(cut, room)
@@ -277,12 +297,12 @@ class Planner:
         size = self.request.options.vertex_memory
         return None if size is None else self._program.compiled(Cut(size, piece_bytes=PIECE * size))
 
-    def _chosen(self, budget: int) -> CompiledCut | None:
+    def _best_cut(self, budget: int) -> CompiledCut | None:
         """The best cut that works within a budget, None if none is found.
 
-        Cuts are simulated before they are compiled, when the workspace that executables take is
-        estimated. Where it turns out to be another, and that matters, or nothing works, all are
-        simulated once more with so much less memory.
+        Cuts are simulated before they are compiled, by estimated workspace. Where compiled kernels
+        take more than was estimated, and that matters, or where no cut works, all are simulated
+        once more with so much less memory.
         """
         best, least, assumed, workspace = None, float("inf"), 0, 0
         for graphs in (self._program.estimated, self.graph):
@@ -309,8 +329,8 @@ class Planner:
         return best
 
     def _seconds(self, graph: TaskGraph, budget: int, enough: float) -> float:
-        """Simulated time of a graph by the best of several rules, or by the first with which it is
-        no more than enough; infinite where none does with the host memory."""
+        """Simulated seconds of a graph by the best rule of allocation, or by the first with which
+        they are enough; infinite where no rule makes do with the host memory."""
         least = float("inf")
         for candidate in self._candidates(graph, budget):
             least = min(least, simulate(candidate, machine=self.machine).seconds)
@@ -338,18 +358,18 @@ class Planner:
             candidates = self._candidates(costs(compiled.graph, compiled.executables), budget)
             runs = (simulate(candidate, machine=self.machine).seconds for candidate in candidates)
             if min(runs, default=float("inf")) < seconds:
-                best, graph, _ = self._fastest(compiled, budget)
-                return self._finish(best, graph, budget, resident=False)
+                best = self._fastest(compiled, budget)
+                return self._finish(best.cut, best.memgraph, budget, resident=False)
         return None
 
     def _candidates(self, graph: TaskGraph, budget: int) -> Iterator[MemGraph]:
-        """MemGraphs by several of the planner's rules, to compare cuts by."""
+        """MemGraphs by several rules of allocation, to compare cuts by."""
         variants = VARIANTS if len(graph.vertices) <= _ALL_VARIANTS else QUICK_VARIANTS
         candidates = (self._candidate(graph, budget, variant) for variant in variants)
         return (candidate for candidate in candidates if candidate is not None)
 
     def _candidate(self, graph: TaskGraph, budget: int, variant: dict[str, Any]) -> MemGraph | None:
-        """A MemGraph to compare by; None where it does not do with the host memory there is."""
+        """A MemGraph to compare by; None where the rule does not make do with the host memory."""
         try:
             return self.build(graph, budget, unreduced=True, **variant)
         except PlanError as error:

@@ -110,11 +110,13 @@ class CutProgram:
     def ordered(self, cut: Cut) -> Ordered:
         """The program, with large intermediates split and values computed again as the cut asks."""
         ordered = self._ordered_in_pieces(cut.piece_bytes)
-        key = (id(ordered), cut.split_bytes, cut.recomputed, cut.reach)
+        key = (id(ordered), cut.split_bytes, cut.recomputed, cut.reuse_distance)
         if key not in self._rewritten:
             if cut.recomputed:
                 ordered = self.ordered(dataclasses.replace(cut, recomputed=0.0))
-                ordered = recompute(ordered, cut.reach, cut.recomputed, self._equation_seconds)
+                ordered = recompute(
+                    ordered, cut.reuse_distance, cut.recomputed, self._equation_seconds
+                )
             elif cut.split_bytes is not None:
                 ordered = split(ordered, cut.split_bytes, self._tilings)
             self._rewritten[key] = ordered

@@ -325,7 +325,7 @@ def test_computing_more_again_is_tried_for_as_long_as_it_pays(monkeypatch):
 
     def note(ranking, cut, graph):
         took = plain(ranking, cut, graph)
-        tried[cut.recomputed, cut.reach] = took
+        tried[cut.recomputed, cut.reuse_distance] = took
         return took
 
     monkeypatch.setattr(cuts.Ranking, "_try", note)
