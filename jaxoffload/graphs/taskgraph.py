@@ -144,23 +144,23 @@ class TaskGraph:
 
     def gathers(self, vertex: Vertex, tensor_id: int) -> bool:
         """Whether a vertex takes its few rows of a tensor from the caller's memory directly."""
-        home = self.tensors[tensor_id].argument
+        argument = self.tensors[tensor_id].argument
         return (
-            home is not None
+            argument is not None
             and bool(vertex.gathered)
-            and home.index not in self.disk_arguments
-            and home.offset % IN_PLACE_ALIGNMENT == 0
+            and argument.index not in self.disk_arguments
+            and argument.offset % IN_PLACE_ALIGNMENT == 0
             and vertex.inputs.index(tensor_id) in vertex.gathered
         )
 
     def stays(self, tensor: Tensor, span: Span) -> bool:
         """Whether a result part is an argument part that is on disk and is returned where it is."""
-        home = tensor.argument
+        argument = tensor.argument
         return (
-            home is not None
-            and home.index in self.disk_arguments
-            and (home.index, span.index) in self.donated
-            and home.offset == span.offset
+            argument is not None
+            and argument.index in self.disk_arguments
+            and (argument.index, span.index) in self.donated
+            and argument.offset == span.offset
         )
 
     def producer(self) -> list[int]:
@@ -222,15 +222,16 @@ class TaskGraph:
         for tensor_id, tensor in enumerate(self.tensors):
             if tensor.argument is not None:
                 by_argument.setdefault(tensor.argument.index, []).append(tensor_id)
-        partner = dict((result, argument) for argument, result in self.donated)
-        if len(partner) != len(self.donated) or len(set(partner.values())) != len(partner):
+        argument_of = dict((result, argument) for argument, result in self.donated)
+        arguments = set(argument_of.values())
+        if not len(arguments) == len(argument_of) == len(self.donated):
             raise ValueError("donated names an argument or a result twice")
         for argument, result in self.donated:
             if (argument in self.disk_arguments) != (result in self.disk_results):
                 raise ValueError(f"of donated pair {argument}, {result} one is on disk, one is not")
         for tensor_id, tensor in enumerate(self.tensors):
             for span in tensor.results:
-                argument = partner.get(span.index)
+                argument = argument_of.get(span.index)
                 for other_id in by_argument.get(argument, ()) if argument is not None else ():
                     other = self.tensors[other_id]
                     assert other.argument is not None

@@ -156,10 +156,10 @@ class _Check:
         if not len(pairs) or not len(mine):
             return
         index = self.graph.index[mine]
-        partner = np.full(max(index.max(), pairs[:, 1].max()) + 1, -1, dtype=np.int64)
-        partner[pairs[:, 1]] = pairs[:, 0]
-        is_paired = partner[index] >= 0
-        self.memory[mine[is_paired]] = int(Space.ARGUMENT) << 32 | partner[index[is_paired]]
+        argument_of = np.full(max(index.max(), pairs[:, 1].max()) + 1, -1, dtype=np.int64)
+        argument_of[pairs[:, 1]] = pairs[:, 0]
+        is_paired = argument_of[index] >= 0
+        self.memory[mine[is_paired]] = int(Space.ARGUMENT) << 32 | argument_of[index[is_paired]]
 
     def broken(self, law: Law, text: str) -> None:
         self.violations.append(Violation(law, text))
@@ -298,9 +298,9 @@ class _Check:
         for vertex in copies[read != wrote].tolist():
             self.broken(Law.BYTES, f"{graph.describe(vertex)} mixes up tensors")
         spans = [tensor.argument for tensor in self.tensors]
-        home = _array(-1 if span is None else span.index for span in spans)[graph.tensor]
+        argument = _array(-1 if span is None else span.index for span in spans)[graph.tensor]
         first = _array(-1 if span is None else span.offset for span in spans)[graph.tensor]
-        is_away = (home < 0) | (home != graph.index) | (first != graph.offset)
+        is_away = (argument < 0) | (argument != graph.index) | (first != graph.offset)
         for version in np.flatnonzero((graph.space == Space.ARGUMENT) & is_away).tolist():
             self.broken(Law.BYTES, f"{self.name(version)} is not where its argument is")
         mine = graph.space == Space.RESULT

@@ -198,7 +198,7 @@ class Explanation:
             )
             if self.plan.recomputed:
                 lines.append(
-                    f"{self.plan.recomputed:.0%} of the kernels' time computes again what would "
+                    f"{self.plan.recomputed:.0%} of the kernels' time recomputes what would "
                     "have to be moved"
                 )
             lines.append(

@@ -215,7 +215,7 @@ def encoded(scene: Scene) -> dict[str, Any]:
     span = max((t.seconds for t in scene.times), default=0.0) or 1.0
     ticks = (2**32 - 1) / span
     in_arena = np.where(graph.space == Space.DEVICE, graph.index, 0)
-    has_home = np.isin(graph.space, (Space.ARGUMENT, Space.RESULT))
+    is_callers = np.isin(graph.space, (Space.ARGUMENT, Space.RESULT))
     label = _labels(graph)
     return {
         "title": scene.title,
@@ -236,7 +236,7 @@ def encoded(scene: Scene) -> dict[str, Any]:
         "version": {
             "tensor": packed(graph.tensor),
             "space": packed(graph.space),
-            "index": packed(np.where(has_home, graph.index, in_arena)),
+            "index": packed(np.where(is_callers, graph.index, in_arena)),
             "offset": packed(graph.offset),
             "writer": packed(graph.writer + 1),
             "overwriter": packed(scene.overwriter + 1),

@@ -161,7 +161,7 @@ class Plan(ShownMemory):
 
     @functools.cached_property
     def recomputed(self) -> float:
-        """Share of the kernels' estimated time that computes again what would have to be moved."""
+        """Share of the kernels' estimated time that recomputes what would have to be moved."""
         vertices = self.taskgraph.vertices
         total = sum(v.seconds for v in vertices)
         return sum(v.recomputed * v.seconds for v in vertices) / total if total else 0.0
@@ -170,13 +170,13 @@ class Plan(ShownMemory):
     def gathered_arguments(self) -> frozenset[int]:
         """Arguments of which some vertex reads rows where the caller has them."""
         graph = self.taskgraph
-        homes = (
+        spans = (
             graph.tensors[t].argument
             for v in graph.vertices
             for t in v.inputs
             if v.gathered and graph.gathers(v, t)
         )
-        return frozenset(home.index for home in homes if home is not None)
+        return frozenset(span.index for span in spans if span is not None)
 
     def verify(self) -> None:
         """Checks the MemGraph independently of the planner that made it.

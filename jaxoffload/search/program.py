@@ -68,7 +68,7 @@ class CutProgram:
     """A function at every granularity.
 
     Args:
-      machine: by whose times it is chosen what is computed again.
+      machine: by whose times it is chosen what is recomputed.
       compiles: False: it is to be looked at only, and workspace counts as nothing.
       estimates: of what is looked at only, that workspace counts as what executables take where
         there are some, and where there are none as what they may take.
@@ -108,7 +108,7 @@ class CutProgram:
             self._guessed.clear()
 
     def ordered(self, cut: Cut) -> Ordered:
-        """The program, with large intermediates split and values computed again as the cut asks."""
+        """The program, with large intermediates split and values recomputed as the cut asks."""
         ordered = self._ordered_in_pieces(cut.piece_bytes)
         key = (id(ordered), cut.split_bytes, cut.recomputed, cut.reuse_distance)
         if key not in self._rewritten:

@@ -363,7 +363,7 @@ class Offloaded:
         shares: Sequence[float] = (0.75, 0.5, 0.35, 0.25),
         **kwargs: Any,
     ) -> Tradeoff:
-        """Simulated time over device memory: everything kept, offloaded, computed again, or the
+        """Simulated time over device memory: everything kept, offloaded, recomputed, or the
         best of both. From shapes alone.
 
         Args:
@@ -580,10 +580,10 @@ def offload(
         every bit of the results. Only the first call may change the cut, and so the rounding: where
         its kernels took twice as long as another cut promises. "once": the first plan stays.
       recompute: "auto": values that would not stay on the device until they are read again are
-        computed again instead of moved, as far as a simulation says that this is faster (random
-        numbers come from the same keys; loops and sorts are not repeated). "never": they are moved.
-        "always": all are computed again, as with `jax.checkpoint` everywhere. With `vertex_memory`
-        nothing is.
+        recomputed instead of moved, as far as a simulation says that this is faster (random
+        numbers come from the same keys; loops and sorts are not recomputed). "never": they are
+        moved. "always": all are recomputed, as with `jax.checkpoint` everywhere. With
+        `vertex_memory` nothing is.
       cut: "auto": a function is cut into vertices only where memory demands it; where everything
         fits it runs whole, as `jax.jit` would run it, at any first call's and any step's price.
         "always": it is cut there, too. That takes longer to compile, and on a CPU training steps
