@@ -1,8 +1,9 @@
 """An independent check that a MemGraph is legal, which every plan passes before it may run.
 
-It shares no code with the builder and believes nothing that the builder says but the arrays: not
-the numbering of vertices, not the kinds of edges. The law of places is TURNIP's (section 4): of two
-versions whose places overlap, one safely overwrites the other, by reachability.
+Takes a MemGraph; raises `VerifyError` with every violation. It shares no code with the planner and
+trusts nothing that the planner says but the arrays: not the numbering of vertices, not the kinds of
+edges. The law of places is TURNIP's (section 4): of two versions whose places overlap, one safely
+overwrites the other, by reachability.
 
 Not every pair of overlapping versions is looked at. Let w(x) write x. If y safely overwrites x then
 w(x) reaches w(y), so in any topological order of the writers the versions that hold one address

@@ -1,6 +1,7 @@
 """What would lower the memory that a function needs, and what it holds for nothing.
 
-Every line names what to do and what it saves, in bytes that were computed from the graphs.
+Takes a request and its planner; gives lines of text. Each names what to do and what it saves, in
+bytes that were computed from the graphs.
 """
 
 from collections.abc import Sequence

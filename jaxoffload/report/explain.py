@@ -1,7 +1,7 @@
 """Where the memory goes, and whether it fits: the first questions after running out of it.
 
-Takes what a plan is made from; gives an `Explanation`. Nothing is allocated, compiled or run:
-workspace that only a compiled kernel tells is estimated where there is none yet.
+Takes what a plan is made from; gives an `Explanation`. Nothing is allocated, compiled or run: the
+workspace of kernels that have not been compiled is estimated.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""What becomes of one tensor: why it was evicted, when it comes back, what that costs, who waited.
+"""What becomes of one tensor: why it was evicted, when it comes back, what that costs, what waited.
 
 Takes a `Scene` and part of a name, a source line or an argument's path; gives text.
 """

@@ -1,7 +1,7 @@
-"""Plans and runs on one screen of text: the verdict, what bounds it, memory and lanes.
+"""Plans and runs on one screen of text, as `print` shows them.
 
-What `print` shows. The verdict comes first: does it fit, how fast against everything resident, what
-bounds it, what to change.
+Takes a plan, a run or a comparison; gives text. The verdict comes first (does it fit, how fast
+against everything resident, what bounds it, what to change), then lanes and memory.
 """
 
 import numpy as np

@@ -1,4 +1,8 @@
-"""Where vertices run: one backend a platform, made once a process when first needed."""
+"""Where vertices run: one backend a platform, made once a process when first needed.
+
+Takes a platform's name; gives its client, its executables, the memory of callers' arrays, and the
+model of the machine.
+"""
 
 import ctypes
 import dataclasses

@@ -1,4 +1,4 @@
-"""A MemGraph and its executables to the flat arrays that the C++ runtime takes."""
+"""From a MemGraph and its executables to the native plan: flat arrays, as the runtime takes them."""
 
 from collections.abc import Sequence
 from typing import Any

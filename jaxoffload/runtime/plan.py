@@ -1,4 +1,7 @@
-"""A plan: a MemGraph with the executables of its kernels, ready to be loaded and run."""
+"""A plan: a MemGraph with the executables of its kernels, ready to be loaded and run.
+
+Made by the planner; gives what users ask of a plan, and the native plan that `run.py` runs.
+"""
 
 import functools
 import threading

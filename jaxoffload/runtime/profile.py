@@ -1,9 +1,10 @@
-"""Measured costs: what vertices, links and the disk took in runs, and plans made from that.
+"""Measured costs: what vertices, links and the disk took in runs.
 
-As Gemini and Fuyou do, a function's first runs are its warm-up: they tell how long each vertex
-takes, how fast each link is, and what memory a run takes that its plan does not see; the plan for
-the calls that follow is chosen from that. A saved profile tells the next process more: how fast the
-machine computes, so that the cut into vertices is chosen for what it is, not for a model of it.
+Takes runs; gives TaskGraphs and machines with measured times. As with Gemini and Fuyou a function's
+first runs are its warm-up. They tell how long each vertex takes, how fast each link is, and what
+memory a run takes that its plan does not see; the plan for later calls is chosen by that. A saved
+profile tells the next process more: how fast the machine computes, so that the cut into vertices is
+chosen for the machine as it is.
 """
 
 import dataclasses

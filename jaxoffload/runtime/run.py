@@ -1,4 +1,7 @@
-"""Runs a plan on arrays, without an XLA program around it, and reports what happened."""
+"""Runs a plan on arrays, without an XLA program around it, and reports what happened.
+
+Takes a plan and flat arrays; gives results and a `Run`.
+"""
 
 import dataclasses
 import functools

@@ -1,7 +1,7 @@
 """One function, captured once, cut at any granularity, compiled as far as somebody asks.
 
-Takes a request; gives, for a `Cut`, a TaskGraph: to be looked at, with workspace estimated, or with
-its kernels compiled. What two cuts have in common is worked out once.
+Takes a request; gives, for a `Cut`, a TaskGraph with workspace left out, estimated, or known from
+compiled kernels. What two cuts have in common is worked out once.
 """
 
 import dataclasses

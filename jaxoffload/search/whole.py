@@ -1,7 +1,8 @@
 """Functions that run whole: what fits needs no plan, and is left to `jax.jit`.
 
-A function is cut into vertices only where memory demands it. Where everything fits it is one
-program of JAX's own compiler: its first call costs what jit's costs, and its results are jit's.
+Takes a request; gives a `WholePlan`, or has the planner cut the function. A function is cut into
+vertices only where memory demands it. Where everything fits it is one program of JAX's own
+compiler: its first call costs what jit's costs, and its results are jit's.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """What JAX's transformations make of an offloaded function.
 
-`vmap` and `checkify` give another function to offload. Differentiation from outside, transposition
-and `jet` cannot offload what they never saw, so they evaluate the function in plain JAX: right, not
-offloaded, and said so.
+`vmap` and `checkify` give another function, which is offloaded too. Differentiation from outside,
+transposition and `jet` come after the function was captured, so they evaluate it in plain JAX: the
+results are right, it is not offloaded, and a warning says so.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,10 @@
-"""Static placement: offsets for buffers whose lifetimes are known, in as little memory as possible.
+"""Static placement: offsets for buffers of known live ranges, in as little memory as possible.
 
-A depth-first search in C++ (custom_calls/planner/place_intervals.h), which takes some milliseconds
-where there is a tenth of room. More buffers than it is made for go by their priority: the lowest
-stretch of the skyline takes the first that fits into its time; where none fits, it is raised to its
-lower neighbour.
+Takes live ranges and sizes; gives offsets, or None. A depth-first search in C++
+(custom_calls/planner/place_intervals.h) takes some milliseconds where there is a tenth of room.
+More buffers than it is made for are placed along a skyline, which tells for each moment the first
+free address: its lowest stretch takes the first buffer, by priority, that fits into its time; where
+none fits, the stretch is raised to its lower neighbour.
 """
 
 import math

@@ -1,9 +1,10 @@
 """Runs a MemGraph on a model of a machine: lanes with rates, and the launcher's own policies.
 
-Each device has one compute lane and one copy lane in each direction; loads from disk and stores to
-it have one lane each; transfers have a lane for each pair of devices. Copy lanes of several devices
-may be one (`Machine.links`), and so may both directions (`Machine.duplex`). Of the vertices that
-are ready in a lane the policy says which goes first.
+Takes a MemGraph, and a machine or the seconds of each vertex; gives a `Timeline`. Each device has
+one compute lane and one copy lane in each direction; loads from disk and stores to it have one lane
+each; transfers have a lane for each pair of devices. Copy lanes of several devices may be one
+(`Machine.links`), and so may both directions (`Machine.duplex`). Of the vertices that are ready on
+a lane the policy says which goes first.
 """
 
 import dataclasses
@@ -264,8 +265,8 @@ def _levelwise(
     now = 0.0
     level = levels(memgraph)
     by_level = np.argsort(level, kind="stable")
-    cuts = np.flatnonzero(np.diff(level[by_level])) + 1
-    for members in np.split(by_level, cuts):
+    bounds = np.flatnonzero(np.diff(level[by_level])) + 1
+    for members in np.split(by_level, bounds):
         free = np.full(num_lanes, now)
         for vertex in members.tolist():
             which = lane_of[vertex]
