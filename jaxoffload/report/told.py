@@ -154,7 +154,7 @@ class _Teller:
             for v in self._copies[int(graph.tensor[version])]
         )
         lines.append(f"    evicted {self._for_whom(version)}; " + (
-            "copied to host memory" if copied else "its bytes are below already: nothing was copied"
+            "copied to host memory" if copied else "a lower tier has its bytes: nothing was copied"
         ))  # fmt: skip
         others, sooner = self._read_sooner(version)
         if others:

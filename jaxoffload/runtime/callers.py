@@ -24,7 +24,7 @@ from jaxoffload.runtime.arrays import DiskArray, HostArray, TierArray, host_put
 
 
 class Planned(Protocol):
-    """What is asked of a plan here; see `Plan`, which is made of what stands further up."""
+    """The part of a `Plan` that is used here (plan.py imports this module)."""
 
     constants: tuple[Any, ...]
     out_shapes: tuple[jax.ShapeDtypeStruct, ...]

@@ -1,4 +1,4 @@
-"""From a MemGraph and its executables to the native plan: flat arrays, as the runtime takes them."""
+"""From a MemGraph and its executables to the native plan: the flat arrays of the C++ runtime."""
 
 from collections.abc import Sequence
 from typing import Any

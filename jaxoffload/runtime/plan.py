@@ -28,7 +28,7 @@ from jaxoffload.showing import ShownMemory
 
 
 class Source(Protocol):
-    """What a plan was chosen by, and others of the same function can be (search/planner.py)."""
+    """The planner that made a plan, as far as the plan asks it for others (search/planner.py)."""
 
     request: Request
     backend: Backend
@@ -190,7 +190,7 @@ class Plan(ShownMemory):
         verify(self.memgraph)
 
     def proven(self) -> "Plan":
-        """This plan: what may be run has been verified, whoever made it.
+        """This plan, after it has been verified: no other may run.
 
         Raises:
           VerifyError: the planner is at fault.

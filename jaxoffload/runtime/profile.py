@@ -186,7 +186,8 @@ _ROUNDS = 10
 def _kernel_rates(work: np.ndarray, seconds: np.ndarray, like: Machine) -> dict[str, float]:
     """Rates of the kernels that are bound by operations and of those that are bound by traffic.
 
-    Which is which follows from the rates, the model's at first: the roofline, fitted by turns.
+    Which kernel is which follows from the rates (the roofline model), and the rates follow from
+    that: each is fitted in turn, from the model's rates on.
 
     Args:
       work: operations and bytes of each vertex, float64[N, 2].

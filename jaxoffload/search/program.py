@@ -96,10 +96,11 @@ class CutProgram:
         self._graphs: dict[tuple[Any, ...], Captured] = {}
         self._guessed: dict[tuple[Any, ...], TaskGraph] = {}
         self._temp: dict[identity.Key, int] = {}  # workspace by kernel
-        self._too_much: dict[Cut, int] = {}  # what cuts need at least that were given up
+        self._too_much: dict[Cut, int] = {}  # of cuts that were given up, what they need at least
 
     def forget_all_but(self, executables: list[Any]) -> None:
-        """What was only tried need not stay compiled for as long as a plan lives."""
+        """Forgets the cuts that were only tried: their kernels need not stay compiled while a plan
+        lives."""
         self._cuts = {
             cut: found for cut, found in self._cuts.items() if found.executables is executables
         }
@@ -129,7 +130,7 @@ class CutProgram:
         if piece_bytes < float("inf"):
             piece_bytes = 2.0 ** math.floor(math.log2(piece_bytes)) if piece_bytes >= 1 else 0.0
         if piece_bytes not in self._unrolled:
-            # Whatever the pieces, what a function closes over are the same arguments.
+            # Of any size of pieces: what the function closes over, as arguments after its own.
             program = unroll(self._request.jaxpr, piece_bytes, self.constants)
             extra = program.arguments[len(self._request.jaxpr.in_avals) :]
             self.constants = [v.array for v in extra if isinstance(v, Constant)]
@@ -159,7 +160,8 @@ class CutProgram:
         return self._graphs[key]
 
     def _vertices_of(self, cut: Cut) -> tuple[Any, ...]:
-        """Equal for cuts that come to the same, as where nothing is to be split."""
+        """A key that is equal for cuts with the same vertices, as where there is nothing to
+        split."""
         return id(self.ordered(cut)), cut.max_bytes, cut.max_equations
 
     def _captured(self, cut: Cut, kernels: bool) -> Captured:

@@ -22,10 +22,10 @@ from jaxoffload.runtime.run import Run
 logger = logging.getLogger(__name__)
 
 FAR = 2.0
-"""How many times longer a cut must take than another promises to."""
+"""Another cut is tried where this one takes so many times what that one promises."""
 OFF = 8.0
-"""What a machine may be slower than the model at most, where one kernel is most of a cut, so that
-the two cannot be told apart."""
+"""Where one kernel is most of a cut, a slow kernel and a slow machine look alike: the machine is
+taken to be at most so many times slower than the model."""
 LEAST = 0.02
 """Seconds of kernels below which no other cut is worth compiling."""
 

@@ -28,7 +28,8 @@ from jaxoffload.search.planner import Planner
 from jaxoffload.showing import Shown
 
 _AMPLE = 2
-"""Where so many times all values fit at once, the function fits: layouts and workspace included."""
+"""A function surely fits where all of its values at once would fit so many times: there is room for
+layouts and workspace then."""
 
 
 class Whole:
@@ -256,7 +257,7 @@ def _refuse(request: Request, whole: Whole, error: CaptureError) -> None:
     kinds = set(map(compat.effect_kind, request.jaxpr.effects))
     if "check" in kinds:
         raise error
-    if "named axis" in kinds:  # nobody can compile it apart from what is around it
+    if "named axis" in kinds:  # it has no meaning outside what binds the axis
         raise CaptureError(f"{error} Or let it run whole: device_memory=None.") from None
     budget = request.options.device_memory
     assert isinstance(budget, int)

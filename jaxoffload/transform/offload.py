@@ -53,7 +53,7 @@ AUTO_MARGIN = 0.1
 results, the first runs of the two steps of benchmarks/ratios.py took 38 and 92 MiB (thread stacks,
 buffers of XLA's products, allocator slack); the rest is for neighbours."""
 KNOWN_MARGIN = 0.03
-"""The same, for neighbours alone, where a profile tells what runs take."""
+"""The same where a profile tells what runs take: what is left is for other processes."""
 
 
 class _Program:
@@ -215,7 +215,7 @@ class _Program:
             )
 
     def _say_if_host_is_short(self, plan: Plan) -> None:
-        """Before the kernel ends a process of the user's choice for it."""
+        """Warns while there is time: where memory runs out, the system kills a process."""
         if plan.resident or self.options.host_memory is not None:
             return
         if plan.host_bytes > (free := backends.free_host_memory()):

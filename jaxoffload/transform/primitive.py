@@ -254,8 +254,8 @@ mlir.register_lowering(
 def register_target(backend_name: str) -> None:
     """Tells XLA of the launcher."""
     backends.get(backend_name)
-    # What is registered before JAX has made its client waits, targets ahead of their types, which
-    # XLA refuses.
+    # JAX keeps what is registered before its client is made, and would give XLA the targets
+    # before their types, which XLA refuses.
     jax.local_devices(backend=backend_name)
     platform = {"cpu": "cpu", "cuda": "CUDA"}[backend_name]
     handlers, held = _native.ffi_targets()[platform]

@@ -48,11 +48,12 @@ VARIANTS: tuple[dict[str, Any], ...] = tuple(
     for lookahead in (None, 3, 16)
     for victims in CHOICES
 )
-"""Rules worth comparing by simulated time: which is best depends on what waits for what."""
+"""Rules of allocation to compare by simulated time: which is best differs from graph to graph."""
 QUICK_VARIANTS = VARIANTS[0], VARIANTS[2]
-"""Two that differ most, for a first look."""
+"""The two that differ most."""
 _BOTH_RULES = 3000
-"""Vertices of a TaskGraph for which both rules for victims are tried: some tenths of a second."""
+"""Up to so many vertices of a TaskGraph both rules for victims are tried: some tenths of a
+second."""
 
 
 def build_memgraph(
@@ -162,7 +163,7 @@ def _simulate(memory: SimulatedMemory, victims: Victims, lookahead: int | None) 
 
 
 def _force(memory: SimulatedMemory, victims: Victims, vertex_id: int) -> None:
-    """Places a vertex at the exec horizon, whatever has to go."""
+    """Places a vertex at the exec horizon, whatever has to be evicted."""
     if memory.place(vertex_id, victims.room_maker(vertex_id)):
         return
     for device in working_set(memory.graph, vertex_id):

@@ -21,7 +21,7 @@ def align(count: int) -> int:
 HOST_PAGE = 4096
 """Places in the host tier that the disk reads and writes start at a multiple of this."""
 DISK_BLOCK = 16384
-"""Bytes under one checksum on disk: places there do not share one."""
+"""Bytes under one checksum on disk; no two places share such a block."""
 
 
 def host_place(count: int) -> int:
@@ -102,8 +102,8 @@ def min_budgets(graph: TaskGraph) -> list[tuple[int, int]]:
 
 
 def least_whole(graph: TaskGraph) -> int:
-    """Bytes that any cut of the same program needs: its largest result, or argument that is not
-    read row by row, is there whole while some vertex writes or reads it."""
+    """Bytes that any cut of the same program needs: some vertex has its largest result, or its
+    largest argument that is not gathered, in memory whole."""
     least = 0
     for vertex in graph.vertices:
         for tensor_id in (*vertex.inputs, *vertex.outputs):

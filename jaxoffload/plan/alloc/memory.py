@@ -113,10 +113,11 @@ class SimulatedMemory(Occupancy):
         return True
 
     def fetch(self, vertex_id: int, room: Callable[[int], int]) -> bool:
-        """Reloads what a vertex beyond the alloc horizon reads and what can be had by now.
+        """Reloads the operands of a vertex beyond the alloc horizon, as far as they have been
+        produced.
 
         Args:
-          room: of a device, the bytes that nobody needs before that vertex.
+          room: of a device, the bytes that no vertex before that one needs.
 
         Returns:
           Whether all could be placed. If not, nothing is changed.
@@ -354,7 +355,8 @@ class SimulatedMemory(Occupancy):
         self._placed[tensor_id] = False
 
     def finish_arguments(self) -> None:
-        """Copies arguments that are results to where the results go; onto themselves last."""
+        """Copies arguments that are returned to their results, those that alias their result
+        last."""
         last = max(len(self.graph.vertices) - 1, 0)
         for tensor_id, tensor in enumerate(self.graph.tensors):
             if (argument := tensor.argument) is None:

@@ -15,11 +15,11 @@ import numpy as np
 from jaxoffload import _native
 
 MAX_SEARCHED = 4000
-"""Buffers of a search: it is as deep as they are many."""
+"""Most buffers to search places for: the search is as deep as there are buffers."""
 _STEPS = 1_000_000
 """Buffers that a search places, all tries together: about a second."""
 _FAST_STEPS = 128
-"""Of the fast path, for each buffer."""
+"""The same for each buffer where a quick try is enough."""
 _KINDS: tuple[Callable[[float, float], float], ...] = (
     lambda duration, size: math.log(duration),
     lambda duration, size: math.log(duration) + 0.3 * math.log(size),

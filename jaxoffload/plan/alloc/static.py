@@ -19,8 +19,8 @@ from jaxoffload.plan.alloc.limits import (
 from jaxoffload.plan.alloc.placement import place_intervals
 
 _SLACK = (1.25, 2.0, 16.0)
-"""Arena sizes to try for a plan that moves nothing, over the peak of its intermediates. A small
-arena is used again and again, which caches like and page faults do not."""
+"""Arena sizes to try for a plan that moves nothing, as multiples of the peak of its intermediates.
+The smallest first: its addresses stay in the caches, and fewer pages are touched."""
 
 
 def keep_everything(graph: TaskGraph, budget: int | None) -> MemGraph | None:
@@ -45,7 +45,8 @@ def keep_everything(graph: TaskGraph, budget: int | None) -> MemGraph | None:
 
 
 def _keep_in_chosen_places(graph: TaskGraph, room: int) -> MemGraph | None:
-    """The same where there is room enough, but not for tensors placed one after another."""
+    """The same with places chosen beforehand, for where tensors that are placed one after another
+    do not fit."""
     capacity = (room - reserved_workspace(graph, 1)[0]) // PLACE_ALIGNMENT * PLACE_ALIGNMENT
     places = static_places(graph, capacity)
     if places is None:

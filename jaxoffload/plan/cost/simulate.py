@@ -167,11 +167,12 @@ def best_priority(
 
 
 _MAX_SIMULATED = 300_000
-"""Above so many vertices the critical path is taken unseen: simulating both takes a second."""
+"""Above so many vertices the critical path is taken without comparing: simulating both takes a
+second."""
 
 
 def _ranks(count: int, policy: str, seed: int) -> np.ndarray:
-    """Who goes first: the vertex of the lowest rank."""
+    """The rank of each vertex: of those that are ready the lowest goes first."""
     if policy == "fixed":
         return np.arange(count)
     return np.random.default_rng(seed + 1).permutation(count)
