@@ -147,7 +147,7 @@ def _steps(xs: list[float], ys: list[float]) -> list[tuple[float, float]]:
 def _places(scene: Scene, most: int | None, hints: bool) -> list[str]:
     """What is at which address, when."""
     graph, sizes, scale = scene.graph, scene.sizes, _scale(scene)
-    begin, end = scene.lives(scene.times[0])
+    begin, end = scene.live_ranges(scene.times[0])
     ceiling = max(int(graph.peak_arena_bytes()[0]), 1)
     top, parts = _TOP + _USE + 12, []
     versions = np.flatnonzero((graph.space == Space.DEVICE) & (graph.index == 0))

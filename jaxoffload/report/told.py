@@ -98,7 +98,7 @@ class _Teller:
     def __init__(self, scene: Scene):
         self._scene, self._graph = scene, scene.graph
         self._times = scene.times[0]
-        self._begin, self._end = scene.lives(self._times)
+        self._begin, self._end = scene.live_ranges(self._times)
         self._whom, _ = self._times.waits(self._graph)
         self._idle = self._times.idle()
         copying = np.isin(self._graph.kind, (Kind.RELOAD, Kind.OFFLOAD, Kind.LOAD, Kind.STORE))
@@ -176,7 +176,7 @@ class _Teller:
 
     def _read_sooner(self, version: int) -> tuple[int, int]:
         """Versions that could have gone in its place, and how many of them are read before it."""
-        graph, taker = self._graph, int(self._scene.successor[version])
+        graph, taker = self._graph, int(self._scene.next_occupant[version])
         moment = self._end[version] if taker < 0 else self._begin[taker]
         there = (self._begin < moment) & (self._end > moment)
         there &= (graph.space == Space.DEVICE) & (graph.index == graph.index[version])
@@ -193,7 +193,7 @@ class _Teller:
 
     def _for_whom(self, version: int) -> str:
         graph, tensors = self._graph, self._graph.taskgraph.tensors
-        taker = int(self._scene.successor[version])
+        taker = int(self._scene.next_occupant[version])
         if taker < 0:
             return "as a room of its size was wanted"
         writer = int(graph.writer[taker])
