@@ -26,7 +26,7 @@ class TensorKind(enum.IntEnum):
 
 
 class VertexKind(enum.IntEnum):
-    """What a TaskGraph vertex does."""
+    """What a TaskGraph vertex does; a MemGraph has the `Kind` of that name for it."""
 
     INPUT = 0
     """Produces an input tensor on its device, in order, as in TURNIP's figures. Arguments of a

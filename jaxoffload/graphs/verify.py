@@ -28,11 +28,6 @@ from jaxoffload.graphs.reachability import is_acyclic, next_writers, reaches
 from jaxoffload.graphs.taskgraph import IN_PLACE_ALIGNMENT, TaskGraph, VertexKind
 
 _SHOWN = 20
-_KINDS = {
-    VertexKind.KERNEL: Kind.KERNEL,
-    VertexKind.TRANSFER: Kind.TRANSFER,
-    VertexKind.INPUT: Kind.INPUT,
-}
 _LOWER = (Space.HOST, Space.ARGUMENT, Space.RESULT)
 _ON_DISK = (Space.DISK, Space.ARGUMENT, Space.RESULT)
 _READS: dict[Kind, tuple[Space, ...]] = {
@@ -124,7 +119,7 @@ class _Tasks:
     def __init__(self, graph: TaskGraph):
         vertices = graph.vertices
         self.count = len(vertices)
-        self.kind = _array(_KINDS[v.kind] for v in vertices)
+        self.kind = _array(Kind[v.kind.name] for v in vertices)
         self.device = _array(v.device for v in vertices)
         self.input_offsets, self.inputs = _ragged([v.inputs for v in vertices])
         self.output_offsets, self.outputs = _ragged([v.outputs for v in vertices])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxoffload.graphs.memgraph import Kind, Space
+from jaxoffload.graphs.memgraph import COPIES, Kind, Space
 from jaxoffload.options import format_bytes
 from jaxoffload.report.predict import Prediction
 from jaxoffload.report.scene import KINDS, Scene
@@ -101,7 +101,7 @@ class _Teller:
         self._begin, self._end = scene.live_ranges(self._times)
         self._whom, _ = self._times.waits(self._graph)
         self._idle = self._times.idle()
-        copying = np.isin(self._graph.kind, (Kind.RELOAD, Kind.OFFLOAD, Kind.LOAD, Kind.STORE))
+        copying = np.isin(self._graph.kind, COPIES)
         self._copies: dict[int, list[int]] = {}
         for vertex in np.flatnonzero(copying).tolist():
             tensor = int(self._graph.tensor[self._graph.inputs[self._graph.input_offsets[vertex]]])
@@ -120,7 +120,7 @@ class _Teller:
         if tensor.argument is not None and tensor.argument.offset:
             names += f", from byte {tensor.argument.offset}"
         lines = [f"{tensor.name}, {format_bytes(tensor.bytes)}, {kind}: {names}".rstrip(": ")]
-        for copied in (Kind.RELOAD, Kind.OFFLOAD, Kind.LOAD, Kind.STORE):
+        for copied in COPIES:
             chosen = [v for v in self._copies.get(tensor_id, ()) if graph.kind[v] == copied]
             if chosen:
                 spent = sum(float(self._times.end[v] - self._times.start[v]) for v in chosen)

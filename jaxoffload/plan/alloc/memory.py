@@ -9,10 +9,8 @@ it is offloaded at most once while host memory lasts.
 
 from collections.abc import Callable
 
-import numpy as np
-
 from jaxoffload.graphs.memgraph import Kind, MemGraph, Space
-from jaxoffload.graphs.taskgraph import Span, TaskGraph, VertexKind
+from jaxoffload.graphs.taskgraph import Span, TaskGraph
 from jaxoffload.plan.alloc.aliases import CallersMemory
 from jaxoffload.plan.alloc.dead_copies import drop_dead_copies
 from jaxoffload.plan.alloc.emit import Emitter
@@ -20,12 +18,6 @@ from jaxoffload.plan.alloc.limits import align
 from jaxoffload.plan.alloc.occupancy import Occupancy
 from jaxoffload.plan.alloc.space import Piece, Place
 from jaxoffload.plan.alloc.tiers import NEVER, LowerTiers
-
-_KINDS = {
-    VertexKind.KERNEL: Kind.KERNEL,
-    VertexKind.INPUT: Kind.INPUT,
-    VertexKind.TRANSFER: Kind.TRANSFER,
-}
 
 
 class SimulatedMemory(Occupancy):
@@ -56,6 +48,7 @@ class SimulatedMemory(Occupancy):
     Attributes:
       device: device of each tensor, and number of its arena.
       lower: the lower tiers.
+      callers: what is read and written where the caller has it.
     """
 
     def __init__(
@@ -73,7 +66,7 @@ class SimulatedMemory(Occupancy):
         self._capacity, self._places = capacity, places
         self.emitter = Emitter(graph)
         self.lower = LowerTiers(graph, self.emitter, host_capacity, disk)
-        self._callers = CallersMemory(graph, in_place_io)
+        self.callers = CallersMemory(graph, in_place_io)
         self._placed = [False] * count
         self._version = [-1] * count  # on the device or in a result, the latest
         self._uses = [[*readers, NEVER] for readers in graph.readers()]
@@ -196,22 +189,6 @@ class SimulatedMemory(Occupancy):
             taken.append((tensor_id, found, arena.last_pieces))
         return taken
 
-    def flow(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes that each vertex's outputs take in each device's arena, and that it frees there
-        once it has run, if all that it reads was there: both int64[devices, vertices]."""
-        graph, callers, device, size = self.graph, self._callers, self.device, self.size
-        taken, freed = np.zeros((2, len(self.arenas), len(graph.vertices)), dtype=np.int64)
-        for vertex_id, vertex in enumerate(graph.vertices):
-            for t in vertex.fresh_outputs:
-                if callers.written_in_place(t, vertex_id) is None:
-                    taken[device[t], vertex_id] += size[t]
-            inherited = {vertex.inputs[read] for read, _ in vertex.overwrites}
-            for t in {*vertex.inputs, *vertex.outputs} - inherited:
-                last = self._uses[t][-2] if len(self._uses[t]) > 1 else vertex_id
-                if last == vertex_id and not callers.read_in_place(t, vertex_id):
-                    freed[device[t], vertex_id] += size[t]
-        return taken, freed
-
     def _is_still_there(self, tensor_id: int) -> bool:
         """Whether nothing has taken the place of an evicted tensor since: its bytes are there as
         they were, and no reload is needed."""
@@ -231,7 +208,7 @@ class SimulatedMemory(Occupancy):
         operands are no victims, but in `evict_until_placed`, which therefore forgets it.
         """
         if self._needed[0] != vertex_id:
-            vertex, placed, callers = self.graph.vertices[vertex_id], self._placed, self._callers
+            vertex, placed, callers = self.graph.vertices[vertex_id], self._placed, self.callers
             reloads = [
                 t
                 for t in vertex.inputs
@@ -270,11 +247,11 @@ class SimulatedMemory(Occupancy):
             self._inherit(vertex.outputs[write], inputs[read], after)
         for tensor_id in vertex.outputs:
             if self._version[tensor_id] < 0:
-                span = self._callers.written_in_place(tensor_id, vertex_id)
+                span = self.callers.written_in_place(tensor_id, vertex_id)
                 assert span is not None
                 self._write_result(tensor_id, span, after)
         outputs = [self._version[t] for t in vertex.outputs]
-        emitter.vertex(_KINDS[vertex.kind], vertex_id, vertex.device, inputs, outputs, after)
+        emitter.vertex(Kind[vertex.kind.name], vertex_id, vertex.device, inputs, outputs, after)
         for tensor_id in vertex.outputs:
             self._offload_results(tensor_id, vertex_id)
         for tensor_id in vertex.inputs:
@@ -303,7 +280,7 @@ class SimulatedMemory(Occupancy):
         else:
             argument = self.graph.tensors[operand].argument
             assert argument is not None
-            self._write_result(tensor_id, self._callers.alias_of(tensor_id, argument), after)
+            self._write_result(tensor_id, self.callers.alias_of(tensor_id, argument), after)
         emitter.over[self._version[tensor_id]] = old
 
     def _write_result(self, tensor_id: int, span: Span, after: set[int]) -> None:
@@ -316,7 +293,7 @@ class SimulatedMemory(Occupancy):
         """Readers of the argument bytes that a result part takes."""
         return {
             reader
-            for other in self._callers.overwritten(span, tensor_id)
+            for other in self.callers.overwritten(span, tensor_id)
             for reader in self.emitter.readers[self.lower.arguments[other]]
         }
 
@@ -361,7 +338,7 @@ class SimulatedMemory(Occupancy):
         for tensor_id, tensor in enumerate(self.graph.tensors):
             if (argument := tensor.argument) is None:
                 continue
-            for span in sorted(tensor.results, key=lambda s: self._callers.is_alias(s, argument)):
+            for span in sorted(tensor.results, key=lambda s: self.callers.is_alias(s, argument)):
                 if self.graph.stays(tensor, span):
                     continue
                 after = self._readers_there(span, tensor_id)
@@ -371,7 +348,7 @@ class SimulatedMemory(Occupancy):
                     continue
                 source = self.lower.fetch(tensor_id, last)
                 version = self.emitter.version(tensor_id, Space.RESULT, span.index, span.offset)
-                if self._callers.is_alias(span, argument):
+                if self.callers.is_alias(span, argument):
                     self.emitter.over[version] = source
                 self.emitter.vertex(
                     Kind.OFFLOAD, last, tensor.device, [source], [version], after

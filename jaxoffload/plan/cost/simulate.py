@@ -119,8 +119,7 @@ def simulate(
     """
     if policy not in POLICIES:
         raise ValueError(f"simulate: policy={policy!r} is unknown. Pass one of {POLICIES}.")
-    if seconds is None:
-        seconds = machine.vertex_seconds(memgraph) if machine else vertex_seconds(memgraph)
+    seconds = _seconds(memgraph, machine) if seconds is None else seconds
     count = memgraph.num_vertices
     took = seconds
     if jitter:
@@ -141,6 +140,10 @@ def simulate(
     return Timeline(start, end, lane_of, lanes)
 
 
+def _seconds(memgraph: MemGraph, machine: Machine | None) -> np.ndarray:
+    return machine.vertex_seconds(memgraph) if machine else vertex_seconds(memgraph)
+
+
 def best_priority(
     memgraph: MemGraph, seconds: np.ndarray | None = None, machine: Machine | None = None
 ) -> np.ndarray:
@@ -149,8 +152,7 @@ def best_priority(
     Candidates: the critical path, which fills gaps best where the graph is wide; and the serial
     order, in which the plan gave places away, which is better where most waits are for places.
     """
-    if seconds is None:
-        seconds = machine.vertex_seconds(memgraph) if machine else vertex_seconds(memgraph)
+    seconds = _seconds(memgraph, machine) if seconds is None else seconds
     count = memgraph.num_vertices
     critical = critical_path(memgraph, seconds)
     if count > _MAX_SIMULATED:
