@@ -10,7 +10,7 @@ Takes a `Request`; gives a `Plan`, or refuses the budget. One search is inside a
        │     ├─ Ranking.by_time (cuts.py): candidate cuts, planned by several rules of allocation,
        │     │     by their simulated seconds; nothing is compiled
        │     └─ the first `_COMPILED` of them that work once compiled (program.py): the fastest
-       │  or _least, if none works: the cut that needs least memory
+       │  or, if none works, the cut that needs least memory (least.py)
        └─ _fastest: of that cut each rule of allocation, then each serial order by the best rule;
              the MemGraph that ends first in simulation
 """
@@ -18,13 +18,12 @@ Takes a `Request`; gives a `Plan`, or refuses the budget. One search is inside a
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxoffload import garbage
 from jaxoffload.capture.build import Captured
 from jaxoffload.capture.operations import is_view
-from jaxoffload.capture.split import working_set
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import Kind, MemGraph
@@ -44,17 +43,13 @@ from jaxoffload.runtime import backends
 from jaxoffload.runtime.callers import byte_count
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request
-from jaxoffload.search.cuts import FINEST, PIECE, SAME, WHOLE, Cut, Ranking, split_size
+from jaxoffload.search.cuts import FINEST, PIECE, SAME, WHOLE, Cut, Ranking
+from jaxoffload.search.least import least_cut, roughly_least_cut
 from jaxoffload.search.orders import orders
 from jaxoffload.search.program import NOTHING, CompiledCut, CutProgram
 
 logger = logging.getLogger(__name__)
 
-SPLITS = (1 / 4, 1 / 16, 1 / 64)
-"""Working sets to split operations down to, as shares of what the largest needs, in search of the
-smallest feasible budget."""
-_TOLD = 1 / 8
-"""The same where that budget is only told, not planned for."""
 _COMPILED = 3
 """Cuts that are compiled before one is taken, at most."""
 _LITTLE = 0.03
@@ -70,8 +65,6 @@ _GAIN = 0.99
 """Another order is taken if it ends within this share of the best one's time."""
 _WAITS = 1.5
 """A plan that takes so many times its kernels waits for copies."""
-_LOWER = 20
-"""Most steps down from a feasible budget in search of a smaller one."""
 
 
 class Timed(NamedTuple):
@@ -247,51 +240,15 @@ class Planner:
 
     @functools.cached_property
     def _least(self) -> CompiledCut:
-        """The cut that needs least memory: of single operations, the uncut program (which needs
-        less where XLA fuses well) and split operations; then whatever works with less than the
-        best so far, as long as there is any."""
+        """The cut that needs least memory; of a long program that is only looked at, roughly."""
         fixed = self._fixed_cut()
         if fixed:
             return fixed
-        if not self._compiles and self._is_long:
-            return self._roughly_least()
-        coarse = FINEST, WHOLE
-        least = min(min_budget(self.graph(cut))[0] for cut in coarse)
-        tiled = [Cut(0, 1, split_size(share * least), piece_bytes=0) for share in SPLITS]
-        best = self._lowest([*coarse, *tiled], None)
-        assert best is not None, "without a limit the first one works"
-        for _ in range(_LOWER):
-            room = best.needs - 1
-            lower = self._lowest(self._ranking(room, self.graph).feasible(), room)
-            if lower is None:
-                break
-            best = lower
-        return best
-
-    @property
-    def _is_long(self) -> bool:
-        equations = self._program.ordered(FINEST).equations
-        return sum(not is_view(e) for e in equations) > _ORDERED_VERTICES
-
-    def _roughly_least(self) -> CompiledCut:
-        """About the same, for a long program whose least budget is only told: operations split in
-        one way, small ones together."""
-        largest = max(map(working_set, self._program.ordered(FINEST).equations))
-        size = split_size(_TOLD * min(largest, min_budget(self.graph(WHOLE))[0]))
-        best = self._lowest([WHOLE, Cut(size, None, size, piece_bytes=0)], None)
-        assert best is not None, "without a limit the first one works"
-        return best
-
-    def _lowest(self, cuts: Iterable[Cut], room: int | None) -> CompiledCut | None:
-        """The cut that needs least, of those that work within some bytes; None if none does. Those
-        that seem to need least are compiled first; of the others, the kernels that it takes to see
-        that they need more."""
-        best = None
-        for cut in sorted(cuts, key=lambda cut: min_budget(self._program.estimated(cut))[0]):
-            found = self._program.within(cut, room)
-            if found is not None:
-                best, room = found, found.needs - 1
-        return best
+        if not self._compiles:
+            equations = self._program.ordered(FINEST).equations
+            if sum(not is_view(e) for e in equations) > _ORDERED_VERTICES:
+                return roughly_least_cut(self._program)
+        return least_cut(self._program, lambda room: self._ranking(room, self.graph).feasible())
 
     def _fixed_cut(self) -> CompiledCut | None:
         size = self.request.options.vertex_memory
