@@ -68,7 +68,8 @@ class Timeline:
 def lanes_of(
     memgraph: MemGraph, machine: Machine | None = None
 ) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
-    """The lane of each vertex, and what the lanes are."""
+    """The lane of each vertex, and what the lanes are: the model's, of which several devices may
+    share one. The runtime's are in graphs/lanes.py."""
     kind = memgraph.kind.astype(np.int64)
     device = memgraph.device.astype(np.int64)
     other = np.zeros_like(device)
