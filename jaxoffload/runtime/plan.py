@@ -26,6 +26,9 @@ from jaxoffload.runtime.load import load
 from jaxoffload.runtime.request import Request
 from jaxoffload.showing import ShownMemory
 
+Pricing = Callable[[TaskGraph, list[Any]], TaskGraph]
+"""Gives a TaskGraph, whose kernels have some executables, other costs."""
+
 
 class Source(Protocol):
     """The planner that made a plan, as far as the plan asks it for others (search/planner.py)."""
@@ -43,15 +46,8 @@ class Source(Protocol):
         """A MemGraph within the request's limits."""
         ...
 
-    def other(
-        self,
-        than: Sequence[Any],
-        budget: int | None,
-        expected: float,
-        seconds: float,
-        costs: Callable[[TaskGraph, list[Any]], TaskGraph],
-    ) -> "Plan | None":
-        """See `Plan.with_other_cut`; other executables than some."""
+    def other(self, than: "Plan", expected: float, seconds: float, costs: Pricing) -> "Plan | None":
+        """See `Plan.with_other_cut`."""
         ...
 
 
@@ -255,12 +251,7 @@ class Plan(ShownMemory):
         """Those of the kernels, by `Vertex.kernel`."""
         return tuple(self._executables)
 
-    def with_other_cut(
-        self,
-        expected: float,
-        seconds: float,
-        costs: Callable[[TaskGraph, list[Any]], TaskGraph],
-    ) -> "Plan | None":
+    def with_other_cut(self, expected: float, seconds: float, costs: Pricing) -> "Plan | None":
         """A plan with the next best cut of those that were simulated for this one, if it is better.
 
         Args:
@@ -268,7 +259,7 @@ class Plan(ShownMemory):
           seconds: it must take fewer by its costs.
           costs: a TaskGraph, given the kernels' executables, with the costs to judge it by.
         """
-        return self._source.other(self._executables, self.budget, expected, seconds, costs)
+        return self._source.other(self, expected, seconds, costs)
 
     def build(self, graph: TaskGraph, **options: Any) -> MemGraph:
         """A MemGraph for this plan's budget, of its TaskGraph with other costs."""

@@ -18,7 +18,7 @@ Takes a `Request`; gives a `Plan`, or refuses the budget. One search is inside a
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jaxoffload import garbage
@@ -41,7 +41,7 @@ from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.plan.cost.simulate import simulate
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.callers import byte_count
-from jaxoffload.runtime.plan import Plan
+from jaxoffload.runtime.plan import Plan, Pricing
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.cuts import FINEST, PIECE, SAME, WHOLE, Cut, Ranking
 from jaxoffload.search.least import least_cut, roughly_least_cut
@@ -296,21 +296,17 @@ class Planner:
         return least
 
     @garbage.paused()
-    def other(
-        self,
-        than: Sequence[Any],
-        budget: int | None,
-        expected: float,
-        seconds: float,
-        costs: Callable[[TaskGraph, list[Any]], TaskGraph],
-    ) -> Plan | None:
-        """See `Plan.with_other_cut`; other executables than some."""
+    def other(self, than: Plan, expected: float, seconds: float, costs: Pricing) -> Plan | None:
+        """See `Plan.with_other_cut`."""
+        budget = than.budget
         ranked = self._ranked.simulated() if self._ranked else []  # none where the cut is fixed
         for cut, took in ranked[:_COMPILED]:
             if budget is None or took >= expected:
                 break
             compiled = self._program.within(cut, budget)
-            if compiled is None or set(map(id, compiled.executables)) == set(map(id, than)):
+            if compiled is None or set(map(id, compiled.executables)) == set(
+                map(id, than.executables)
+            ):
                 continue
             candidates = self._candidates(costs(compiled.graph, compiled.executables), budget)
             runs = (simulate(candidate, machine=self.machine).seconds for candidate in candidates)
