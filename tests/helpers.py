@@ -7,6 +7,7 @@ import numpy as np
 from jaxoffload.capture.build import build_taskgraph, order_program
 from jaxoffload.capture.scan import unroll
 from jaxoffload.graphs.taskgraph import TensorKind
+from jaxoffload.plan.cost.machines import SMALL_SERVER
 
 
 def capture(function, *args, donate=(), piece_bytes=0, **cut):
@@ -16,7 +17,7 @@ def capture(function, *args, donate=(), piece_bytes=0, **cut):
     closed = jax.make_jaxpr(lambda *f: jax.tree.leaves(function(*jax.tree.unflatten(tree, f))))(
         *flat
     )
-    program = unroll(closed, piece_bytes)
+    program = unroll(closed, piece_bytes, rates=SMALL_SERVER)
     arrays = [*flat, *(v.array for v in program.arguments[len(flat) :])]
     captured = build_taskgraph(
         order_program(program), kinds=[TensorKind.WEIGHT] * len(arrays), donated=donate, **cut

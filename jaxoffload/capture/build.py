@@ -107,6 +107,7 @@ def build_taskgraph(
         ordered.equations,
         program.parents,
         {v for v in results if v.argument is None},
+        rates=program.rates,
         max_bytes=max_bytes,
         max_equations=max_equations,
     )
@@ -165,7 +166,7 @@ class _Builder:
                 number = known.setdefault(kernel.key, len(kernels))
                 if number == len(kernels):
                     kernels.append(kernel)
-            seconds = [cost.seconds(e) for e in cluster.equations]
+            seconds = [cost.seconds(e, self.program.rates) for e in cluster.equations]
             dearest = max(range(len(seconds)), key=seconds.__getitem__)
             source = main_source(cluster.equations, seconds)
             vertices.append(

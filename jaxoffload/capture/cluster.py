@@ -19,9 +19,8 @@ from jaxoffload.capture.views import roots
 MAX_EQUATIONS = 12
 """Operations of a cluster, views not counted. On the training step of benchmarks/ratios.py 6 to 16
 gave 0.53 to 0.59 of the scanned jit on 2 cores, 24 gave 0.69, 48 gave 0.72, 100 gave 0.77."""
-BYTES_OF_A_CUT = 200_000
-"""What a cut costs beside the bytes that cross it, as bytes: some 20 microseconds of a vertex's
-launch and of XLA's own start and end."""
+SECONDS_OF_A_CUT = 20e-6
+"""What a cut costs beside the bytes that cross it: a vertex's launch, XLA's own start and end."""
 SEGMENT_SECONDS = 100e-6
 """A scan iteration estimated below this is not worth a vertex of its own."""
 
@@ -45,6 +44,7 @@ def cut(
     parents: Sequence[int],
     results: set[Value],
     *,
+    rates: cost.Rates,
     max_bytes: float = float("inf"),
     max_equations: int = MAX_EQUATIONS,
 ) -> list[Cluster]:
@@ -54,6 +54,7 @@ def cut(
       equations: in serial order.
       parents: the enclosing segment of each segment.
       results: values that must reach memory.
+      rates: of the device, by which it is judged what a cut costs.
       max_bytes: the largest working set of a cluster, where single equations allow it.
       max_equations: the most operations of a cluster.
     """
@@ -63,28 +64,31 @@ def cut(
     if max_equations == 1:
         runs = [(i, i + 1) for i in range(len(solid))]
         return _assemble(equations, solid, reads, view_of, runs, results)
-    segments = _segments_worth_a_cut(solid, parents)
+    segments = _segments_worth_a_cut(solid, parents, rates)
     last_reader = dict.fromkeys(results, len(solid))
     for i, values in enumerate(reads):
         for v in values:
             last_reader[v] = max(i, last_reader.get(v, i))
     runs: list[tuple[int, int]] = []
+    bytes_of_a_cut = SECONDS_OF_A_CUT * rates.memory_bytes_per_second
     start, memo = 0, {}
     for i in range(1, len(solid) + 1):
         if i == len(solid) or segments[i] != segments[start]:
             stretch = _Stretch(solid, reads, last_reader, start, i)
             if stretch.key not in memo:
-                memo[stretch.key] = _best_cuts(stretch, max_bytes, max_equations)
+                memo[stretch.key] = _best_cuts(stretch, bytes_of_a_cut, max_bytes, max_equations)
             runs += [(start + a, start + b) for a, b in memo[stretch.key]]
             start = i
     return _assemble(equations, solid, reads, view_of, runs, results)
 
 
-def _segments_worth_a_cut(solid: Sequence[Equation], parents: Sequence[int]) -> list[int]:
+def _segments_worth_a_cut(
+    solid: Sequence[Equation], parents: Sequence[int], rates: cost.Rates
+) -> list[int]:
     """The segment of each equation, small segments counted to the one around them."""
     weight = [0.0] * len(parents)
     for equation in solid:
-        weight[equation.segment] += cost.seconds(equation)
+        weight[equation.segment] += cost.seconds(equation, rates)
     for segment in range(len(parents) - 1, 0, -1):
         weight[parents[segment]] += weight[segment]
     kept = list(range(len(parents)))
@@ -137,7 +141,9 @@ class _Stretch:
         self.key = (keys, tuple(wiring), fused)
 
 
-def _best_cuts(stretch: _Stretch, max_bytes: float, max_equations: int) -> list[tuple[int, int]]:
+def _best_cuts(
+    stretch: _Stretch, bytes_of_a_cut: float, max_bytes: float, max_equations: int
+) -> list[tuple[int, int]]:
     run, reads, fused_until = stretch.equations, stretch.reads, stretch.fused_until
     crossing = _crossing_bytes(run, reads)
     written = [[(v, v.num_bytes(), fused_until.get(v, len(run))) for v in e.outputs] for e in run]
@@ -157,7 +163,7 @@ def _best_cuts(stretch: _Stretch, max_bytes: float, max_equations: int) -> list[
                     total += size
             if total > max_bytes and first < stop - 1:
                 continue
-            price = best[first] + BYTES_OF_A_CUT + crossing[stop]
+            price = best[first] + bytes_of_a_cut + crossing[stop]
             if price < best[stop]:
                 best[stop], previous[stop] = price, first
     cuts, stop = [], len(run)

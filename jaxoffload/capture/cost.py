@@ -1,18 +1,28 @@
-"""Rough time of an equation, for cutting and for priorities; never shown to a user as a fact."""
+"""Work of an equation, and its time on a model of a machine: for cutting, no fact for a user."""
+
+from typing import Any, Protocol
 
 from jaxoffload.capture import operations
 from jaxoffload.capture.flat import Equation
 from jaxoffload.capture.rows import rows_of
 
-FLOPS_PER_SECOND = 2e11
-BYTES_PER_SECOND = 1e10
 BYTES_OF_A_STEP = 200
 """What an operation costs in each step of a loop beside its work, as bytes: 20 ns."""
 
 
-def seconds(equation: Equation) -> float:
-    """The greater of compute and memory time at the rates of one small server."""
-    return max(flops(equation) / FLOPS_PER_SECOND, traffic(equation) / BYTES_PER_SECOND)
+class Rates(Protocol):
+    """What a device takes for its work; a `Machine` is one."""
+
+    @property
+    def memory_bytes_per_second(self) -> float: ...
+
+    def kernel_seconds(self, flops: Any, traffic: Any) -> Any:
+        """Time of so many floating-point operations with so many bytes of traffic."""
+
+
+def seconds(equation: Equation, rates: Rates) -> float:
+    """Its time, if it were a kernel by itself."""
+    return float(rates.kernel_seconds(flops(equation), traffic(equation)))
 
 
 def traffic(equation: Equation) -> int:

@@ -135,6 +135,7 @@ class Program:
       equations: in program order.
       results: for each flat result, the parts that make it up and their first bytes in it.
       parents: the enclosing segment of each segment id; parents[0] is 0.
+      rates: of the device that it is captured for, a `cost.Rates`.
       is_divisible: whether some scan could be cut into smaller pieces than it is.
     """
 
@@ -142,6 +143,7 @@ class Program:
     equations: list[Equation]
     results: list[list[tuple[Operand, int]]]
     parents: list[int]
+    rates: Any
     is_divisible: bool = False
 
     def result_values(self) -> set[Value]:

@@ -56,7 +56,7 @@ class Body:
       inputs: consts, carries, then slices.
       outputs: carries, then what is stacked.
       size: operations, those of loops inside included once.
-      seconds: a rough time.
+      seconds: a rough time on the machine that it is captured for.
       largest_bytes: operands and results of its largest operation.
       has_constants: whether it reads an array that is no input.
     """
@@ -67,6 +67,7 @@ class Body:
         inputs: list[Value],
         equations: list[Equation],
         outputs: list[Operand],
+        rates: cost.Rates,
     ):
         self.closed, self.inputs = closed, inputs
         self.equations, self.outputs = equations, outputs
@@ -78,7 +79,7 @@ class Body:
             if isinstance(equation.operation, Loop):
                 self.size += equation.operation.body.size
                 moved = max(moved, equation.operation.body.largest_bytes)
-            self.seconds += cost.seconds(equation)
+            self.seconds += cost.seconds(equation, rates)
             self.largest_bytes = max(self.largest_bytes, moved)
 
     def apply(self, operands: Sequence[Any]) -> list[Any]:

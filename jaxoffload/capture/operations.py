@@ -9,13 +9,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from jax import lax
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture import slicing, tile
-from jaxoffload.capture.flat import Equation
+from jaxoffload.capture import along
+from jaxoffload.capture.flat import Equation, Operation
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,8 +34,8 @@ class Known:
       takes_rows: it may read a few rows of its first operand only.
       has_several: it may have more than one output and still be split.
       flops: floating-point operations; None: one for each element of the output.
-      tilings: how it is split into tiles (split.py); None: not at all.
-      stacked: how it works on a stack's pieces (scan.py); None: not at all.
+      ways: how it works along a dimension, for loops over tiles (split.py) and for stacks in
+        pieces (scan.py); None: as a whole only.
     """
 
     is_elementwise: bool = False
@@ -46,8 +47,7 @@ class Known:
     takes_rows: bool = False
     has_several: bool = False
     flops: Callable[[Equation], float] | None = None
-    tilings: tile.Rule | None = None
-    stacked: slicing.Rule | None = None
+    ways: along.Rule | None = None
 
 
 def _widens(equation: Equation) -> bool:
@@ -87,8 +87,7 @@ _ELEMENTWISE = Known(
     is_light=True,
     is_priced=True,
     overwrites="all",
-    tilings=tile.elementwise,
-    stacked=slicing.elementwise,
+    ways=along.elementwise,
 )
 _VIEW = Known(is_view=True, is_light=True, is_priced=True)
 _UPDATE = Known(overwrites="first")
@@ -100,14 +99,13 @@ def _reduction(joins: Callable) -> Known:
         is_light=True,
         is_priced=True,
         joins=joins,
-        tilings=tile.reduction(joins),
-        stacked=slicing.reduction(joins),
+        ways=along.reduction(joins),
     )
 
 
 def _along(param: str, is_priced: bool = False, has_several: bool = False) -> Known:
-    rule = tile.along_others(param)
-    return Known(is_priced=is_priced, has_several=has_several, tilings=rule)
+    rule = along.along_others(param)
+    return Known(is_priced=is_priced, has_several=has_several, ways=rule)
 
 
 TABLE: dict[str, Known] = {
@@ -124,16 +122,14 @@ TABLE: dict[str, Known] = {
     ),
     "polynomial": dataclasses.replace(_ELEMENTWISE, flops=_polynomial_flops),
     "convert_element_type": dataclasses.replace(_ELEMENTWISE, is_view=_widens),
-    "copy": Known(tilings=tile.elementwise),
+    "copy": Known(ways=along.elementwise),
     # Views.
-    "broadcast_in_dim": dataclasses.replace(
-        _VIEW, tilings=tile.broadcast, stacked=slicing.broadcast
-    ),
-    "reshape": dataclasses.replace(_VIEW, tilings=tile.reshape, stacked=slicing.reshape),
-    "transpose": dataclasses.replace(_VIEW, tilings=tile.transpose, stacked=slicing.transpose),
-    "squeeze": dataclasses.replace(_VIEW, tilings=tile.squeeze, stacked=slicing.squeeze),
-    "iota": dataclasses.replace(_VIEW, tilings=tile.iota),
-    "rev": dataclasses.replace(_VIEW, tilings=tile.along_others("dimensions")),
+    "broadcast_in_dim": dataclasses.replace(_VIEW, ways=along.broadcast),
+    "reshape": dataclasses.replace(_VIEW, ways=along.reshape),
+    "transpose": dataclasses.replace(_VIEW, ways=along.transpose),
+    "squeeze": dataclasses.replace(_VIEW, ways=along.squeeze),
+    "iota": dataclasses.replace(_VIEW, ways=along.iota),
+    "rev": dataclasses.replace(_VIEW, ways=along.along_others("dimensions")),
     **dict.fromkeys(("random_wrap", "random_unwrap"), _VIEW),
     # Reductions and scans along an axis.
     "reduce_sum": _reduction(lax.add),
@@ -148,28 +144,26 @@ TABLE: dict[str, Known] = {
         """.split(),
         _LIGHT,
     ),
-    **dict.fromkeys(("argmax", "argmin"), Known(tilings=tile.reduction(None))),
+    **dict.fromkeys(("argmax", "argmin"), Known(ways=along.reduction(None))),
     **dict.fromkeys("cumsum cumprod cummax cummin cumlogsumexp".split(), _along("axis")),
     "sort": _along("dimension", has_several=True),
     "top_k": _along("axis", has_several=True),
     # Products.
-    "dot_general": Known(is_priced=True, flops=_product_flops, tilings=tile.dot_general),
-    "conv_general_dilated": Known(
-        is_priced=True, flops=_convolution_flops, tilings=tile.convolution
-    ),
+    "dot_general": Known(is_priced=True, flops=_product_flops, ways=along.dot_general),
+    "conv_general_dilated": Known(is_priced=True, flops=_convolution_flops, ways=along.convolution),
     # Parts, rows, updates.
-    "concatenate": Known(is_priced=True, tilings=tile.concatenate),
-    "slice": Known(is_priced=True, tilings=tile.slice_),
-    "pad": Known(is_priced=True, tilings=tile.pad),
+    "concatenate": Known(is_priced=True, ways=along.concatenate),
+    "slice": Known(is_priced=True, ways=along.slice_),
+    "pad": Known(is_priced=True, ways=along.pad),
     "split": _along("axis", is_priced=True, has_several=True),
-    "gather": Known(is_priced=True, takes_rows=True, tilings=tile.gather),
+    "gather": Known(is_priced=True, takes_rows=True, ways=along.gather),
     "dynamic_slice": Known(is_priced=True, takes_rows=True),
     "random_bits": Known(is_priced=True),
     **dict.fromkeys(
         "dynamic_update_slice scatter scatter-mul scatter-min scatter-max".split(), _UPDATE
     ),
     **dict.fromkeys(
-        ("scatter-add", "scatter-sub"), dataclasses.replace(_UPDATE, tilings=tile.scatter)
+        ("scatter-add", "scatter-sub"), dataclasses.replace(_UPDATE, ways=along.scatter)
     ),
     # Made by capture itself: see the end of slicing.py.
     "start": Known(is_priced=True),
@@ -202,21 +196,50 @@ def flops(equation: Equation) -> float:
     return _elements(equation) if rule is None else rule(equation)
 
 
-def tilings(equation: Equation, count: int) -> list[tile.Tiling]:
-    """Every tiling of an equation that is known here, into `count` tiles."""
-    found = of(equation)
-    if found.tilings is None or len(equation.outputs) != 1 and not found.has_several:
+def tilings(equation: Equation, count: int) -> list[along.Way]:
+    """Every way that is known here to compute an equation in `count` equal tiles."""
+    known = of(equation)
+    if known.ways is None or len(equation.outputs) != 1 and not known.has_several:
         return []
-    return list(found.tilings(equation, count))
+    return [
+        way
+        for way in known.ways(equation)
+        if all(size >= count and size % count == 0 for _, size in way.cut(equation))
+    ]
 
 
-def map_over_stack(
-    equation: Equation, length: int, rows: int | None = None
-) -> slicing.Mapped | None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mapped:
+    """How to apply an operation to a stack.
+
+    Attributes:
+      operation: the operation on one piece; None when the piece itself is the answer.
+      sliced: for each operand, whether piece i of it is passed, or the whole.
+      combine: joins the pieces' results into one array, for a reduction over the leading axis;
+        None when the results form a stack. One that rounds takes pieces in the `wider` dtype.
+    """
+
+    operation: Operation | None
+    sliced: tuple[bool, ...]
+    combine: Callable[[Any, Any], Any] | None = None
+
+
+def map_over_stack(equation: Equation, length: int, rows: int | None = None) -> Mapped | None:
     """The operation on one piece of (length, ...), or None when it cannot be had piece by piece.
 
     Args:
       rows: of the piece; None: it is a slice, without the leading axis.
     """
-    rule = of(equation).stacked
-    return None if rule is None or len(equation.outputs) != 1 else rule(equation, length, rows)
+    rule = of(equation).ways
+    if rule is None or len(equation.outputs) != 1:
+        return None
+    for way in rule(equation):
+        if way.cut(equation) != {(0, length)} or way.numbered is not None:
+            continue
+        changes = way.changes(rows)
+        if changes is None:
+            continue
+        gone = changes.get("axes") == ()  # nothing is left to be reduced
+        operation = None if gone else along.changed(equation, changes)
+        return Mapped(operation, tuple(d == 0 for d in way.inputs), way.combine)
+    return None

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture import operations, slicing
+from jaxoffload.capture import cost, operations, slicing, sums
 from jaxoffload.capture.flat import Equation, Operand, Program, Value, is_literal
 from jaxoffload.capture.inline import Constant, inline
 from jaxoffload.capture.loops import Body, Loop, Rows, rows_for
@@ -59,13 +59,20 @@ class _Level:
     cuts: dict[int, Rows]
 
 
-def unroll(jaxpr: Any, piece_bytes: float = float("inf"), known: Sequence[Any] = ()) -> Program:
+def unroll(
+    jaxpr: Any,
+    piece_bytes: float = float("inf"),
+    known: Sequence[Any] = (),
+    *,
+    rates: cost.Rates,
+) -> Program:
     """A closed jaxpr, flat and with its scans cut.
 
     Args:
       jaxpr: a closed jaxpr over arrays.
       piece_bytes: see `loops.rows_for`.
       known: arrays that the function closes over which are arguments in any case, the first.
+      rates: of the device, by which it is judged what a step is worth.
 
     Returns:
       The Program; its arguments are the jaxpr's own, then one for each array that it closes over
@@ -79,7 +86,7 @@ def unroll(jaxpr: Any, piece_bytes: float = float("inf"), known: Sequence[Any] =
     ]
     constants = [Constant(c) for c in jaxpr.consts]
     equations, results = inline(jaxpr.jaxpr, constants, arguments)
-    unroller = _Unroller(arguments, piece_bytes, known)
+    unroller = _Unroller(arguments, piece_bytes, known, rates)
     environment: dict[Value, Operand | Stack] = {}
     unroller.run(unroller.level(equations), environment, segment=0)
     parts = [unroller.result_parts(unroller.look_up(environment, r)) for r in results]
@@ -88,6 +95,7 @@ def unroll(jaxpr: Any, piece_bytes: float = float("inf"), known: Sequence[Any] =
         unroller.equations,
         parts,
         unroller.parents,
+        rates,
         is_divisible=unroller.is_divisible,
     )
 
@@ -158,12 +166,18 @@ class _Unroller:
       is_divisible: whether some scan could be in smaller pieces.
     """
 
-    def __init__(self, arguments: list[Value], piece_bytes: float, known: Sequence[Any]):
+    def __init__(
+        self,
+        arguments: list[Value],
+        piece_bytes: float,
+        known: Sequence[Any],
+        rates: cost.Rates,
+    ):
         self.arguments = arguments
         self.equations: list[Equation] = []
         self.parents = [0]
         self.is_divisible = False
-        self._piece_bytes = piece_bytes
+        self._piece_bytes, self._rates = piece_bytes, rates
         self._segment = 0
         self._bodies: dict[int, tuple[Body, _Level | None]] = {}
         self._pieces: dict[tuple[Value, Rows], list[Operand]] = {}
@@ -213,7 +227,7 @@ class _Unroller:
             inner, outputs = inline(closed.jaxpr, constants, inputs)
             results = {v for v in outputs if isinstance(v, Value)}
             inner = with_small_transpositions([self._with_loop(e) for e in inner], results)
-            body = Body(closed, inputs, live_equations(inner, results), outputs)
+            body = Body(closed, inputs, live_equations(inner, results), outputs, self._rates)
             self._bodies[id(closed)] = (body, None)
         body, _ = self._bodies[id(closed)]
         loop = Loop(operation.eqn, body, operation.params["length"])
@@ -386,15 +400,15 @@ class _Unroller:
     def _reduce(
         self,
         equation: Equation,
-        mapped: slicing.Mapped,
+        mapped: operations.Mapped,
         rows: Rows,
         columns: list[list[Operand]],
     ) -> Operand:
         """A reduction over the pieces of a stack, in a dtype wide enough for so many."""
         operation, out = equation.operation, equation.outputs[0].aval
         combine = slicing.combine_operation(operation.name, mapped.combine, operation.eqn)
-        rounds = mapped.combine in slicing.ROUNDED
-        dtype = slicing.wider(out.dtype) if rounds else out.dtype
+        rounds = mapped.combine in sums.ROUNDED
+        dtype = sums.wider(out.dtype) if rounds else out.dtype
         aval = compat.ShapedArray(out.shape, dtype)
         columns = [[self._converted(x, dtype, operation.eqn) for x in columns[0]]]
         parts = self._rows(equation, rows, columns, [aval] * len(columns[0]))
@@ -402,7 +416,7 @@ class _Unroller:
         def join(total: Operand, row: Operand) -> Operand:
             return self.emit(combine, (total, row), aval)
 
-        total = slicing.add_up(parts, join) if rounds else functools.reduce(join, parts)
+        total = sums.add_up(parts, join) if rounds else functools.reduce(join, parts)
         return self._converted(total, out.dtype, operation.eqn)
 
     def _converted(self, operand: Operand, dtype: Any, eqn: Any) -> Operand:

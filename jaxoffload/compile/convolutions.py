@@ -18,8 +18,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxoffload.capture.slicing import wider
-from jaxoffload.compile.reductions import converted, reduce_sum
+from jaxoffload.capture.sums import converted, wider
+from jaxoffload.compile.reductions import reduce_sum
 
 MOST_SHIFTS = 64
 """Positions of a depthwise kernel up to which each is a product of its own."""

@@ -19,9 +19,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxoffload.capture.slicing import wider
+from jaxoffload.capture.sums import converted, wider
 from jaxoffload.compile import matrices
-from jaxoffload.compile.reductions import SHORTEST_ROW, block_sum, converted
+from jaxoffload.compile.reductions import SHORTEST_ROW, block_sum
 
 
 def dot_general(x: Any, y: Any, **params: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxoffload.capture.slicing import wider
+from jaxoffload.capture.sums import converted, wider
 
 FEW = 32
 """Terms below which one loop is as good as any."""
@@ -75,11 +75,6 @@ def adds(*avals_and_params: Any) -> bool:
         and set(eqns[0].invars) == set(params["jaxpr"].invars)
         and eqns[0].outvars == params["jaxpr"].outvars
     )
-
-
-def converted(x: Any, dtype: Any) -> Any:
-    """The array in a dtype. JAX would narrow float64 where 64 bits are not enabled any more."""
-    return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
 
 
 def block_sum(x: Any, axes: Sequence[int]) -> Any:

@@ -6,7 +6,7 @@ see that a cut needs more than another.
 
 from collections.abc import Callable, Iterable
 
-from jaxoffload.capture.split import working_set
+from jaxoffload.capture.group import working_set
 from jaxoffload.plan.alloc.limits import min_budget
 from jaxoffload.search.cuts import FINEST, WHOLE, Cut, split_size
 from jaxoffload.search.program import CompiledCut, CutProgram

@@ -102,8 +102,9 @@ class Planner:
         self.request, self._whole_bytes = request, whole_bytes
         self._compiles = compiles
         self.backend = backend or backends.current()
-        self.machine = machine or self.backend.machine.with_rates(request.options.rates)
-        self._program = CutProgram(request, self.backend, self.machine, compiles, estimates)
+        model = machine or self.backend.machine
+        self.machine = machine or model.with_rates(request.options.rates)
+        self._program = CutProgram(request, self.backend, model, self.machine, compiles, estimates)
         self._ranked: Ranking | None = None
 
     @garbage.paused()

@@ -68,7 +68,9 @@ class CutProgram:
     """A function at every granularity.
 
     Args:
-      machine: by whose times it is chosen what is recomputed.
+      model: of the machine, by whose rates operations are clustered: kernels stay the same when
+        rates are measured.
+      machine: the same with what was measured, by which it is chosen what is recomputed.
       compiles: False: it is to be looked at only, and workspace counts as nothing.
       estimates: of what is looked at only, that workspace counts as what executables take where
         there are some, and where there are none as what they may take.
@@ -80,9 +82,16 @@ class CutProgram:
     """
 
     def __init__(
-        self, request: Request, backend: Backend, machine: Machine, compiles: bool, estimates: bool
+        self,
+        request: Request,
+        backend: Backend,
+        model: Machine,
+        machine: Machine,
+        compiles: bool,
+        estimates: bool,
     ):
-        self._request, self._backend, self._machine = request, backend, machine
+        self._request, self._backend = request, backend
+        self._model, self._machine = model, machine
         self._compiles, self._estimates = compiles, estimates
         self.has_estimated = False
         self.reports: list[CompileReport] = []
@@ -131,7 +140,7 @@ class CutProgram:
             piece_bytes = 2.0 ** math.floor(math.log2(piece_bytes)) if piece_bytes >= 1 else 0.0
         if piece_bytes not in self._unrolled:
             # Of any size of pieces: what the function closes over, as arguments after its own.
-            program = unroll(self._request.jaxpr, piece_bytes, self.constants)
+            program = unroll(self._request.jaxpr, piece_bytes, self.constants, rates=self._model)
             extra = program.arguments[len(self._request.jaxpr.in_avals) :]
             self.constants = [v.array for v in extra if isinstance(v, Constant)]
             self._unrolled[piece_bytes] = order_program(program)
@@ -139,7 +148,7 @@ class CutProgram:
 
     def _equation_seconds(self, equation: Equation) -> float:
         """Time of an operation on the machine that is planned for."""
-        return float(self._machine.kernel_seconds(cost.flops(equation), cost.traffic(equation)))
+        return cost.seconds(equation, self._machine)
 
     def graph(self, cut: Cut) -> TaskGraph:
         """The TaskGraph of a cut that is only looked at, workspace counted as nothing."""

@@ -23,7 +23,7 @@ from benchmarks.accuracy import (
     in_a_loop,
     rounding,
 )
-from jaxoffload.capture import slicing
+from jaxoffload.capture import sums
 
 SMALL, LARGE = 1500, 150_000
 """Neither is a power of two, nor a multiple of many blocks."""
@@ -183,7 +183,7 @@ def test_many_slices_add_up_to_a_rounding():
         calls.append(1)
         return np.float32(a + b)
 
-    got = slicing.add_up(iter([np.float32(0.1)] * 5000), add)
+    got = sums.add_up(iter([np.float32(0.1)] * 5000), add)
     want = 5000 * float(np.float32(0.1))
     assert len(calls) == 4999
     assert abs(float(got) - want) <= rounding(jnp.float32) * want

@@ -13,6 +13,7 @@ from jaxoffload.capture import operations
 from jaxoffload.capture.build import order_program
 from jaxoffload.capture.flat import is_literal
 from jaxoffload.capture.scan import unroll
+from jaxoffload.plan.cost.machines import SMALL_SERVER
 
 OWN = {"start", "slice[", "combine["}
 UNLISTED = {"split", "scatter-sub", "random_wrap", "random_unwrap"}
@@ -105,7 +106,7 @@ STACKED = {
 @pytest.mark.parametrize("name", STACKED)
 def test_an_operation_works_on_a_stack_piece_by_piece(name, rows):
     x, y = operands_of("add", 2)
-    program = unroll(jax.make_jaxpr(STACKED[name])(x, y))
+    program = unroll(jax.make_jaxpr(STACKED[name])(x, y), rates=SMALL_SERVER)
     values, checked = dict(zip(program.arguments, (x, y), strict=True)), 0
     for equation in order_program(program).equations:
         read = [v.val if is_literal(v) else values[v] for v in equation.inputs]

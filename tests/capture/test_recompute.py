@@ -56,9 +56,13 @@ WORKLOADS = {
 } | {"dropout": dropout}
 
 
+def seconds(equation):
+    return cost.seconds(equation, SMALL_SERVER)
+
+
 def ordered_program(function, args):
     jaxpr = jax.make_jaxpr(function)(*args)
-    return jaxpr, order_program(unroll(jaxpr))
+    return jaxpr, order_program(unroll(jaxpr, rates=SMALL_SERVER))
 
 
 def interpret(ordered, leaves):
@@ -90,7 +94,7 @@ def test_every_share_gives_the_same_bits_operation_by_operation(name):
     want = interpret(ordered, leaves)
     for reach in (0, 3000, 30000):
         for share in (0.3, 1.0):
-            again = recompute(ordered, reach, share, cost.seconds)
+            again = recompute(ordered, reach, share, seconds)
             for parts, others in zip(want, interpret(again, leaves), strict=True):
                 for a, b in zip(parts, others, strict=True):
                     np.testing.assert_array_equal(a, b)
@@ -105,7 +109,7 @@ def test_any_program_gives_the_same_bits(program, reach, share):
     args = arguments(count)
     jaxpr, ordered = ordered_program(function, args)
     leaves = [*jax.tree.leaves(args), *jaxpr.consts]
-    again = recompute(ordered, reach, share, cost.seconds)
+    again = recompute(ordered, reach, share, seconds)
     for parts, others in zip(interpret(ordered, leaves), interpret(again, leaves), strict=True):
         for a, b in zip(parts, others, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -132,20 +136,19 @@ def test_less_is_held_the_more_is_computed_again():
     _, ordered = ordered_program(function, args)
     reach = 6 * args[1].nbytes
     peaks = [
-        peak_of(recompute(ordered, reach, share, cost.seconds), len(leaves))
-        for share in (0.0, 0.5, 1.0)
+        peak_of(recompute(ordered, reach, share, seconds), len(leaves)) for share in (0.0, 0.5, 1.0)
     ]
     assert peaks[0] > 1.3 * peaks[2] and peaks[0] >= peaks[1] >= peaks[2]
-    again = [e for e in recompute(ordered, reach, 1.0, cost.seconds).equations if e.again]
+    again = [e for e in recompute(ordered, reach, 1.0, seconds).equations if e.again]
     assert {e.operation.name for e in again} >= {"tanh", "dot_general"}
-    assert recompute(ordered, reach, 0.0, cost.seconds).equations == ordered.equations
-    assert recompute(ordered, float("inf"), 1.0, cost.seconds).equations == ordered.equations
+    assert recompute(ordered, reach, 0.0, seconds).equations == ordered.equations
+    assert recompute(ordered, float("inf"), 1.0, seconds).equations == ordered.equations
 
 
 def test_loops_and_sorts_are_not_repeated():
     function, args, _ = dropout()
     _, ordered = ordered_program(function, args)
-    again = [e for e in recompute(ordered, 0, 1.0, cost.seconds).equations if e.again]
+    again = [e for e in recompute(ordered, 0, 1.0, seconds).equations if e.again]
     names = {e.operation.name for e in ordered.equations}
     assert again and names >= {"while", "sort"}
     assert not {e.operation.name for e in again} & {"while", "sort"}
@@ -154,7 +157,7 @@ def test_loops_and_sorts_are_not_repeated():
 def test_of_what_is_made_twice_one_is_again():
     """Where an operation's own place is gone, its first copy stands for it."""
     _, ordered = ordered_program(*dropout()[:2])
-    made = recompute(ordered, 0, 1.0, cost.seconds).equations
+    made = recompute(ordered, 0, 1.0, seconds).equations
     before, after = (
         sum(not is_view(e) for e in equations) for equations in (ordered.equations, made)
     )
@@ -211,7 +214,7 @@ def test_what_a_repeated_operation_reads_is_made_again_too_where_it_is_out_of_re
     args = (normal(16, 16), [normal(16, 16) for _ in range(8)])
     _, ordered = ordered_program(function, args)
     size = 16 * 16 * 4
-    again = recompute(ordered, 8 * size, 1.0, cost.seconds).equations
+    again = recompute(ordered, 8 * size, 1.0, seconds).equations
     assert {e.operation.name for e in again if e.again} == {"sin", "exp"}
-    near = recompute(ordered, 1000 * size, 1.0, cost.seconds).equations
+    near = recompute(ordered, 1000 * size, 1.0, seconds).equations
     assert not any(e.again for e in near)

@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxoffload.capture import build
 from jaxoffload.capture.scan import unroll
+from jaxoffload.plan.cost.machines import SMALL_SERVER
 from tests.helpers import capture, interpret_taskgraph
 
 ALL = float("inf")
@@ -139,7 +140,7 @@ def test_a_small_scan_stays_whole_without_a_limit():
         if name not in ("length 0", "length 1"):
             captured, _ = capture(function, *args, piece_bytes=ALL)
             assert len(captured.taskgraph.vertices) <= 8, name
-            assert not unroll(jax.make_jaxpr(function)(*args)).parents[1:], name
+            assert not unroll(jax.make_jaxpr(function)(*args), rates=SMALL_SERVER).parents[1:], name
 
 
 def test_chunks_share_executables():
@@ -237,7 +238,7 @@ def test_work_makes_a_layer_too():
         return lax.scan(body, x, None, length=5)[0]
 
     m_ = None
-    program = unroll(jax.make_jaxpr(function)(x, m))
+    program = unroll(jax.make_jaxpr(function)(x, m), rates=SMALL_SERVER)
     assert len(program.parents) == 1 + 5
 
 
@@ -364,7 +365,7 @@ def moves_of(function, array):
     got = interpret_taskgraph(captured, arrays)
     for a, b in zip(got, jax.tree.leaves(jax.jit(function)(array)), strict=True):
         np.testing.assert_array_equal(a.view(b.dtype).reshape(b.shape), b)
-    ordered = build.order_program(unroll(jax.make_jaxpr(function)(array)))
+    ordered = build.order_program(unroll(jax.make_jaxpr(function)(array), rates=SMALL_SERVER))
     return {e.operation.name for e in ordered.equations} - {"mul", "squeeze", "reshape"}
 
 

@@ -14,10 +14,12 @@ from jaxoffload.capture.build import build_taskgraph, order_program
 from jaxoffload.capture.flat import is_literal
 from jaxoffload.capture.operations import tilings
 from jaxoffload.capture.scan import unroll
-from jaxoffload.capture.split import TiledOperation, split
+from jaxoffload.capture.split import split
+from jaxoffload.capture.tiled import TiledOperation
 from jaxoffload.finetune import model
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
 from jaxoffload.plan.alloc.limits import min_budget
+from jaxoffload.plan.cost.machines import SMALL_SERVER
 from jaxoffload.transform.verification import max_relative_difference
 from tests.helpers import interpret_taskgraph
 
@@ -84,7 +86,7 @@ OPERATIONS = {
 
 
 def equations_of(function, *args):
-    program = unroll(jax.make_jaxpr(function)(*args))
+    program = unroll(jax.make_jaxpr(function)(*args), rates=SMALL_SERVER)
     return program, order_program(program)
 
 
@@ -116,7 +118,7 @@ def test_a_tiling_computes_the_operation_tile_by_tile(name):
                     mine = [part(x, d, number, count) for x, d in pairs]
                     if tiling.folds is not None and tiles:
                         mine[tiling.folds] = tiles[-1][0]
-                    tiles.append(tiling.apply(mine, number))
+                    tiles.append(tiling.apply(equation, mine, number, count))
                 for i, dim in enumerate(tiling.outputs):
                     want, parts = np.asarray(whole[i]), [t[i] for t in tiles]
                     if tiling.combine is None:

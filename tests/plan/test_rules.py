@@ -20,7 +20,8 @@ from jaxoffload.plan.alloc.limits import (
     min_host_memory,
     resident_peak,
 )
-from jaxoffload.plan.cost.priority import critical_path, vertex_seconds
+from jaxoffload.plan.cost.machines import SMALL_SERVER
+from jaxoffload.plan.cost.priority import critical_path
 from jaxoffload.plan.cost.simulate import simulate
 from jaxoffload.report.explain import usage
 from tests.plan.strategies import taskgraphs
@@ -236,7 +237,7 @@ def test_furthest_next_use_is_what_the_paper_says():
 @hypothesis.given(graph=taskgraphs(devices=2))
 def test_critical_path_and_simulation_agree_with_networkx(graph):
     memgraph = build_memgraph(graph, min_budget(graph)[0])
-    seconds = vertex_seconds(memgraph) + np.arange(memgraph.num_vertices) % 7 * 1e-6
+    seconds = SMALL_SERVER.vertex_seconds(memgraph) + np.arange(memgraph.num_vertices) % 7 * 1e-6
     edges = networkx.DiGraph()
     edges.add_nodes_from(range(memgraph.num_vertices))
     edges.add_edges_from(zip(memgraph.edge_tail.tolist(), memgraph.edge_head.tolist(), strict=True))

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
-from jaxoffload.capture import operations
+from jaxoffload.capture import group, operations
 from jaxoffload.capture import split as splitting
 from jaxoffload.capture.build import order_program
+from jaxoffload.capture.positions import SPAN, Positions
 from jaxoffload.capture.recompute import recompute
 from jaxoffload.capture.scan import unroll
 from jaxoffload.compile.cache import ExecutableCache
 from jaxoffload.plan.alloc.limits import least_whole, min_budget
+from jaxoffload.plan.cost.machines import SMALL_SERVER
 from jaxoffload.search import cuts, program
 from jaxoffload.search import planner as searching
 
@@ -60,7 +62,9 @@ def _transformer(layers):
 
 def _ordered(function, args):
     step = jo.offload(function, device_memory=None)
-    return order_program(unroll(step._program(step._spec.bind(args, {})).request().jaxpr))
+    return order_program(
+        unroll(step._program(step._spec.bind(args, {})).request().jaxpr, rates=SMALL_SERVER)
+    )
 
 
 @pytest.fixture
@@ -110,13 +114,13 @@ def test_work_of_a_split_is_limited(monkeypatch):
     """Also of a program in which nothing is like anything else."""
     ordered = _ordered(*_transformer(2))
     steps = []
-    plain = splitting._Group._add
+    plain = group.Group._add
 
     def add(group, member):
         steps.append(member)
         plain(group, member)
 
-    monkeypatch.setattr(splitting._Group, "_add", add)
+    monkeypatch.setattr(group.Group, "_add", add)
     splitting.split(ordered, 333.0)
     whole = len(steps)
     monkeypatch.setattr(splitting, "STEPS", 100)
@@ -128,50 +132,43 @@ def test_work_of_a_split_is_limited(monkeypatch):
 
 def test_what_a_split_notes_about_the_program_is_what_is_there(monkeypatch):
     """Noted anew only where a group has been put in the place of its members."""
-    ordered, known = _ordered(*_transformer(2)), splitting.Tilings()
-    plain, replaced = splitting._Splitter._replace, []
+    ordered = _ordered(*_transformer(2))
+    plain, replaced = Positions.replace, []
 
-    def replace(splitter, group):
-        made = plain(splitter, group)
-        rest = [e for e in splitter.equations if e is not None]
-        fresh = splitting._Splitter(
-            splitting.Ordered(rest, splitter.program), splitter.limit, known
-        )
-        number = {i: fresh.position[id(e)] for i, e in enumerate(splitter.equations) if e}
-        assert {v: number[i] for v, i in splitter.producer.items()} == fresh.producer
-        found = {v: [number[r] for r in rs] for v, rs in splitter.readers.items() if rs}
+    def replace(noted, members, behind, made):
+        plain(noted, members, behind, made)
+        fresh = Positions(e for e in noted.equations if e is not None)
+        number = {i: fresh.of[id(e)] for i, e in enumerate(noted.equations) if e}
+        assert {v: number[i] for v, i in noted.producer.items()} == fresh.producer
+        found = {v: [number[r] for r in rs] for v, rs in noted.readers.items() if rs}
         assert found == {v: rs for v, rs in fresh.readers.items() if rs}
         for i, now in number.items():
-            after = {number[i + k] - now for k in number_bits(splitter.after[i])}
+            after = {number[i + k] - now for k in number_bits(noted.after[i])}
             assert after == number_bits(fresh.after[now])
-            before = {
-                now - number[i - splitting._SPAN + k] for k in number_bits(splitter.before[i])
-            }
-            assert before == {splitting._SPAN - k for k in number_bits(fresh.before[now])}
+            before = {now - number[i - SPAN + k] for k in number_bits(noted.before[i])}
+            assert before == {SPAN - k for k in number_bits(fresh.before[now])}
         replaced.append(made)
-        return made
 
     def number_bits(bits):
         return {k for k in range(bits.bit_length()) if bits >> k & 1}
 
-    monkeypatch.setattr(splitting._Splitter, "_replace", replace)
-    splitting.split(ordered, 1500.0, known)
+    monkeypatch.setattr(Positions, "replace", replace)
+    splitting.split(ordered, 1500.0)
     assert len(replaced) >= 2
 
 
 def test_what_leads_from_member_to_member_is_what_depends_on_one():
     """Bits against a plain walk over the equations."""
     ordered = _ordered(*_transformer(1))
-    splitter = splitting._Splitter(ordered, 1500.0, splitting.Tilings())
+    noted = Positions(ordered.equations)
     for i, equation in enumerate(ordered.equations):
         made = set(equation.outputs)
-        for k, later in enumerate(ordered.equations[i + 1 : i + 1 + splitting._SPAN], start=1):
+        for k, later in enumerate(ordered.equations[i + 1 : i + 1 + SPAN], start=1):
             depends = any(v in made for v in later.values())
             if depends:
                 made.update(later.outputs)
-            assert bool(splitter.after[i] >> k & 1) == depends
-            place = splitting._SPAN - k
-            assert bool(splitter.before[i + k] >> place & 1) == depends
+            assert bool(noted.after[i] >> k & 1) == depends
+            assert bool(noted.before[i + k] >> (SPAN - k) & 1) == depends
 
 
 def test_budget_below_the_largest_result_is_refused_without_a_search(work):

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jaxoffload as jo
-from jaxoffload.capture import loops, scan, slicing
+from jaxoffload.capture import loops, sums
 from jaxoffload.transform import verification
 from jaxoffload.transform.verification import compare_with_jit, in_float64, max_relative_difference
 from tests.workloads import ALL
@@ -27,8 +27,8 @@ def test_a_sum_that_stands_still_is_seen(monkeypatch):
     """In bfloat16, whose 4096 roundings are 32 times the value: 256 in place of 400."""
     args = jnp.zeros(4, jnp.bfloat16), jnp.ones((400, 4), jnp.bfloat16)
     jo.offload(bias_gradient, device_memory=None, verify=True)(*args)
-    monkeypatch.setattr(scan.slicing, "wider", lambda dtype: dtype)
-    monkeypatch.setattr(slicing, "RUN", 1000)
+    monkeypatch.setattr(sums, "wider", lambda dtype: dtype)
+    monkeypatch.setattr(sums, "RUN", 1000)
     monkeypatch.setattr(loops, "LAYER_BYTES", 0)
     monkeypatch.setattr(loops, "MOST_LAYERS", 400)
     # Apart in vertices, since XLA keeps float32 between two sums of one.

@@ -8,30 +8,18 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxoffload.graphs.memgraph import Kind, MemGraph
-
-COPY_BYTES_PER_SECOND = 8e9
-DISK_BYTES_PER_SECOND = 1e9
-"""Assumed rates of a copy lane and of the disk, until they are measured."""
+from jaxoffload.graphs.memgraph import MemGraph
 
 
-def vertex_seconds(memgraph: MemGraph) -> np.ndarray:
-    """Estimated time of each vertex: the TaskGraph's for kernels, bytes over rate for copies."""
-    task = np.array([v.seconds for v in memgraph.taskgraph.vertices] or [0.0])
-    seconds = task[memgraph.task_vertex] if memgraph.num_vertices else np.zeros(0)
-    moves = (memgraph.kind != Kind.KERNEL) & (np.diff(memgraph.input_offsets) > 0)
-    chosen = np.flatnonzero(moves)
-    sizes = memgraph.version_bytes()[memgraph.inputs[memgraph.input_offsets[chosen]]]
-    disk = np.isin(memgraph.kind[chosen], (Kind.LOAD, Kind.STORE))
-    seconds[chosen] = sizes / np.where(disk, DISK_BYTES_PER_SECOND, COPY_BYTES_PER_SECOND)
-    return seconds
+def critical_path(memgraph: MemGraph, seconds: np.ndarray) -> np.ndarray:
+    """Longest remaining path from the start of each vertex, in seconds, float64[N].
 
-
-def critical_path(memgraph: MemGraph, seconds: np.ndarray | None = None) -> np.ndarray:
-    """Longest remaining path from the start of each vertex, in seconds, float64[N]."""
-    own = (vertex_seconds(memgraph) if seconds is None else seconds).astype(np.float64).tolist()
+    Args:
+      seconds: time of each vertex.
+    """
     order = np.argsort(-memgraph.edge_head, kind="stable")
     tails, heads = memgraph.edge_tail[order].tolist(), memgraph.edge_head[order].tolist()
+    own = seconds.astype(np.float64).tolist()
     return np.array(longest_paths(own, zip(tails, heads, strict=True)))
 
 

@@ -13,8 +13,8 @@ import heapq
 import numpy as np
 
 from jaxoffload.graphs.memgraph import Kind, MemGraph
-from jaxoffload.plan.cost.machines import Machine
-from jaxoffload.plan.cost.priority import critical_path, vertex_seconds
+from jaxoffload.plan.cost.machines import SMALL_SERVER, Machine
+from jaxoffload.plan.cost.priority import critical_path
 
 POLICIES = ("work-conserving", "fixed", "random", "levelwise")
 """The launcher's three, and bulk-synchronous: all vertices of one depth, then those of the next."""
@@ -109,8 +109,9 @@ def simulate(
     """Simulates one run.
 
     Args:
-      seconds: time of each vertex; by default the machine's, or `vertex_seconds(memgraph)`.
-      machine: how lanes are shared, and what takes how long.
+      seconds: time of each vertex; by default the machine's.
+      machine: how lanes are shared, and what takes how long; None: not at all, as on
+        `SMALL_SERVER`.
       policy: one of `POLICIES`.
       priority: for "work-conserving", of each vertex; by default `best_priority`'s.
       jitter: standard deviation of the logarithm of what each vertex's time is multiplied by.
@@ -120,7 +121,8 @@ def simulate(
     """
     if policy not in POLICIES:
         raise ValueError(f"simulate: policy={policy!r} is unknown. Pass one of {POLICIES}.")
-    seconds = _seconds(memgraph, machine) if seconds is None else seconds
+    if seconds is None:
+        seconds = (machine or SMALL_SERVER).vertex_seconds(memgraph)
     count = memgraph.num_vertices
     took = seconds
     if jitter:
@@ -141,10 +143,6 @@ def simulate(
     return Timeline(start, end, lane_of, lanes)
 
 
-def _seconds(memgraph: MemGraph, machine: Machine | None) -> np.ndarray:
-    return machine.vertex_seconds(memgraph) if machine else vertex_seconds(memgraph)
-
-
 def best_priority(
     memgraph: MemGraph, seconds: np.ndarray | None = None, machine: Machine | None = None
 ) -> np.ndarray:
@@ -153,7 +151,8 @@ def best_priority(
     Candidates: the critical path, which fills gaps best where the graph is wide; and the serial
     order, in which the plan gave places away, which is better where most waits are for places.
     """
-    seconds = _seconds(memgraph, machine) if seconds is None else seconds
+    if seconds is None:
+        seconds = (machine or SMALL_SERVER).vertex_seconds(memgraph)
     count = memgraph.num_vertices
     critical = critical_path(memgraph, seconds)
     if count > _MAX_SIMULATED:
