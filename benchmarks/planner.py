@@ -4,7 +4,7 @@ Three graphs: random layers (irregular, many sizes); a chain of blocks with weig
 kept for a backward pass and temporaries (regular, like a transformer); and a training step of such
 blocks whose AdamW overwrites donated state. Budgets are 25 and 50% of what keeping everything
 takes. Growth is the time's ratio over that of n log n; below 1, because the more vertices there
-are, the fewer windows are tried and the less far superfluous edges are looked for. Bytes moved are
+are, the fewer windows are tried and the less far the transitive reduction looks. Bytes moved are
 compared with eviction by furthest next use in a memory without places, which never splinters: not
 a bound, but what fragmentation costs. Every plan is verified before it may run: that takes the
 share of the time of building it that is given; a plan chosen among several takes as much less.
@@ -22,7 +22,7 @@ from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 from jaxoffload.graphs.verify import verify
 from jaxoffload.plan.alloc.build import build_memgraph
-from jaxoffload.plan.alloc.limits import align, headroom, min_budget, resident_peak
+from jaxoffload.plan.alloc.limits import align, min_budget, reserved_workspace, resident_peak
 
 
 def random_layers(count: int, width: int = 16) -> TaskGraph:
@@ -118,7 +118,7 @@ def training_step(count: int) -> TaskGraph:
 
 def bytes_without_places(graph: TaskGraph, budget: int) -> int:
     """Bytes that evicting by furthest next use moves where free memory is always in one piece."""
-    capacity = budget - headroom(graph, 1)[0]
+    capacity = budget - reserved_workspace(graph, 1)[0]
     tensors, readers = graph.tensors, graph.readers()
     uses = [[*r, 1 << 60] for r in readers]
     next_use = [0] * len(tensors)

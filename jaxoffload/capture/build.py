@@ -182,7 +182,7 @@ class _Builder:
                     gathered=gathered_inputs(cluster.inputs, cluster.equations),
                     flops=sum(cost.flops(e) for e in cluster.equations),
                     traffic=float(sum(v.num_bytes() for v in (*cluster.inputs, *cluster.outputs))),
-                    repeated=_share_again(cluster.equations, seconds),
+                    recomputed=_share_again(cluster.equations, seconds),
                 )
             )
         for parts in self.program.results:

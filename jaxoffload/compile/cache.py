@@ -1,9 +1,10 @@
 """Executables, one for each distinct kernel, kept for as long as somebody needs them.
 
-Two plans of one function, or two functions with a layer in common, share what they can: kernels
-are told apart by their keys, then by their StableHLO. Executables live with the plans that have
-them; of those that no plan has any more, the last few stay, for a function that is made anew in
-each turn of a loop. Compilation runs in threads without the GIL.
+Takes kernels; gives executables. Two plans of one function, or two functions with a layer in
+common, share what they can: kernels are told apart by their keys, then by their StableHLO.
+Executables live with the plans that have them. Of those that no plan has any more the last few
+stay, for functions that are made anew in each turn of a loop. Compilation runs in threads without
+the GIL.
 """
 
 import collections

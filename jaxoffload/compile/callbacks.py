@@ -1,7 +1,8 @@
 """Host callbacks without effects, `jax.pure_callback`, as custom calls of the CPU plugin.
 
-JAX's own are known to its own client only. Here a program carries a number, by which the function
-is found when the call comes. The number is known for as long as an executable has it.
+Takes the callback that a kernel calls; gives the custom call that it is lowered as. JAX's own
+custom calls are known to JAX's own client only. Here a program carries a number, by which the
+function is found when the call comes, for as long as an executable has that program.
 """
 
 import contextlib

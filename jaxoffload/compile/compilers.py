@@ -1,4 +1,7 @@
-"""From a kernel to an executable: by the plugin that we load, or by JAX on its own client."""
+"""From a kernel to an executable: by the plugin that we load, or by JAX on its own client.
+
+Both lower a kernel to something that `compile` takes, with a digest that tells programs apart.
+"""
 
 import hashlib
 import weakref

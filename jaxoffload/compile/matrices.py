@@ -1,13 +1,14 @@
-"""Products in float32 and float64 as matrices that lie as XLA's CPU compiler wants them.
+"""Products in float32 and float64 as products of matrices that XLA's CPU compiler does not copy.
 
-It copies a factor first that is not summed over along the rows of the left one, or down the columns
-of the right one; and before that, where several dimensions are summed over, it copies factors
-into an order in which they often are already, dimension by dimension. So dimensions that stand
-together are made one, and the factors are taken in the order in which less is copied, the result
-included if it is then to be turned.
+Takes the operands of a `dot_general`; gives the same product, its factors and dimensions in another
+order. The compiler has code for a left matrix that is summed over along its rows and a right one
+that is summed over down its columns; a factor that lies otherwise it copies. Where several
+dimensions are summed over it copies factors, too, although they often are in order. So dimensions
+that stand together are made one, and the factors are taken in the order in which least is copied,
+counting the result if it has to be transposed then.
 
-Of each product in a batch it makes a call of half a microsecond, which is more than a small one
-takes: those are multiplied and added in one loop.
+A product in a batch costs a call of half a microsecond, which is more than a small one takes: many
+small ones are multiplied and added in one loop.
 """
 
 import dataclasses

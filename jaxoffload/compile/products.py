@@ -1,14 +1,15 @@
-"""Products as XLA's CPU compiler does them best.
+"""Products in the form for which XLA's CPU compiler has its best code.
 
-It has code for bfloat16 that takes half the time of its code for float32, and uses it where the
-result is asked for in float32; a product whose result is bfloat16 it computes in float32 from
-operands that are converted first. So float32 is asked for here, and rounded: the same numbers.
+Takes the operands of a `dot_general`; gives the same product. For bfloat16 the compiler has code
+that takes half the time of its code for float32, and uses it where a float32 result is asked for. A
+bfloat16 result it computes in float32, from operands that are converted first. So float32 is asked
+for here, and rounded: the same numbers.
 
 That code reads rows along which is summed. The compiler puts them in order by itself where more
 than one dimension is summed over; so a first dimension that is summed over counts as two.
 
-Those of float32 and float64 are taken in another order (matrices.py); products with few results
-are sums in blocks (reductions.py).
+Products in float32 and float64 are taken in another order (matrices.py); those with few results are
+sums in blocks (reductions.py).
 """
 
 import math

@@ -1,1 +1,1 @@
-"""The two data structures and their laws: every stage imports these, none another's insides."""
+"""Data structures, their laws, and lanes: every stage imports these, none another's insides."""

@@ -75,8 +75,8 @@ class MemGraph:
 
     Attributes:
       taskgraph: what this MemGraph computes.
-      capacity: bytes of the arena of each device, int64[num_devices] (the budget less headroom).
-      headroom: bytes of each device kept for executables' own scratch, int64[num_devices].
+      capacity: bytes of the arena of each device, int64[num_devices] (the budget less `workspace`).
+      workspace: bytes of each device reserved for executables' workspace, int64[num_devices].
       host_capacity: bytes of the host tier, -1 for no limit.
       kind: Kind of each vertex, uint8[N].
       task_vertex: TaskGraph vertex id; for copies, the vertex for whose sake it was added,
@@ -95,7 +95,7 @@ class MemGraph:
 
     taskgraph: TaskGraph
     capacity: np.ndarray
-    headroom: np.ndarray
+    workspace: np.ndarray
     kind: np.ndarray
     task_vertex: np.ndarray
     device: np.ndarray

@@ -26,7 +26,7 @@ class TensorKind(enum.IntEnum):
 
 
 class VertexKind(enum.IntEnum):
-    """What a TaskGraph vertex does."""
+    """What a TaskGraph vertex does; a MemGraph has the `Kind` of that name for it."""
 
     INPUT = 0
     """Produces an input tensor on its device, in order, as in TURNIP's figures. Arguments of a
@@ -87,14 +87,14 @@ class Vertex:
       outputs: tensor ids written, in the executable's result order. A tensor has one writer.
       overwrites: pairs (input position, output position): that output is written in place over
         that input, which no later vertex of the serial order reads. Sizes are equal.
-      workspace_bytes: scratch that the executable takes while it runs.
+      workspace_bytes: what the executable takes while it runs, beside operands and results.
       seconds: estimated time, for priorities and simulation; 0 when unknown.
       kernel: id of its executable; vertices with equal ids share one. -1 for INPUT and TRANSFER.
       source: the user's line of its most expensive operation.
       gathered: positions of inputs of which it takes a few rows only.
       flops, traffic: floating-point operations, and bytes of device memory read and written, from
         which models of machines tell its time; 0 when unknown.
-      repeated: share of its `seconds` that computes again what was computed before.
+      recomputed: share of its `seconds` that recomputes what an earlier vertex has computed.
     """
 
     kind: VertexKind
@@ -110,7 +110,7 @@ class Vertex:
     gathered: tuple[int, ...] = ()
     flops: float = 0.0
     traffic: float = 0.0
-    repeated: float = 0.0
+    recomputed: float = 0.0
 
     @property
     def fresh_outputs(self) -> Sequence[int]:
@@ -144,23 +144,23 @@ class TaskGraph:
 
     def gathers(self, vertex: Vertex, tensor_id: int) -> bool:
         """Whether a vertex takes its few rows of a tensor from the caller's memory directly."""
-        home = self.tensors[tensor_id].argument
+        argument = self.tensors[tensor_id].argument
         return (
-            home is not None
+            argument is not None
             and bool(vertex.gathered)
-            and home.index not in self.disk_arguments
-            and home.offset % IN_PLACE_ALIGNMENT == 0
+            and argument.index not in self.disk_arguments
+            and argument.offset % IN_PLACE_ALIGNMENT == 0
             and vertex.inputs.index(tensor_id) in vertex.gathered
         )
 
     def stays(self, tensor: Tensor, span: Span) -> bool:
         """Whether a result part is an argument part that is on disk and is returned where it is."""
-        home = tensor.argument
+        argument = tensor.argument
         return (
-            home is not None
-            and home.index in self.disk_arguments
-            and (home.index, span.index) in self.donated
-            and home.offset == span.offset
+            argument is not None
+            and argument.index in self.disk_arguments
+            and (argument.index, span.index) in self.donated
+            and argument.offset == span.offset
         )
 
     def producer(self) -> list[int]:
@@ -222,15 +222,16 @@ class TaskGraph:
         for tensor_id, tensor in enumerate(self.tensors):
             if tensor.argument is not None:
                 by_argument.setdefault(tensor.argument.index, []).append(tensor_id)
-        partner = dict((result, argument) for argument, result in self.donated)
-        if len(partner) != len(self.donated) or len(set(partner.values())) != len(partner):
+        argument_of = dict((result, argument) for argument, result in self.donated)
+        arguments = set(argument_of.values())
+        if not len(arguments) == len(argument_of) == len(self.donated):
             raise ValueError("donated names an argument or a result twice")
         for argument, result in self.donated:
             if (argument in self.disk_arguments) != (result in self.disk_results):
                 raise ValueError(f"of donated pair {argument}, {result} one is on disk, one is not")
         for tensor_id, tensor in enumerate(self.tensors):
             for span in tensor.results:
-                argument = partner.get(span.index)
+                argument = argument_of.get(span.index)
                 for other_id in by_argument.get(argument, ()) if argument is not None else ():
                     other = self.tensors[other_id]
                     assert other.argument is not None

@@ -1,8 +1,9 @@
 """An independent check that a MemGraph is legal, which every plan passes before it may run.
 
-It shares no code with the builder and believes nothing that the builder says but the arrays: not
-the numbering of vertices, not the kinds of edges. The law of places is TURNIP's (section 4): of two
-versions whose places overlap, one safely overwrites the other, by reachability.
+Takes a MemGraph; raises `VerifyError` with every violation. It shares no code with the planner and
+trusts nothing that the planner says but the arrays: not the numbering of vertices, not the kinds of
+edges. The law of places is TURNIP's (section 4): of two versions whose places overlap, one safely
+overwrites the other, by reachability.
 
 Not every pair of overlapping versions is looked at. Let w(x) write x. If y safely overwrites x then
 w(x) reaches w(y), so in any topological order of the writers the versions that hold one address
@@ -27,11 +28,6 @@ from jaxoffload.graphs.reachability import is_acyclic, next_writers, reaches
 from jaxoffload.graphs.taskgraph import IN_PLACE_ALIGNMENT, TaskGraph, VertexKind
 
 _SHOWN = 20
-_KINDS = {
-    VertexKind.KERNEL: Kind.KERNEL,
-    VertexKind.TRANSFER: Kind.TRANSFER,
-    VertexKind.INPUT: Kind.INPUT,
-}
 _LOWER = (Space.HOST, Space.ARGUMENT, Space.RESULT)
 _ON_DISK = (Space.DISK, Space.ARGUMENT, Space.RESULT)
 _READS: dict[Kind, tuple[Space, ...]] = {
@@ -123,7 +119,7 @@ class _Tasks:
     def __init__(self, graph: TaskGraph):
         vertices = graph.vertices
         self.count = len(vertices)
-        self.kind = _array(_KINDS[v.kind] for v in vertices)
+        self.kind = _array(Kind[v.kind.name] for v in vertices)
         self.device = _array(v.device for v in vertices)
         self.input_offsets, self.inputs = _ragged([v.inputs for v in vertices])
         self.output_offsets, self.outputs = _ragged([v.outputs for v in vertices])
@@ -156,10 +152,10 @@ class _Check:
         if not len(pairs) or not len(mine):
             return
         index = self.graph.index[mine]
-        partner = np.full(max(index.max(), pairs[:, 1].max()) + 1, -1, dtype=np.int64)
-        partner[pairs[:, 1]] = pairs[:, 0]
-        is_paired = partner[index] >= 0
-        self.memory[mine[is_paired]] = int(Space.ARGUMENT) << 32 | partner[index[is_paired]]
+        argument_of = np.full(max(index.max(), pairs[:, 1].max()) + 1, -1, dtype=np.int64)
+        argument_of[pairs[:, 1]] = pairs[:, 0]
+        is_paired = argument_of[index] >= 0
+        self.memory[mine[is_paired]] = int(Space.ARGUMENT) << 32 | argument_of[index[is_paired]]
 
     def broken(self, law: Law, text: str) -> None:
         self.violations.append(Violation(law, text))
@@ -259,7 +255,7 @@ class _Check:
             self.broken(Law.SHAPE, text + (", which is elsewhere" if elsewhere[slot] else ""))
 
     def room(self) -> None:
-        """Places are in their arenas; executables' scratch has room beside them."""
+        """Places are in their arenas; executables' workspace has room beside them."""
         graph, start, end = self.graph, self.graph.offset, self.end
         at = {space: graph.space == space for space in (Space.DEVICE, Space.HOST, Space.DISK)}
         begins = start < 0
@@ -285,11 +281,9 @@ class _Check:
         for version in mine[device[graph.tensor[mine]] != graph.index[mine]].tolist():
             self.broken(Law.ROOM, f"version {version} is on device {graph.index[version]}")
         for task in graph.taskgraph.vertices:
-            if (
-                task.kind is VertexKind.KERNEL
-                and task.workspace_bytes > graph.headroom[task.device]
-            ):
-                self.broken(Law.ROOM, f"{task.name} needs {task.workspace_bytes} bytes of scratch")
+            least = task.workspace_bytes
+            if task.kind is VertexKind.KERNEL and least > graph.workspace[task.device]:
+                self.broken(Law.ROOM, f"{task.name} needs {least} bytes of workspace")
 
     def bytes(self) -> None:
         """Copies copy one tensor; arguments and results are at their spans."""
@@ -300,9 +294,9 @@ class _Check:
         for vertex in copies[read != wrote].tolist():
             self.broken(Law.BYTES, f"{graph.describe(vertex)} mixes up tensors")
         spans = [tensor.argument for tensor in self.tensors]
-        home = _array(-1 if span is None else span.index for span in spans)[graph.tensor]
+        argument = _array(-1 if span is None else span.index for span in spans)[graph.tensor]
         first = _array(-1 if span is None else span.offset for span in spans)[graph.tensor]
-        is_away = (home < 0) | (home != graph.index) | (first != graph.offset)
+        is_away = (argument < 0) | (argument != graph.index) | (first != graph.offset)
         for version in np.flatnonzero((graph.space == Space.ARGUMENT) & is_away).tolist():
             self.broken(Law.BYTES, f"{self.name(version)} is not where its argument is")
         mine = graph.space == Space.RESULT

@@ -1,6 +1,7 @@
 """What would lower the memory that a function needs, and what it holds for nothing.
 
-Every line names what to do and what it saves, in bytes that were computed from the graphs.
+Takes a request and its planner; gives lines of text. Each names what to do and what it saves, in
+bytes that were computed from the graphs.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ def advice(request: Request, planner: Planner, leaves: Sequence[Any] = ()) -> li
     lines = [
         *_to_donate(request, peak),
         *_to_recompute(planner, peak, request.options.device_memory is not None),
-        *_needless(request, graph, peak, leaves),
+        *_unneeded(request, graph, peak, leaves),
     ]
     _, least_graph, vertex_id = planner.minimum()
     if least_graph.vertices:
@@ -75,23 +76,25 @@ def _to_donate(request: Request, peak: int) -> list[str]:
 
 
 def _to_recompute(planner: Planner, peak: int, has_budget: bool) -> list[str]:
-    """What computing again would do to the peak."""
+    """What recomputation would do to the peak."""
     is_long = len(planner.whole().vertices) > _LONG
     if planner.has_fixed_cut or (is_long and has_budget):
         return []
     lower = min(
-        resident_peak(planner.graph(Cut(WHOLE.max_bytes, recomputed=1.0, reach=peak / part)))
+        resident_peak(
+            planner.graph(Cut(WHOLE.max_bytes, recomputed=1.0, reuse_distance=peak / part))
+        )
         for part in ((8,) if is_long else (2, 8))
     )
     if peak - lower <= _WORTH * peak:
         return []
     return [
-        f"Recompute: computing again what is read late lowers the peak to {format_bytes(lower)}. "
+        f"Recompute: recomputing what is read much later lowers the peak to {format_bytes(lower)}. "
         'A budget does so where that is faster (recompute="auto"), recompute="always" throughout.'
     ]
 
 
-def _needless(request: Request, graph: TaskGraph, peak: int, leaves: Sequence[Any]) -> list[str]:
+def _unneeded(request: Request, graph: TaskGraph, peak: int, leaves: Sequence[Any]) -> list[str]:
     """Arguments without a reader, arrays that are there twice, results that are arguments."""
     lines = []
     sizes = [byte_count(aval) for aval in request.jaxpr.in_avals]
@@ -100,7 +103,7 @@ def _needless(request: Request, graph: TaskGraph, peak: int, leaves: Sequence[An
     if unused:
         total = format_bytes(sum(sizes[i] for i in unused))
         names = _listed(list(map(request.name_of, unused)))
-        lines.append(f"Needless: nothing reads {names}: {total}.")
+        lines.append(f"Unused: nothing reads {names}: {total}.")
     first: dict[int, int] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -116,13 +119,13 @@ def _needless(request: Request, graph: TaskGraph, peak: int, leaves: Sequence[An
         if tensor.bytes <= _WORTH * peak:
             continue
         where = sorted({span.index for span in tensor.results})
-        home = tensor.argument
-        if home is not None and where and pairs.get(where[0]) != home.index:
+        argument = tensor.argument
+        if argument is not None and where and pairs.get(where[0]) != argument.index:
             lines.append(
-                f"Needless: result {where[0]} is {request.name_of(home.index)} unchanged, a copy "
-                f"of {format_bytes(tensor.bytes)}. Do not return it, or donate the argument."
+                f"Duplicate: result {where[0]} is {request.name_of(argument.index)} unchanged, a "
+                f"copy of {format_bytes(tensor.bytes)}. Do not return it, or donate the argument."
             )
-        elif home is None and len(where) > 1:
+        elif argument is None and len(where) > 1:
             lines.append(
                 f"Duplicate: results {_listed(where)} are the same, {format_bytes(tensor.bytes)} "
                 f"each ({tensor.source}). Return it once."

@@ -1,7 +1,7 @@
 """Where the memory goes, and whether it fits: the first questions after running out of it.
 
-Takes what a plan is made from; gives an `Explanation`. Nothing is allocated, compiled or run:
-workspace that only a compiled kernel tells is estimated where there is none yet.
+Takes what a plan is made from; gives an `Explanation`. Nothing is allocated, compiled or run: the
+workspace of kernels that have not been compiled is estimated.
 """
 
 import collections
@@ -16,7 +16,12 @@ from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.graphs.taskgraph import TaskGraph, Tensor, TensorKind
 from jaxoffload.options import format_bytes
-from jaxoffload.plan.alloc.limits import headroom, lives, num_devices, resident_peak
+from jaxoffload.plan.alloc.limits import (
+    live_ranges,
+    num_devices,
+    reserved_workspace,
+    resident_peak,
+)
 from jaxoffload.report.advice import advice
 from jaxoffload.report.subjects import format_seconds
 from jaxoffload.runtime import backends
@@ -64,9 +69,9 @@ def usage(
     Args:
       name_of: what the user calls a flat argument.
     """
-    found, count = lives(graph), len(graph.vertices)
-    spare = np.array(headroom(graph, num_devices(graph)), dtype=np.int64)
-    everywhere = found.live(graph) + spare[:, None]
+    found, count = live_ranges(graph), len(graph.vertices)
+    workspace = np.array(reserved_workspace(graph, num_devices(graph)), dtype=np.int64)
+    everywhere = found.live_bytes(graph) + workspace[:, None]
     device = int(everywhere.max(axis=1, initial=0).argmax())
     live = everywhere[device]
     peak = int(live.argmax()) if count else 0
@@ -79,7 +84,7 @@ def usage(
     by_kind = {name: 0 for name in _KIND_NAMES.values()}
     for i in alive:
         by_kind[_KIND_NAMES[graph.tensors[i].kind]] += size[i]
-    by_kind["workspace"] = int(spare[device])
+    by_kind["workspace"] = int(workspace[device])
     alive.sort(key=lambda i: -size[i])
     parts = collections.Counter(
         (
@@ -193,7 +198,7 @@ class Explanation:
             )
             if self.plan.recomputed:
                 lines.append(
-                    f"{self.plan.recomputed:.0%} of the kernels' time computes again what would "
+                    f"{self.plan.recomputed:.0%} of the kernels' time recomputes what would "
                     "have to be moved"
                 )
             lines.append(

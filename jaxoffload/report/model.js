@@ -29,7 +29,7 @@ function formatSeconds(seconds) {
   return +(seconds * scale).toPrecision(4) + " " + unit;
 }
 
-// A scene's arrays, decoded; `lives` holds for each of its times when versions are in place.
+// A scene's arrays, decoded; `liveRanges` holds for each of its times when versions are in place.
 function modelOf(scene) {
   const part = (fields) =>
     Object.fromEntries(Object.entries(fields).map(([name, packed]) => [name, decode(packed)]));
@@ -41,11 +41,11 @@ function modelOf(scene) {
     start: Float64Array.from(decode(t.start), (x) => x * tick),
     end: Float64Array.from(decode(t.end), (x) => x * tick),
   }));
-  model.lives = model.times.map((times) => lives(model, times));
+  model.liveRanges = model.times.map((times) => liveRanges(model, times));
   return model;
 }
 
-function lives(model, times) {
+function liveRanges(model, times) {
   const { writer, overwriter } = model.version, { reads, inputs } = model.vertex;
   const begin = new Float64Array(writer.length), end = new Float64Array(writer.length);
   for (let v = 0; v < writer.length; v++) {
@@ -91,7 +91,7 @@ function visible(boxes, from, to) {
 }
 
 function boxesIn(model, which, space, index) {
-  const ids = [], { version } = model, { begin, end } = model.lives[which];
+  const ids = [], { version } = model, { begin, end } = model.liveRanges[which];
   for (let v = 0; v < version.space.length; v++) {
     if (version.space[v] === space && (space !== DEVICE || version.index[v] === index)) ids.push(v);
   }
@@ -166,7 +166,7 @@ function nameOf(model, v) {
 
 // Everything about a version, as [what, text] in the order in which one asks.
 function describe(model, which, v) {
-  const { version, tensor, strings, times } = model, { begin, end } = model.lives[which];
+  const { version, tensor, strings, times } = model, { begin, end } = model.liveRanges[which];
   const t = version.tensor[v], run = times[which], places = placesOf(model, t);
   const lines = [
     ["tensor", nameOf(model, v) + ", " + formatBytes(tensor.bytes[t]) + ", " +
@@ -185,7 +185,7 @@ function describe(model, which, v) {
   }
   const [back] = places.filter((p) => version.space[p] === DEVICE && version.index[p] ===
     version.index[v] && begin[p] >= end[v] && p !== v).sort((a, b) => begin[a] - begin[b]);
-  const next = version.successor[v] - 1;
+  const next = version.next_occupant[v] - 1;
   if (version.space[v] === DEVICE && back !== undefined) {
     lines.push(["evicted", next < 0 ? "it is not read for so long" : "its place was wanted for " +
       strings[tensor.name[version.tensor[next]]] + ": " + vertexText(model, version.writer[next] - 1)]);

@@ -12,18 +12,17 @@ from typing import Any
 
 import numpy as np
 
+from jaxoffload.graphs.lanes import lane_names, lane_numbers
 from jaxoffload.graphs.memgraph import COPIES, Kind, Space
 from jaxoffload.report.predict import Prediction
 from jaxoffload.report.scene import DATA, KINDS, LANE, MEMORY, NOTHING, Scene, Times
 from jaxoffload.report.subjects import scene_of
 from jaxoffload.runtime.plan import Plan
-from jaxoffload.runtime.run import DEVICE_LANES, LANES, Run
+from jaxoffload.runtime.run import Run
 from jaxoffload.search.whole import WholePlan
 from jaxoffload.showing import trace
 
 _WHY = {NOTHING: "nothing", DATA: "what it reads", MEMORY: "room to write to", LANE: "its lane"}
-_LANE_OF_KIND = np.array([0, 1, 2, 1, 0, 0, 1])
-"""Within a device, by Kind, as in runtime/load.py; the disk's two come after all devices'."""
 _APART = 100
 """From one time's processes to the next's."""
 
@@ -53,37 +52,31 @@ def trace_json(scene: Scene) -> str:
 
 
 def _lanes(scene: Scene) -> np.ndarray:
-    """Lanes numbered as the runtime's, whatever shares one in a model; transfers have their own."""
+    """Lanes numbered as the runtime's, whatever shares one in a model. Transfers have others, one
+    for each device, after these."""
     graph, devices = scene.graph, len(scene.graph.capacity)
-    on_disk = np.isin(graph.kind, (Kind.LOAD, Kind.STORE))
-    device = np.where(on_disk, devices, graph.device)
-    lane = DEVICE_LANES * device + _LANE_OF_KIND[graph.kind]
-    between = graph.kind == Kind.TRANSFER
-    return np.where(between, DEVICE_LANES * devices + 2 + graph.device, lane)
+    of_transfers = len(lane_names(devices)) + graph.device
+    return np.where(graph.kind == Kind.TRANSFER, of_transfers, lane_numbers(graph, devices))
 
 
 def _process(lane: np.ndarray, devices: int, base: int) -> np.ndarray:
     """Each device is one; what belongs to none is in the one after them."""
-    of_transfers = lane - DEVICE_LANES * devices - 2
-    device = np.where(of_transfers >= 0, of_transfers, np.minimum(lane // DEVICE_LANES, devices))
-    return base + device
+    device = [devices if device is None else device for device, _ in lane_names(devices)]
+    return base + np.array([*device, *range(devices)])[lane]
 
 
 def _rows(scene: Scene, times: Times, lane: np.ndarray, base: int) -> Iterator[dict[str, Any]]:
     """Names of processes and of those lanes that are used."""
     devices = len(scene.graph.capacity)
     used = np.unique(lane)
-    pids = _process(used, devices, base)
+    pids, known = _process(used, devices, base), lane_names(devices)
     for pid in np.unique(pids).tolist():
         what = f"device {pid - base}" if pid - base < devices else "disk"
         yield _meta("process_name", pid, 0, name=f"{what}, {times.label}")
         yield _meta("process_sort_index", pid, 0, sort_index=pid)
     for tid, pid in zip(used.tolist(), pids.tolist(), strict=True):
-        device, row = divmod(tid, DEVICE_LANES)
-        name = f"device {device}: {LANES[row]}"
-        if tid >= DEVICE_LANES * devices:
-            beyond = tid - DEVICE_LANES * devices
-            name = LANES[DEVICE_LANES + beyond] if beyond < 2 else "from other devices"
+        device, name = known[tid] if tid < len(known) else (None, "from other devices")
+        name = name if device is None else f"device {device}: {name}"
         yield _meta("thread_name", pid, _tid(tid, base), name=name)
         yield _meta("thread_sort_index", pid, _tid(tid, base), sort_index=tid)
 

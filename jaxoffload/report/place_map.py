@@ -7,11 +7,12 @@ import html
 
 import numpy as np
 
-from jaxoffload.graphs.memgraph import Kind, Space
+from jaxoffload.graphs.lanes import DEVICE_LANES, LANE_OF_KIND, LANES
+from jaxoffload.graphs.memgraph import Space
 from jaxoffload.options import format_bytes
 from jaxoffload.report.scene import KINDS, Scene
 from jaxoffload.report.subjects import format_seconds, scene_of
-from jaxoffload.runtime.run import LANES, Run
+from jaxoffload.runtime.run import Run
 
 _LANE_COLOUR = "#56B4E9"
 _STYLE = (
@@ -25,10 +26,6 @@ _HINT_AREA = 40.0
 """A box smaller than this gets no tooltip: nobody could point at it."""
 _WIDTH, _LEFT, _TOP, _USE, _MAP, _LANE = 900, 104, 40, 80, 300, 22
 _WIDE = _WIDTH - _LEFT - 12
-_LANE_OF_KIND = {
-    Kind.KERNEL: 0, Kind.INPUT: 0, Kind.RELOAD: 1, Kind.TRANSFER: 1, Kind.OFFLOAD: 2,
-    Kind.LOAD: 3, Kind.STORE: 4,
-}  # fmt: skip
 
 
 def place_map_svg(run: Run, title: str = "") -> str:
@@ -150,7 +147,7 @@ def _steps(xs: list[float], ys: list[float]) -> list[tuple[float, float]]:
 def _places(scene: Scene, most: int | None, hints: bool) -> list[str]:
     """What is at which address, when."""
     graph, sizes, scale = scene.graph, scene.sizes, _scale(scene)
-    begin, end = scene.lives(scene.times[0])
+    begin, end = scene.live_ranges(scene.times[0])
     ceiling = max(int(graph.peak_arena_bytes()[0]), 1)
     top, parts = _TOP + _USE + 12, []
     versions = np.flatnonzero((graph.space == Space.DEVICE) & (graph.index == 0))
@@ -179,17 +176,16 @@ def _lanes(scene: Scene, most: int | None) -> dict[str, list[tuple[float, float,
     """(x, width, hint) of the boxes of each lane of the first device that has any."""
     graph, times, scale = scene.graph, scene.times[0], _scale(scene)
     spent = times.end - times.start
-    has_device = ~np.isin(graph.kind, (Kind.LOAD, Kind.STORE))
-    vertices = np.flatnonzero((graph.device == 0) | ~has_device)
+    lane = LANE_OF_KIND[graph.kind]
+    vertices = np.flatnonzero((graph.device == 0) | (lane >= DEVICE_LANES))
     if most is not None and len(vertices) > most:
         longest = np.argsort(-spent[vertices], kind="stable")[:most]
         vertices = np.sort(vertices[longest])
     found: dict[str, list[tuple[float, float, str]]] = {}
-    for name_id, name in enumerate(LANES):
+    for number, name in enumerate(LANES):
         found[name] = [
             (_LEFT + times.start[v] * scale, max(spent[v] * scale, 0.3), graph.describe(v))
-            for v in vertices.tolist()
-            if _LANE_OF_KIND[Kind(graph.kind[v])] == name_id
+            for v in vertices[lane[vertices] == number].tolist()
         ]
     return {name: boxes for name, boxes in found.items() if boxes}
 

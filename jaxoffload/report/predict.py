@@ -1,4 +1,7 @@
-"""What a plan would take on a machine that is not here: planned from shapes, simulated."""
+"""What a plan would take on a machine that is not here.
+
+Takes a request and a model of a machine; gives a `Prediction`: planned from shapes, simulated.
+"""
 
 import dataclasses
 

@@ -127,7 +127,7 @@ class Scene:
         return np.repeat(np.arange(self.graph.num_vertices), np.diff(self.graph.input_offsets))
 
     @functools.cached_property
-    def successor(self) -> np.ndarray:
+    def next_occupant(self) -> np.ndarray:
         """The version that takes each arena version's bytes first, or some of them; -1 where
         nothing does, and for versions outside the arenas, int64[M]."""
         graph, sizes = self.graph, self.sizes
@@ -146,7 +146,7 @@ class Scene:
             lows[first:last], highs[first:last], owners[first:last] = [low], [high], [version]
         return found
 
-    def lives(self, times: Times) -> tuple[np.ndarray, np.ndarray]:
+    def live_ranges(self, times: Times) -> tuple[np.ndarray, np.ndarray]:
         """From when until when each version is at its place, float64[M] each, in seconds."""
         graph = self.graph
         begin, end = np.zeros(graph.num_versions), np.zeros(graph.num_versions)
@@ -173,7 +173,7 @@ class Scene:
         """
         graph = self.graph
         mine = np.flatnonzero((graph.space == space) & (graph.index == index))
-        begin, end = (life[mine] for life in self.lives(times))
+        begin, end = (life[mine] for life in self.live_ranges(times))
         kind = np.array([t.kind for t in graph.taskgraph.tensors] or [0])[graph.tensor[mine]]
         change = np.zeros((2 * len(mine), len(KINDS)), dtype=np.int64)
         rows = np.arange(len(mine))
@@ -215,7 +215,7 @@ def encoded(scene: Scene) -> dict[str, Any]:
     span = max((t.seconds for t in scene.times), default=0.0) or 1.0
     ticks = (2**32 - 1) / span
     in_arena = np.where(graph.space == Space.DEVICE, graph.index, 0)
-    has_home = np.isin(graph.space, (Space.ARGUMENT, Space.RESULT))
+    is_callers = np.isin(graph.space, (Space.ARGUMENT, Space.RESULT))
     label = _labels(graph)
     return {
         "title": scene.title,
@@ -236,11 +236,11 @@ def encoded(scene: Scene) -> dict[str, Any]:
         "version": {
             "tensor": packed(graph.tensor),
             "space": packed(graph.space),
-            "index": packed(np.where(has_home, graph.index, in_arena)),
+            "index": packed(np.where(is_callers, graph.index, in_arena)),
             "offset": packed(graph.offset),
             "writer": packed(graph.writer + 1),
             "overwriter": packed(scene.overwriter + 1),
-            "successor": packed(scene.successor + 1),
+            "next_occupant": packed(scene.next_occupant + 1),
         },
         "vertex": {
             "kind": packed(graph.kind),

@@ -1,4 +1,4 @@
-"""What becomes of one tensor: why it was evicted, when it comes back, what that costs, who waited.
+"""What becomes of one tensor: why it was evicted, when it comes back, what that costs, what waited.
 
 Takes a `Scene` and part of a name, a source line or an argument's path; gives text.
 """
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxoffload.graphs.memgraph import Kind, Space
+from jaxoffload.graphs.memgraph import COPIES, Kind, Space
 from jaxoffload.options import format_bytes
 from jaxoffload.report.predict import Prediction
 from jaxoffload.report.scene import KINDS, Scene
@@ -98,10 +98,10 @@ class _Teller:
     def __init__(self, scene: Scene):
         self._scene, self._graph = scene, scene.graph
         self._times = scene.times[0]
-        self._begin, self._end = scene.lives(self._times)
+        self._begin, self._end = scene.live_ranges(self._times)
         self._whom, _ = self._times.waits(self._graph)
         self._idle = self._times.idle()
-        copying = np.isin(self._graph.kind, (Kind.RELOAD, Kind.OFFLOAD, Kind.LOAD, Kind.STORE))
+        copying = np.isin(self._graph.kind, COPIES)
         self._copies: dict[int, list[int]] = {}
         for vertex in np.flatnonzero(copying).tolist():
             tensor = int(self._graph.tensor[self._graph.inputs[self._graph.input_offsets[vertex]]])
@@ -120,7 +120,7 @@ class _Teller:
         if tensor.argument is not None and tensor.argument.offset:
             names += f", from byte {tensor.argument.offset}"
         lines = [f"{tensor.name}, {format_bytes(tensor.bytes)}, {kind}: {names}".rstrip(": ")]
-        for copied in (Kind.RELOAD, Kind.OFFLOAD, Kind.LOAD, Kind.STORE):
+        for copied in COPIES:
             chosen = [v for v in self._copies.get(tensor_id, ()) if graph.kind[v] == copied]
             if chosen:
                 spent = sum(float(self._times.end[v] - self._times.start[v]) for v in chosen)
@@ -154,7 +154,7 @@ class _Teller:
             for v in self._copies[int(graph.tensor[version])]
         )
         lines.append(f"    evicted {self._for_whom(version)}; " + (
-            "copied to host memory" if copied else "its bytes are below already: nothing was copied"
+            "copied to host memory" if copied else "a lower tier has its bytes: nothing was copied"
         ))  # fmt: skip
         others, sooner = self._read_sooner(version)
         if others:
@@ -176,7 +176,7 @@ class _Teller:
 
     def _read_sooner(self, version: int) -> tuple[int, int]:
         """Versions that could have gone in its place, and how many of them are read before it."""
-        graph, taker = self._graph, int(self._scene.successor[version])
+        graph, taker = self._graph, int(self._scene.next_occupant[version])
         moment = self._end[version] if taker < 0 else self._begin[taker]
         there = (self._begin < moment) & (self._end > moment)
         there &= (graph.space == Space.DEVICE) & (graph.index == graph.index[version])
@@ -193,7 +193,7 @@ class _Teller:
 
     def _for_whom(self, version: int) -> str:
         graph, tensors = self._graph, self._graph.taskgraph.tensors
-        taker = int(self._scene.successor[version])
+        taker = int(self._scene.next_occupant[version])
         if taker < 0:
             return "as a room of its size was wanted"
         writer = int(graph.writer[taker])

@@ -1,5 +1,7 @@
 """The curve of time over memory: keep, offload, recompute, or the best of both, simulated.
 
+Takes a request and a model of a machine; gives a `Tradeoff`.
+
 References:
   SSDTrain: an activation offloading framework to SSDs for faster large language model training,
   the recompute-offload-keep curve.

@@ -300,7 +300,7 @@ function start(root) {
   // The cursor, and the chosen tensor in all its places.
   function paintAbove() {
     above.clearRect(0, 0, stage.clientWidth, stage.clientHeight);
-    const { version, tensor, vertex } = model, { begin, end } = model.lives[state.which];
+    const { version, tensor, vertex } = model, { begin, end } = model.liveRanges[state.which];
     const run = model.times[state.which];
     const v = state.over >= 0 ? state.over : state.chosen;
     above.save();
@@ -371,7 +371,7 @@ function start(root) {
 
   function pick(v) {
     state.chosen = v, state.over = -1;
-    const { begin, end } = model.lives[state.which];
+    const { begin, end } = model.liveRanges[state.which];
     if (v >= 0 && model.version.space[v] === DEVICE && model.version.index[v] !== state.device) {
       state.device = model.version.index[v];
       arrange();

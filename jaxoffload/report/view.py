@@ -1,7 +1,8 @@
 """Pages: what a notebook shows, and what `save` writes, of plans, runs, predictions, trade-offs.
 
-A page is one piece: words, a static picture, the data, and a script (model.js, view.js) that puts a
-view to look into in the picture's place. Nothing is fetched. Whatever the user named is escaped.
+Takes what is shown; gives HTML. A page is one piece: words, a static picture, the data, and a
+script (model.js, view.js) that replaces the picture by a view to look into. Nothing is fetched.
+Whatever the user named is escaped.
 """
 
 import base64

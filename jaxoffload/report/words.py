@@ -1,27 +1,24 @@
-"""Plans and runs on one screen of text: the verdict, what bounds it, memory and lanes.
+"""Plans and runs on one screen of text, as `print` shows them.
 
-What `print` shows. The verdict comes first: does it fit, how fast against everything resident, what
-bounds it, what to change.
+Takes a plan, a run or a comparison; gives text. The verdict comes first (does it fit, how fast
+against everything resident, what bounds it, what to change), then lanes and memory.
 """
 
 import numpy as np
 
+from jaxoffload.graphs.lanes import LANE_OF_KIND, LANES
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.options import format_bytes
 from jaxoffload.report.scene import MEMORY, Scene, Times
 from jaxoffload.report.subjects import format_seconds, scene_of, within
 from jaxoffload.report.view import Comparison
 from jaxoffload.runtime.plan import Plan
-from jaxoffload.runtime.run import LANES, Run
+from jaxoffload.runtime.run import Run
 from jaxoffload.search.whole import WholePlan, WholeRun
 from jaxoffload.showing import words
 
 _BUSY = 0.9
 """Share of the time from which on a lane is what a run waits for."""
-_LANES = {
-    Kind.KERNEL: LANES[0], Kind.INPUT: LANES[0], Kind.RELOAD: LANES[1], Kind.OFFLOAD: LANES[2],
-    Kind.LOAD: LANES[3], Kind.STORE: LANES[4], Kind.TRANSFER: "between devices",
-}  # fmt: skip
 
 
 @words.register
@@ -112,7 +109,8 @@ def _table(scene: Scene, times: Times, seconds: float) -> list[str]:
             if kind == Kind.KERNEL
             else int(sizes[graph.inputs[graph.input_offsets[chosen]]].sum())
         )
-        rows.append((_LANES[kind], float(busy), moved))
+        name = "between devices" if kind == Kind.TRANSFER else LANES[LANE_OF_KIND[kind]]
+        rows.append((name, float(busy), moved))
     whole = max(seconds, 1e-12)
     lines = [
         _bound(graph, times, rows, whole),

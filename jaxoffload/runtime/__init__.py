@@ -1,1 +1,1 @@
-"""Stage 4, the Python face of the C++ launcher."""
+"""Stage 4, the Python face of the C++ launcher: a MemGraph and its executables in, results out."""

@@ -1,4 +1,4 @@
-"""Arrays that live below the device: in host memory, on disk, in a checkpoint file.
+"""Arrays that live in a lower tier: in host memory, on disk, in a checkpoint file.
 
 They are leaves of a pytree as `jax.Array`s are, and go to an offloaded function as arguments.
 Donated, they are overwritten where they are and come back in the same tier, so that training state
@@ -36,7 +36,7 @@ _MOST_DIMENSIONS = 64
 
 
 class TierArray:
-    """An array below the device; `numpy.asarray` and offloaded functions read its bytes.
+    """An array in a lower tier; `numpy.asarray` and offloaded functions read its bytes.
 
     Attributes:
       shape, dtype: as of any array.
@@ -105,11 +105,11 @@ class TierArray:
         where = "deleted" if self._deleted else self._where()
         return f"{type(self).__name__}({self.dtype.name}{list(self.shape)}, {where})"
 
-    def successor(self, in_place: bool) -> "TierArray":
-        """The array that takes this one's place when it is donated.
+    def result_array(self, aliased: bool) -> "TierArray":
+        """The result that comes back for this array when it is donated.
 
         Args:
-          in_place: whether in its memory, else in as much new memory of its tier.
+          aliased: whether in this one's memory, else in as much new memory of its tier.
         """
         raise NotImplementedError
 
@@ -152,8 +152,8 @@ class HostArray(TierArray):
         super().delete()
         self.buffer = None
 
-    def successor(self, in_place: bool) -> "HostArray":
-        if in_place:
+    def result_array(self, aliased: bool) -> "HostArray":
+        if aliased:
             return HostArray(self.shape, self.dtype, self.buffer)
         return empty_host_array(self.shape, self.dtype)
 
@@ -193,8 +193,8 @@ class DiskArray(TierArray):
         super().delete()
         self.source = None
 
-    def successor(self, in_place: bool) -> "DiskArray":
-        source = self.source if in_place else reserve(self._disk, self.nbytes)
+    def result_array(self, aliased: bool) -> "DiskArray":
+        source = self.source if aliased else reserve(self._disk, self.nbytes)
         return DiskArray(self.shape, self.dtype, source, self._disk)
 
     def _read_bytes(self, offset: int, count: int) -> np.ndarray:

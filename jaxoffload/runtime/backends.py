@@ -1,4 +1,8 @@
-"""Where vertices run: one backend a platform, made once a process when first needed."""
+"""Where vertices run: one backend a platform, made once a process when first needed.
+
+Takes a platform's name; gives its client, its executables, the memory of callers' arrays, and the
+model of the machine.
+"""
 
 import ctypes
 import dataclasses
@@ -26,7 +30,7 @@ class Backend:
       name: "cpu" or "cuda".
       client: the native client.
       executables: every kernel compiled so far.
-      memory: where callers' arrays are and how they are handed over (callers.py).
+      memory: where callers' arrays are and how they are bound to a run (callers.py).
       machine: the model for which plans are chosen.
       has_own_memory: whether `used_memory` does not count what is in host memory.
     """

@@ -1,8 +1,9 @@
-"""Callers' arrays as the runtime sees them: where their bytes are, and who makes the results.
+"""Callers' arrays as the runtime takes them: where the bytes of arguments and results are.
 
-On CPU arguments and results are host memory, and a result may take the memory of a donated argument
-that nobody else sees. On a GPU arrays of JAX are device memory; what is below the device goes to
-its vertices by way of the arena.
+Takes a plan, arrays, and which of them are donated; gives `BoundArguments` for a run, and after it
+the results. On CPU arguments and results are host memory, and a result may alias a donated argument
+that nobody else sees. On a GPU arrays of JAX are device memory; what is in a lower tier goes to its
+vertices by way of the arena.
 """
 
 import collections
@@ -23,7 +24,7 @@ from jaxoffload.runtime.arrays import DiskArray, HostArray, TierArray, host_put
 
 
 class Planned(Protocol):
-    """What is asked of a plan here; see `Plan`, which is made of what stands further up."""
+    """The part of a `Plan` that is used here (plan.py imports this module)."""
 
     constants: tuple[Any, ...]
     out_shapes: tuple[jax.ShapeDtypeStruct, ...]
@@ -37,8 +38,8 @@ class Planned(Protocol):
 
 
 @dataclasses.dataclass
-class Handover:
-    """One run's arguments and results.
+class BoundArguments:
+    """One run's arguments and results, bound to memory.
 
     Attributes:
       arguments, places: what the runtime takes for each: what holds the bytes, or an address.
@@ -52,8 +53,8 @@ class Handover:
     held: list[Any]
 
 
-def place_below(array: TierArray) -> Any:
-    """What the runtime takes for an array below the device: what holds its bytes.
+def handle_of(array: TierArray) -> Any:
+    """What the runtime takes for an array in a lower tier: what holds its bytes.
 
     Raises:
       RuntimeError: it has been deleted.
@@ -76,25 +77,25 @@ class HostMemory:
         # Result buffers in use, by address, so that a donated one can be written again in place.
         self._ours: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def hand_over(
+    def bind(
         self,
         plan: Planned,
         operands: Sequence[Any],
         donated: Sequence[bool],
-        below: Mapping[int, TierArray],
-    ) -> Handover:
+        tier_results: Mapping[int, TierArray],
+    ) -> BoundArguments:
         """Arguments and results for a run.
 
         Args:
           operands: the caller's; the plan's constants follow.
           donated: which of them may be overwritten; they are deleted.
-          below: results that are below the device.
+          tier_results: results that are in a lower tier.
         """
         arguments: list[Any] = []
         views: list[Any] = []
         for i, array in enumerate((*operands, *plan.constants)):
             if isinstance(array, TierArray):
-                arguments.append(place_below(array))
+                arguments.append(handle_of(array))
             elif i < len(donated) and donated[i] and self._is_ours(array):
                 arguments.append(_address(array))
             else:
@@ -107,21 +108,24 @@ class HostMemory:
         buffers = {
             j: reused.get(j) or _native.HostBuffer(max(1, byte_count(shape)))
             for j, shape in enumerate(plan.out_shapes)
-            if j not in below
+            if j not in tier_results
         }
         places = [
-            place_below(below[j]) if j in below else buffers[j] for j in range(len(plan.out_shapes))
+            handle_of(tier_results[j]) if j in tier_results else buffers[j]
+            for j in range(len(plan.out_shapes))
         ]
-        return Handover(arguments, places, buffers, held)
+        return BoundArguments(arguments, places, buffers, held)
 
-    def results(self, plan: Planned, run: Handover, device: Any = None) -> dict[int, jax.Array]:
-        """The results that are not below the device, after a run that succeeded.
+    def results(
+        self, plan: Planned, bound: BoundArguments, device: Any = None
+    ) -> dict[int, jax.Array]:
+        """The results that are not in a lower tier, after a run that succeeded.
 
         Args:
           device: of JAX, to which they are committed; None: to none.
         """
         outs = {}
-        for j, buffer in run.made.items():
+        for j, buffer in bound.made.items():
             self._ours[buffer.address] = buffer
             shape = plan.out_shapes[j]
             words = np.asarray(buffer)[: byte_count(shape)]
@@ -148,7 +152,7 @@ class HostMemory:
           The buffers that nobody else can see, by the result that is written over them; and what
           must be held during the run: other buffers, and arrays to delete after it.
         """
-        partner = dict(plan.taskgraph.donated)
+        alias_of = dict(plan.taskgraph.donated)
         times = collections.Counter(arguments)
         reused: dict[int, Any] = {}
         held: list[Any] = []
@@ -170,8 +174,8 @@ class HostMemory:
             buffer = ours[i]
             del ours[i]
             # One more reference is a view that somebody still reads: its memory is left alone.
-            if i in partner and _references([buffer]) == _ALONE:
-                reused[partner[i]] = buffer
+            if i in alias_of and _references([buffer]) == _ALONE:
+                reused[alias_of[i]] = buffer
             else:
                 held.append(buffer)
         return reused, held
@@ -200,7 +204,7 @@ def _address(array: Any) -> int:
 
 
 class DeviceMemory:
-    """Callers' arrays are on a device, or below it: CUDA.
+    """Callers' arrays are on a device, or in a lower tier: CUDA.
 
     Args:
       device: of JAX; where results go.
@@ -209,19 +213,19 @@ class DeviceMemory:
     def __init__(self, device: Any):
         self._device = device
 
-    def hand_over(
+    def bind(
         self,
         plan: Planned,
         operands: Sequence[Any],
         donated: Sequence[bool],
-        below: Mapping[int, TierArray],
-    ) -> Handover:
-        """Arguments and results for a run: as `HostMemory.hand_over`.
+        tier_results: Mapping[int, TierArray],
+    ) -> BoundArguments:
+        """Arguments and results for a run: as `HostMemory.bind`.
 
         Where everything fits, kernels read arguments and write results in place, so those that are
-        below the device are brought there first, and back afterwards.
+        in a lower tier are brought there first, and back afterwards.
         """
-        partner = dict(plan.taskgraph.donated)
+        alias_of = dict(plan.taskgraph.donated)
         arguments: list[Any] = []
         made: dict[int, Any] = {}
         held: list[Any] = []
@@ -234,30 +238,30 @@ class DeviceMemory:
                 array = self.reachable(array)
                 held.append(array)
             if isinstance(array, TierArray) and not plan.resident:
-                arguments.append(place_below(array))
+                arguments.append(handle_of(array))
                 held.append(array)
                 continue
             if plan.resident and not self.is_here(array):
                 array = self.put(array)
                 held.append(array)
             elif is_donated and self.is_here(array):
-                if i in partner and partner[i] not in below:
-                    array = made[partner[i]] = self.take_over(array)
+                if i in alias_of and alias_of[i] not in tier_results:
+                    array = made[alias_of[i]] = self.take_over(array)
                 else:
                     held.append(array)
             arguments.append(self.address(array))
         for j, shape in enumerate(plan.out_shapes):
-            if j not in made and (j not in below or plan.resident):
+            if j not in made and (j not in tier_results or plan.resident):
                 made[j] = self.empty(shape)
         places = [
-            self.address(made[j]) if j in made else place_below(below[j])
+            self.address(made[j]) if j in made else handle_of(tier_results[j])
             for j in range(len(plan.out_shapes))
         ]
-        return Handover(arguments, places, made, held)
+        return BoundArguments(arguments, places, made, held)
 
-    def results(self, plan: Planned, run: Handover, device: Any = None) -> dict[int, Any]:
+    def results(self, plan: Planned, bound: BoundArguments, device: Any = None) -> dict[int, Any]:
         """The results that are on the device, after a run that succeeded."""
-        return dict(run.made)
+        return dict(bound.made)
 
     def reachable(self, array: Any) -> Any:
         """An array of which a kernel takes rows: where the device can read it over the link.

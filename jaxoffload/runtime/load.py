@@ -1,4 +1,4 @@
-"""A MemGraph and its executables to the flat arrays that the C++ runtime takes."""
+"""From a MemGraph and its executables to the native plan: the flat arrays of the C++ runtime."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxoffload import _native
 from jaxoffload.errors import CaptureError
+from jaxoffload.graphs.lanes import lane_numbers
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.plan.cost.simulate import best_priority
@@ -20,10 +21,6 @@ _BUFFER_TYPES = {
     **dict.fromkeys(("int2", "uint2", "int4", "uint4", "float4_e2m1fn"), 6),
 }  # fmt: skip
 """PJRT_Buffer_Type of each dtype; elements of less than a byte are moved as uint8."""
-
-_LANE_OF_KIND = np.array([0, 1, 2, 1, 0, 0, 1])
-"""Lane within a device, by Kind: compute 0, towards the device 1, away from it 2. Loads and stores
-have the two lanes after those of the last device."""
 
 
 def load(
@@ -62,16 +59,14 @@ def load(
     counts = np.bincount(memgraph.edge_tail, minlength=num_vertices)
     # A function that only returns its arguments has copies and no vertices.
     kernel = np.array([v.kernel for v in graph.vertices] or [-1], dtype=np.int32)
-    runs = memgraph.kind == Kind.KERNEL
-    executable = np.where(runs, kernel[memgraph.task_vertex], -1).astype(np.int32)
-    on_disk = np.isin(memgraph.kind, (Kind.LOAD, Kind.STORE))
-    device = np.where(on_disk, client.num_devices, memgraph.device)
+    is_kernel = memgraph.kind == Kind.KERNEL
+    executable = np.where(is_kernel, kernel[memgraph.task_vertex], -1).astype(np.int32)
     versions = [graph.tensors[t] for t in memgraph.tensor]
     return _native.Plan(
         client=client,
         executables=list(executables),
         kind=memgraph.kind,
-        lane=(3 * device + _LANE_OF_KIND[memgraph.kind]).astype(np.int32),
+        lane=lane_numbers(memgraph, client.num_devices).astype(np.int32),
         priority=best_priority(memgraph, machine=machine) if priority is None else priority,
         executable=executable,
         succ_offsets=_offsets(counts),

@@ -1,4 +1,7 @@
-"""A plan: a MemGraph with the executables of its kernels, ready to be loaded and run."""
+"""A plan: a MemGraph with the executables of its kernels, ready to be loaded and run.
+
+Made by the planner; gives what users ask of a plan, and the native plan that `run.py` runs.
+"""
 
 import functools
 import threading
@@ -23,9 +26,12 @@ from jaxoffload.runtime.load import load
 from jaxoffload.runtime.request import Request
 from jaxoffload.showing import ShownMemory
 
+Pricing = Callable[[TaskGraph, list[Any]], TaskGraph]
+"""Gives a TaskGraph, whose kernels have some executables, other costs."""
+
 
 class Source(Protocol):
-    """What a plan was chosen by, and others of the same function can be (search/planner.py)."""
+    """The planner that made a plan, as far as the plan asks it for others (search/planner.py)."""
 
     request: Request
     backend: Backend
@@ -40,15 +46,8 @@ class Source(Protocol):
         """A MemGraph within the request's limits."""
         ...
 
-    def other(
-        self,
-        than: Sequence[Any],
-        budget: int | None,
-        expected: float,
-        seconds: float,
-        costs: Callable[[TaskGraph, list[Any]], TaskGraph],
-    ) -> "Plan | None":
-        """See `Plan.with_other_cut`; other executables than some."""
+    def other(self, than: "Plan", expected: float, seconds: float, costs: Pricing) -> "Plan | None":
+        """See `Plan.with_other_cut`."""
         ...
 
 
@@ -118,7 +117,7 @@ class Plan(ShownMemory):
     def bytes_outside_the_arena(self) -> int:
         """Device bytes beside the arena: workspace, and arguments and results read in place."""
         in_place = self.resident_peak_bytes - intermediates_peak(self.taskgraph)
-        return int(self.memgraph.headroom.max()) + (in_place if self.resident else 0)
+        return int(self.memgraph.workspace.max()) + (in_place if self.resident else 0)
 
     @functools.cached_property
     def planned_bytes(self) -> int:
@@ -161,22 +160,22 @@ class Plan(ShownMemory):
 
     @functools.cached_property
     def recomputed(self) -> float:
-        """Share of the kernels' estimated time that computes again what would have to be moved."""
+        """Share of the kernels' estimated time that recomputes what would have to be moved."""
         vertices = self.taskgraph.vertices
         total = sum(v.seconds for v in vertices)
-        return sum(v.repeated * v.seconds for v in vertices) / total if total else 0.0
+        return sum(v.recomputed * v.seconds for v in vertices) / total if total else 0.0
 
     @functools.cached_property
     def gathered_arguments(self) -> frozenset[int]:
         """Arguments of which some vertex reads rows where the caller has them."""
         graph = self.taskgraph
-        homes = (
+        spans = (
             graph.tensors[t].argument
             for v in graph.vertices
             for t in v.inputs
             if v.gathered and graph.gathers(v, t)
         )
-        return frozenset(home.index for home in homes if home is not None)
+        return frozenset(span.index for span in spans if span is not None)
 
     def verify(self) -> None:
         """Checks the MemGraph independently of the planner that made it.
@@ -187,7 +186,7 @@ class Plan(ShownMemory):
         verify(self.memgraph)
 
     def proven(self) -> "Plan":
-        """This plan: what may be run has been verified, whoever made it.
+        """This plan, after it has been verified: no other may run.
 
         Raises:
           VerifyError: the planner is at fault.
@@ -252,12 +251,7 @@ class Plan(ShownMemory):
         """Those of the kernels, by `Vertex.kernel`."""
         return tuple(self._executables)
 
-    def with_other_cut(
-        self,
-        expected: float,
-        seconds: float,
-        costs: Callable[[TaskGraph, list[Any]], TaskGraph],
-    ) -> "Plan | None":
+    def with_other_cut(self, expected: float, seconds: float, costs: Pricing) -> "Plan | None":
         """A plan with the next best cut of those that were simulated for this one, if it is better.
 
         Args:
@@ -265,7 +259,7 @@ class Plan(ShownMemory):
           seconds: it must take fewer by its costs.
           costs: a TaskGraph, given the kernels' executables, with the costs to judge it by.
         """
-        return self._source.other(self._executables, self.budget, expected, seconds, costs)
+        return self._source.other(self, expected, seconds, costs)
 
     def build(self, graph: TaskGraph, **options: Any) -> MemGraph:
         """A MemGraph for this plan's budget, of its TaskGraph with other costs."""

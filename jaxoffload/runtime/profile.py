@@ -1,9 +1,10 @@
-"""Measured costs: what vertices, links and the disk took in runs, and plans made from that.
+"""Measured costs: what vertices, links and the disk took in runs.
 
-As Gemini and Fuyou do, a function's first runs are its warm-up: they tell how long each vertex
-takes, how fast each link is, and what memory a run takes that its plan does not see; the plan for
-the calls that follow is chosen from that. A saved profile tells the next process more: how fast the
-machine computes, so that the cut into vertices is chosen for what it is, not for a model of it.
+Takes runs; gives TaskGraphs and machines with measured times. As with Gemini and Fuyou a function's
+first runs are its warm-up. They tell how long each vertex takes, how fast each link is, and what
+memory a run takes that its plan does not see; the plan for later calls is chosen by that. A saved
+profile tells the next process more: how fast the machine computes, so that the cut into vertices is
+chosen for the machine as it is.
 """
 
 import dataclasses
@@ -185,7 +186,8 @@ _ROUNDS = 10
 def _kernel_rates(work: np.ndarray, seconds: np.ndarray, like: Machine) -> dict[str, float]:
     """Rates of the kernels that are bound by operations and of those that are bound by traffic.
 
-    Which is which follows from the rates, the model's at first: the roofline, fitted by turns.
+    Which kernel is which follows from the rates (the roofline model), and the rates follow from
+    that: each is fitted in turn, from the model's rates on.
 
     Args:
       work: operations and bytes of each vertex, float64[N, 2].

@@ -1,4 +1,4 @@
-"""What is asked of the planner: a jaxpr, what its arguments are, a budget and wishes."""
+"""What is asked of the planner: a jaxpr, what its arguments are, a budget and other options."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ class Request:
       name: the user's function, for messages.
       jaxpr: a closed jaxpr over arrays.
       kinds: for each argument, what it is to the user.
-      donated: pairs (argument, result) that may share memory. Of an argument that is below the
-        device the result comes back in the same tier.
+      donated: pairs (argument, result) that may share memory. Of an argument in a lower tier
+        the result comes back in the same tier.
       options: with `device_memory` already a number or None.
       disk_arguments: those that are on disk.
       reloads_all: no argument may be read where it is: kernels cannot reach some of them.

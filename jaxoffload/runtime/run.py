@@ -1,4 +1,7 @@
-"""Runs a plan on arrays, without an XLA program around it, and reports what happened."""
+"""Runs a plan on arrays, without an XLA program around it, and reports what happened.
+
+Takes a plan and flat arrays; gives results and a `Run`.
+"""
 
 import dataclasses
 import functools
@@ -9,16 +12,13 @@ import jax
 import numpy as np
 
 from jaxoffload.errors import RunError
+from jaxoffload.graphs.lanes import lane_names
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.options import Options
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.runtime.arrays import TierArray, empty_host_array
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.showing import ShownMemory
-
-LANES = ("compute", "host to device", "device to host", "disk to host", "host to disk")
-DEVICE_LANES = 3
-"""Of these every device has its own; the disk's come after those of the last device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +63,7 @@ class Run(ShownMemory):
     @functools.cached_property
     def lanes(self) -> dict[int, tuple[int | None, str]]:
         """(device, name) of each lane by its number; the disk's lanes belong to no device."""
-        count = len(self.memgraph.capacity)
-        names = [(d, name) for d in range(count) for name in LANES[:DEVICE_LANES]]
-        return dict(enumerate([*names, *((None, name) for name in LANES[DEVICE_LANES:])]))
+        return dict(enumerate(lane_names(len(self.memgraph.capacity))))
 
     @functools.cached_property
     def lane_busy_seconds(self) -> dict[str, float]:
@@ -163,20 +161,20 @@ def run_plan(
     Args:
       operands: arrays of the planned shapes, dtypes and tiers.
       donated: which operands may be overwritten; they are deleted. Where the run fails or is
-        interrupted, those below the device live on unless a vertex had begun to overwrite them.
+        interrupted, those in a lower tier live on unless a vertex had begun to overwrite them.
       device: to which results are committed; None: to none.
 
     Returns:
-      The flat results, those that are paired with an array below the device in its tier, and the
-      `Run`.
+      The flat results and the `Run`. A result that is paired with an array in a lower tier is in
+      that tier.
 
     Raises:
       RunError: a vertex failed. DiskError: no room for a result on disk. KeyboardInterrupt: the run
       was cancelled.
     """
-    below = _results_below(plan, operands, options, donated)
+    tier_results = _tier_results(plan, operands, options, donated)
     memory = plan.backend.memory
-    handover = memory.hand_over(plan, operands, donated, below)
+    bound = memory.bind(plan, operands, donated, tier_results)
     launch = options.launch
     touched: set[int] = set()
 
@@ -186,8 +184,8 @@ def run_plan(
     try:
         with jax.profiler.TraceAnnotation(f"jaxoffload {plan.name}"):
             report = plan.native.run(
-                handover.arguments,
-                handover.places,
+                bound.arguments,
+                bound.places,
                 policy=launch.code,
                 seed=launch.seed,
                 max_delay_us=round(launch.max_delay_seconds * 1e6),
@@ -201,8 +199,8 @@ def run_plan(
     for operand, given in zip(operands, donated, strict=False):
         if given and isinstance(operand, TierArray | jax.Array) and not operand.is_deleted():
             operand.delete()
-    outs = memory.results(plan, handover, device)
-    for j, array in below.items():
+    outs = memory.results(plan, bound, device)
+    for j, array in tier_results.items():
         if j in outs:  # everything fitted, so it was computed on the device
             array.seen_as(outs[j].dtype).write(np.asarray(outs[j]))
         outs[j] = array
@@ -212,8 +210,8 @@ def run_plan(
 def _delete_overwritten(
     plan: Plan, operands: Sequence[Any], donated: Sequence[bool], touched: Set[int]
 ) -> None:
-    """After a run that failed: deletes the donated arrays below the device whose bytes are no more
-    what they were.
+    """After a run that failed: deletes the donated arrays in a lower tier that it had begun to
+    overwrite.
 
     Args:
       touched: results that the run had begun to write.
@@ -223,11 +221,11 @@ def _delete_overwritten(
             operands[i].delete()
 
 
-def _results_below(
+def _tier_results(
     plan: Plan, operands: Sequence[Any], options: Options, donated: Sequence[bool]
 ) -> dict[int, TierArray]:
-    """The results that come back below the device, in the memory of their donated arguments where
-    the plan writes them over those, else in new memory of the same tier."""
+    """The results that come back in a lower tier: aliases of their donated arguments where the plan
+    writes them over those, else new arrays of the same tier."""
     found: dict[int, TierArray] = {}
     same = set(plan.taskgraph.donated)
     for i, j in plan.pairs:
@@ -239,7 +237,7 @@ def _results_below(
                 f"offload({plan.name}): {operand!r} is donated and passed twice. Pass it once, or "
                 "take it out of donate_argnums."
             )
-        found[j] = operand.successor(in_place=(i, j) in same)
+        found[j] = operand.result_array(aliased=(i, j) in same)
     if options.results == "host":
         for j, shape in enumerate(plan.out_shapes):
             if j not in found:

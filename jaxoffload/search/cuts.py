@@ -1,14 +1,22 @@
 """Which cut of a program into vertices is best for a budget: candidates, by simulated time.
 
-A cut says how coarse vertices are, which operations are split, and how much is computed again. All
-candidates are planned and simulated on the model of the machine, coarse ones first, as long as that
-is a matter of a second; and none when the first takes hardly longer than the kernels alone.
+Takes a function from cuts to TaskGraphs, and one from these to MemGraphs; gives cuts in the order
+in which they are worth compiling. A cut says how coarse vertices are, which operations are split,
+and how much is recomputed. Candidates are planned and simulated on the model of the machine:
+
+1. Cuts that recompute nothing, coarse ones first, until one takes hardly longer than the kernels
+   of the uncut program, or finer ones only get slower.
+2. From the best and the coarsest of those, with and without splitting: more and more recomputed, as
+   long as that is faster; then with a shorter reuse distance; then the neighbours of the best.
+
+How many vertices may be simulated in all follows from how long the program itself takes.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from jaxoffload.graphs.memgraph import MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph
@@ -17,32 +25,34 @@ from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.plan.cost.simulate import simulate
 
 SHARES = (1 / 3, 1 / 5, 1 / 8, 1 / 14, 1 / 24)
-"""Working sets of a vertex to try, as shares of the budget, before single operations."""
+"""Working sets of a vertex to try, as shares of the budget; after these, single operations."""
 PIECE = 0.5
-"""Of such a working set, how much the rows are that a chunk of a scan reads and writes."""
+"""The share of such a working set that the rows take that a chunk of a scan reads and writes."""
 RECOMPUTED = (0.25, 0.5, 0.75, 1.0)
-"""Shares of what is read late to compute again; the best one's neighbours are tried, too."""
-REACHES = (2.0, 0.5)
-"""Traffic after which a value counts as read late, as multiples of the budget."""
+"""Shares to recompute of the values with a long reuse distance; the best one's neighbours are tried
+too."""
+REUSE_DISTANCES = (2.0, 0.5)
+"""Reuse distances from which on values are recomputed, as multiples of the budget."""
 _CLOSE = 1.05
-"""A plan that takes no longer than so many times the kernels of the whole is not bettered."""
+"""The search ends with a plan that takes at most so many times the uncut program's kernels."""
 SAME = 1.03
-"""Simulated times that differ by less say nothing."""
+"""Simulated times within this factor of each other count as equal."""
 _LITTLE = 200e-6
-"""Seconds beside the kernels of the whole that are not worth a search: what a call costs anyway."""
+"""The search ends, too, with a plan that takes so few seconds more than those kernels: what a call
+costs in any case."""
 _NEAR = 1.1
-"""The same where the link is what is short: with less to move it is another time that counts."""
+"""The same as `SAME` for cuts to recompute from: once less is moved, their order may change."""
 _WORSE = 1.2
-"""Where finer cuts take so many times the best, or computing more again does, that is the end; and
-other rules for one cut are tried only up to this."""
+"""Finer cuts, or more recomputation, are given up once they take so many times the best. More rules
+of allocation are tried only for cuts that are nearer to it."""
 _LAST = 4
-"""Cuts that have to be so much worse."""
+"""How many finer cuts in turn must be so much worse."""
 SIMULATED_VERTICES = 300, 10_000
 """Vertices of the MemGraphs that are simulated before one is chosen, at least and at most: about a
 second's planning."""
 _VERTICES_A_SECOND = 2e7
-"""The same for each second that the kernels of the whole take: what is planned for longer than two
-thousand calls last is not worth its plan."""
+"""The same for each second that the kernels of the uncut program take, so that planning takes about
+as long as two thousand calls."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,17 +64,29 @@ class Cut:
       max_equations: the most operations of a vertex; None for the usual.
       split_bytes: operations with a larger working set are split; None: none are.
       piece_bytes: what a chunk of a scan may have of the arrays that the scan slices and stacks.
-      recomputed: of the bytes of values that are read again late, the share that is computed again
-        instead.
-      reach: bytes of traffic between two readers from which on a value is read late.
+      recomputed: of the bytes of values with a long reuse distance, the share that is recomputed.
+      reuse_distance: bytes that are read and written between two readers of a value; from so many
+        on the distance is long.
     """
 
     max_bytes: float
     max_equations: int | None = None
     split_bytes: float | None = None
     recomputed: float = 0.0
-    reach: float = float("inf")
+    reuse_distance: float = float("inf")
     piece_bytes: float = float("inf")
+
+
+class Tried(NamedTuple):
+    """A cut that has been simulated.
+
+    Attributes:
+      number: how many were before it; coarse cuts come before fine ones.
+    """
+
+    seconds: float
+    number: int
+    cut: Cut
 
 
 WHOLE, FINEST = Cut(float("inf")), Cut(0, 1, piece_bytes=0)
@@ -78,8 +100,8 @@ class Ranking:
       build: MemGraphs of a TaskGraph for the budget; that which ends first counts.
       budget: bytes of device memory.
       machine: on which they are simulated.
-      recompute: whether cuts that compute something again are among them: "auto", "never", or
-        "always": no others are.
+      recompute: whether cuts that recompute are among them: "auto", "never", or "always": no
+        others are.
     """
 
     def __init__(
@@ -93,7 +115,7 @@ class Ranking:
         self._recompute = recompute
         self._captured, self._build = captured, build
         self._budget, self._machine = budget, machine
-        self._tried: list[tuple[float, int, Cut]] = []
+        self._tried: list[Tried] = []
         self._work = 0
 
     @functools.cached_property
@@ -103,8 +125,8 @@ class Ranking:
 
     @functools.cached_property
     def _enough(self) -> float:
-        """Seconds; a cut that takes no longer ends the search: about what the kernels of the whole
-        take, or what it takes to bring its arguments and to take its results away."""
+        """Seconds; a cut that takes no longer ends the search. About what the kernels of the uncut
+        program take, or the copies of its arguments and results."""
         graph = self._captured(WHOLE)
         compute = float(self._machine.task_seconds(graph).sum())
         read = {t for v in graph.vertices for t in v.inputs if not v.gathered}
@@ -121,8 +143,8 @@ class Ranking:
                 yield cut
 
     def by_time(self) -> Iterator[tuple[Cut, float | None]]:
-        """Cuts that may work within the budget: some by their simulated time, in seconds, then the
-        rest."""
+        """Cuts that may work within the budget: those that were simulated by their seconds, then
+        the others, finer ones last, with None."""
         waiting = self._plain()
         before = None
         while waiting and not self._is_enough() and not self._gets_worse():
@@ -139,17 +161,17 @@ class Ranking:
             self._work = 0
             for base in bases:
                 self._try_recomputing(base)
-        yield from ((cut, took) for took, _, cut in _by_time(self._tried))
+        yield from self.simulated()
         for cut in waiting:
             if min_budget(self._captured(cut))[0] <= self._budget:
                 yield cut, None
 
     def simulated(self) -> list[tuple[Cut, float]]:
         """The cuts that `by_time` has simulated, fast ones first, and their seconds."""
-        return [(cut, took) for took, _, cut in _by_time(self._tried)]
+        return [(found.cut, found.seconds) for found in _by_time(self._tried)]
 
     def _plain(self) -> list[Cut]:
-        """Cuts that compute everything once, or all that is read late again."""
+        """Cuts that recompute nothing, or (if others are not wanted) all that they can."""
         cuts = []
         for share in SHARES:
             size = _rounded(share * self._budget)
@@ -158,79 +180,93 @@ class Ranking:
             cuts.append(Cut(size, None, split, piece_bytes=PIECE * size))
         cuts.append(FINEST)
         if self._recompute == "always":
-            reach = REACHES[-1] * self._budget
-            cuts = [dataclasses.replace(cut, recomputed=1.0, reach=reach) for cut in cuts]
+            reuse_distance = REUSE_DISTANCES[-1] * self._budget
+            cuts = [
+                dataclasses.replace(cut, recomputed=1.0, reuse_distance=reuse_distance)
+                for cut in cuts
+            ]
         return cuts
 
-    def _bases(self) -> list[list[tuple[float, int, Cut]]]:
-        """The best and the coarsest of those that split nothing, and of the others."""
+    def _bases(self) -> list[list[Tried]]:
+        """Cuts to recompute from: the best and the coarsest of those that split nothing, and of the
+        others."""
         known: set[tuple[float, float]] = set()
         found = []
         for is_split in (False, True):
             alike = [
                 t
                 for t in self._tried
-                if (t[2].split_bytes is not None) == is_split
-                and (t[0], t[2].max_bytes) not in known  # where nothing is to be split
+                if (t.cut.split_bytes is not None) == is_split
+                and (t.seconds, t.cut.max_bytes) not in known  # a cut that found nothing to split
             ]
-            known.update((t[0], t[2].max_bytes) for t in alike)
+            known.update((t.seconds, t.cut.max_bytes) for t in alike)
             found.append(list(dict.fromkeys(_by_time(alike, _NEAR)[:1] + alike[:1])))
         return found
 
     def _try(self, cut: Cut, graph: TaskGraph) -> float:
         took = float("inf")
-        best = min((seconds for seconds, _, _ in self._tried), default=took)
+        best = min((found.seconds for found in self._tried), default=took)
         for number, memgraph in enumerate(self._build(graph)):
             self._work += 0 if number else memgraph.num_vertices
             took = min(took, simulate(memgraph, machine=self._machine).seconds)
             if took <= self._enough or took > _WORSE * best:
                 break
-        self._tried.append((took, len(self._tried), cut))
+        self._tried.append(Tried(took, len(self._tried), cut))
         return took
 
-    def _try_recomputing(self, tried: tuple[float, int, Cut]) -> None:
-        """Less and less is moved, more and more computed again: as long as that is faster."""
-        found, base = {(REACHES[0], 0.0): tried[0]}, tried[2]
+    def _try_recomputing(self, base: Tried) -> None:
+        """Recomputes more and more, so that less is moved, as long as that is faster."""
+        found = {(REUSE_DISTANCES[0], 0.0): base.seconds}
         for share in RECOMPUTED:
             least = min(found.values())
-            took = self._attempt(base, REACHES[0], share, found)
+            took = self._attempt(base.cut, REUSE_DISTANCES[0], share, found)
             if took > _WORSE * least:
                 break
-            if SAME * took < least:  # what pays is gone on with
+            if SAME * took < least:  # it pays: the next is tried in any case
                 self._work = min(self._work, int(self._allowed))
         if len(found) == 1:
             return
         best = min(found, key=found.__getitem__)[1]
         for share in sorted({best, 1.0} if best > RECOMPUTED[0] else {best}):
-            self._attempt(base, REACHES[1], share, found)
-        reach, best = min(found, key=found.__getitem__)
+            self._attempt(base.cut, REUSE_DISTANCES[1], share, found)
+        reuse_distance, best = min(found, key=found.__getitem__)
         step = (RECOMPUTED[1] - RECOMPUTED[0]) / 2
-        if best and self._attempt(base, reach, best - step, found) > found[reach, best]:
-            self._attempt(base, reach, best + step, found)
+        if (
+            best
+            and self._attempt(base.cut, reuse_distance, best - step, found)
+            > found[reuse_distance, best]
+        ):
+            self._attempt(base.cut, reuse_distance, best + step, found)
 
     def _attempt(
-        self, base: Cut, reach: float, share: float, found: dict[tuple[float, float], float]
+        self,
+        base: Cut,
+        reuse_distance: float,
+        share: float,
+        found: dict[tuple[float, float], float],
     ) -> float:
-        """Seconds with so much computed again, noted in `found` if that is anything."""
-        if (reach, share) in found:
-            return found[reach, share]
+        """Seconds with such a share recomputed; noted in `found` if anything is."""
+        if (reuse_distance, share) in found:
+            return found[reuse_distance, share]
         if not 0 < share <= 1 or self._is_enough():
             return float("inf")
-        cut = dataclasses.replace(base, recomputed=share, reach=reach * self._budget)
+        cut = dataclasses.replace(
+            base, recomputed=share, reuse_distance=reuse_distance * self._budget
+        )
         graph = self._captured(cut)
-        if not any(vertex.repeated for vertex in graph.vertices):
-            return found[REACHES[0], 0.0]
+        if not any(vertex.recomputed for vertex in graph.vertices):
+            return found[REUSE_DISTANCES[0], 0.0]
         took = float("inf") if min_budget(graph)[0] > self._budget else self._try(cut, graph)
-        found[reach, share] = took
+        found[reuse_distance, share] = took
         return took
 
     def _gets_worse(self) -> bool:
         """Whether the last cuts, the finest so far, are far from the best."""
-        times = [took for took, _, _ in self._tried]
+        times = [found.seconds for found in self._tried]
         return len(times) > _LAST and min(times[-_LAST:]) > _WORSE * min(times)
 
     def _is_enough(self) -> bool:
-        is_fast = bool(self._tried) and min(self._tried)[0] <= self._enough
+        is_fast = any(found.seconds <= self._enough for found in self._tried)
         return is_fast or self._work > self._allowed
 
 
@@ -246,16 +282,14 @@ def split_size(size: float) -> float:
 
 
 def _rounded(size: float) -> float:
-    """A size down to four binary places: budgets that hardly differ are cut alike, and what was
-    worked out for one of them, and found not to do, need not be worked out for the next."""
+    """A size down to four binary digits. Budgets that hardly differ are cut alike then, so that
+    what was found out for one of them serves the next."""
     fraction, exponent = math.frexp(size)
     return math.ldexp(math.floor(fraction * 16), exponent - 4)
 
 
-def _by_time(
-    tried: list[tuple[float, int, Cut]], same: float = SAME
-) -> list[tuple[float, int, Cut]]:
-    """Fast before slow, and coarse before fine where the model sees no difference: it knows nothing
-    of small tiles."""
-    least = min((took for took, _, _ in tried), default=0.0)
-    return sorted(tried, key=lambda found: (max(found[0], same * least), found[1]))
+def _by_time(tried: list[Tried], same: float = SAME) -> list[Tried]:
+    """Cuts by their seconds. Those that take about as long as the fastest come first, the coarsest
+    of them before the others: small tiles are slower than the model says."""
+    least = min((found.seconds for found in tried), default=0.0)
+    return sorted(tried, key=lambda found: (max(found.seconds, same * least), found.number))

@@ -1,8 +1,9 @@
 """Other serial orders of a TaskGraph's vertices, as candidates for a plan.
 
-The plan follows a serial order (TURNIP, section 6), and which is best depends on the budget: one
-that frees memory early moves less, one that follows the critical path leaves the launcher more to
-choose from. Planners simulate what comes of each.
+Takes a TaskGraph and the seconds of its vertices; gives the same graph in other orders, by name.
+The plan follows a serial order (TURNIP, section 6), and which is best depends on the budget. One
+that frees memory early moves less; one that follows the critical path leaves the launcher more
+vertices to choose from. The planner simulates plans of each.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from collections.abc import Callable
 
 from jaxoffload.graphs.taskgraph import TaskGraph, Vertex
 from jaxoffload.plan.alloc.aliases import CallersMemory
+from jaxoffload.plan.cost.priority import longest_paths
 
 
 def orders(graph: TaskGraph, seconds: list[float]) -> dict[str, TaskGraph]:
@@ -143,8 +145,6 @@ def _held(graph: TaskGraph, vertex: Vertex) -> int:
 
 def _by_critical_path(before: list[set[int]], seconds: list[float]) -> list[int]:
     """Always the ready vertex with the longest way to the end: list scheduling."""
-    rest = list(seconds)
-    for v in range(len(before) - 1, -1, -1):  # the given order is a valid one
-        for u in before[v]:
-            rest[u] = max(rest[u], seconds[u] + rest[v])
+    edges = ((u, v) for v in range(len(before) - 1, -1, -1) for u in before[v])
+    rest = longest_paths(seconds, edges)
     return _scheduled(before, lambda v: -rest[v])

@@ -1,18 +1,28 @@
-"""Jaxpr to plan: the search for the granularity, the order and the MemGraph that end first.
+"""Jaxpr to plan: the search for the cut, the serial order and the MemGraph that end first.
 
-Takes a `Request`; gives a `Plan`. The cut follows the budget: clusters as coarse as the budget
-allows, coarsest first, until one fits; of those that do, the one that is fastest in simulation.
+Takes a `Request`; gives a `Plan`, or refuses the budget. One search is inside another:
+
+    plan
+    ├─ everything may fit: the uncut program, in each serial order (orders.py)
+    │     └─ keep_everything: the first MemGraph that moves nothing is taken
+    └─ it does not
+       ├─ _best_cut, by estimated workspace, then if need be by what compiled kernels take
+       │     ├─ Ranking.by_time (cuts.py): candidate cuts, planned by several rules of allocation,
+       │     │     by their simulated seconds; nothing is compiled
+       │     └─ the first `_COMPILED` of them that work once compiled (program.py): the fastest
+       │  or, if none works, the cut that needs least memory (least.py)
+       └─ _fastest: of that cut each rule of allocation, then each serial order by the best rule;
+             the MemGraph that ends first in simulation
 """
 
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from jaxoffload import garbage
 from jaxoffload.capture.build import Captured
-from jaxoffload.capture.group import working_set
 from jaxoffload.capture.operations import is_view
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.errors import PlanError
@@ -20,42 +30,49 @@ from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.options import format_bytes
 from jaxoffload.plan.alloc.build import QUICK_VARIANTS, VARIANTS, build_memgraph
-from jaxoffload.plan.alloc.limits import headroom, least_whole, min_budget, resident_peak
+from jaxoffload.plan.alloc.limits import (
+    least_whole,
+    min_budget,
+    reserved_workspace,
+    resident_peak,
+)
 from jaxoffload.plan.alloc.static import keep_everything
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.plan.cost.simulate import simulate
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.callers import byte_count
-from jaxoffload.runtime.plan import Plan
+from jaxoffload.runtime.plan import Plan, Pricing
 from jaxoffload.runtime.request import Request
-from jaxoffload.search.cuts import FINEST, PIECE, SAME, WHOLE, Cut, Ranking, split_size
+from jaxoffload.search.cuts import FINEST, PIECE, SAME, WHOLE, Cut, Ranking
+from jaxoffload.search.least import least_cut, roughly_least_cut
 from jaxoffload.search.orders import orders
 from jaxoffload.search.program import NOTHING, CompiledCut, CutProgram
 
 logger = logging.getLogger(__name__)
 
-SPLITS = (1 / 4, 1 / 16, 1 / 64)
-"""Working sets to split operations down to, as shares of what the largest needs, for the smallest
-feasible budget."""
-_SAID = 1 / 8
-"""The same share where that budget is only said."""
 _COMPILED = 3
 """Cuts that are compiled before one is taken, at most."""
 _LITTLE = 0.03
-"""Workspace below this share of the budget makes no difference to the choice of a cut."""
+"""Differences of workspace below this share of the budget do not change which cut is best."""
 _HOPEFUL = 0.6
-"""Of what everything kept takes, workspace as it is estimated; with less nothing is compiled to see
-whether it fits."""
+"""Share of the resident peak, workspace estimated. With a smaller budget nothing is compiled to see
+whether everything fits."""
 _ORDERED_VERTICES = 2000
-"""Up to so many vertices other orders are tried: a second's planning."""
+"""Up to so many vertices other serial orders are tried: a second's planning."""
 _ALL_VARIANTS = 300
-"""Up to so many vertices cuts are compared by all of the planner's rules."""
+"""Up to so many vertices cuts are compared by all rules of allocation, above by two."""
 _GAIN = 0.99
-"""Of the simulated time, what another order must come down to."""
+"""Another order is taken if it ends within this share of the best one's time."""
 _WAITS = 1.5
-"""Of what its kernels take, the time from which on a plan waits for copies."""
-_LOWER = 20
-"""Steps down from a feasible budget in search of a smaller one, at most."""
+"""A plan that takes so many times its kernels waits for copies."""
+
+
+class Timed(NamedTuple):
+    """A cut in one serial order, its MemGraph, and the simulated seconds of it."""
+
+    cut: CompiledCut
+    memgraph: MemGraph
+    seconds: float
 
 
 class Planner:
@@ -110,33 +127,32 @@ class Planner:
                 if kept is not None:
                     return self._finish(cut, kept, budget, resident=True)
         assert budget is not None, "without a limit everything is kept"
-        found = self._fixed_cut() or self._least_or(budget)
+        found = self._fixed_cut() or self._best_or_least_cut(budget)
         if found.needs > budget:
             raise self._refusal(budget)
-        best, graph = self._fastest_or_plain(found, budget)
-        return self._finish(best, graph, budget, resident=False)
+        best = self._fastest_with_or_without_recomputing(found, budget)
+        return self._finish(best.cut, best.memgraph, budget, resident=False)
 
-    def _fastest_or_plain(self, cut: CompiledCut, budget: int) -> tuple[CompiledCut, MemGraph]:
-        """As `_fastest`; where a cut that computes again waits for copies all the same, the best
-        that does not is tried beside it: in another order it may have less to move."""
-        best, graph, seconds = self._fastest(cut, budget)
-        vertices = cut.graph.vertices
-        if self._ranked is None or not any(v.repeated for v in vertices):
-            return best, graph
-        if seconds <= _WAITS * float(self.machine.task_seconds(cut.graph).sum()):
-            return best, graph
+    def _fastest_with_or_without_recomputing(self, cut: CompiledCut, budget: int) -> Timed:
+        """As `_fastest`. Where a cut recomputes and waits for copies all the same, the best that
+        recomputes nothing is tried beside it: in another order it may have less to move."""
+        best = self._fastest(cut, budget)
+        if self._ranked is None or not any(v.recomputed for v in cut.graph.vertices):
+            return best
+        if best.seconds <= _WAITS * float(self.machine.task_seconds(cut.graph).sum()):
+            return best
         for other, _ in self._ranked.simulated():
             if not other.recomputed and (compiled := self._program.within(other, budget)):
                 rival = self._fastest(compiled, budget)
-                return rival[:2] if rival[2] < _GAIN * seconds else (best, graph)
-        return best, graph
+                return rival if rival.seconds < _GAIN * best.seconds else best
+        return best
 
-    def _least_or(self, budget: int) -> CompiledCut:
-        """The best cut for a budget; where none is known the one that needs least."""
-        # No cut does with less than one operand or result that is there whole. A coarse cut has all
-        # that a fine one has, and is sooner looked at.
+    def _best_or_least_cut(self, budget: int) -> CompiledCut:
+        """The best cut for a budget; where none works the one that needs least."""
+        # Any cut needs room for the largest operand or result that cannot be split. The coarse cut
+        # is looked at first: it has all of them, and is soon made.
         is_hopeless = all(least_whole(self.graph(cut)) > budget for cut in (WHOLE, FINEST))
-        return (None if is_hopeless else self._chosen(budget)) or self._least
+        return (None if is_hopeless else self._best_cut(budget)) or self._least
 
     def _whole(self) -> CompiledCut:
         """The program as it is cut if memory does not matter."""
@@ -148,21 +164,21 @@ class Planner:
 
     @functools.cached_property
     def hopeful_peak(self) -> float:
-        """Bytes with less of which it is not worth compiling anything to see whether all fits."""
+        """Bytes below which nothing is compiled to see whether everything fits: it would not."""
         whole = CompiledCut(Captured(self._program.estimated(WHOLE), ()), [], NOTHING)
         found = self._in_other_orders(whole)
         return _HOPEFUL * min(resident_peak(cut.graph) for cut in found)
 
-    def _fastest(self, cut: CompiledCut, budget: int) -> tuple[CompiledCut, MemGraph, float]:
-        """The MemGraph of a cut that ends first in simulation, and when: of its own order by any of
-        the planner's rules, then of other orders by the best of these."""
+    def _fastest(self, cut: CompiledCut, budget: int) -> Timed:
+        """The MemGraph of a cut that ends first in simulation: in its own serial order by each rule
+        of allocation, then in other orders by the best of these."""
         is_small = len(cut.graph.vertices) <= _ORDERED_VERTICES
         variants = VARIANTS[: None if is_small else 1]
         best, rule, least, compute = cut, variants[0], float("inf"), 0.0
         for ordered in self._in_other_orders(cut) if is_small else ():
             gain = 1.0 if ordered is cut else _GAIN
             for variant in variants:
-                memgraph = self._draft(ordered.graph, budget, variant)
+                memgraph = self._candidate(ordered.graph, budget, variant)
                 if memgraph is None:
                     continue
                 run = simulate(memgraph, machine=self.machine)
@@ -174,7 +190,7 @@ class Planner:
             variants = (rule,)
             if least <= compute / _GAIN:
                 break
-        return best, self.build(best.graph, budget, **rule), least
+        return Timed(best, self.build(best.graph, budget, **rule), least)
 
     def _in_other_orders(self, cut: CompiledCut) -> Iterator[CompiledCut]:
         """A cut as it is, and with its vertices in each other order worth a try."""
@@ -225,60 +241,26 @@ class Planner:
 
     @functools.cached_property
     def _least(self) -> CompiledCut:
-        """The cut that needs least: of single operations, the whole (which where XLA fuses well
-        needs less), operations split as far as that helps, and whatever then works with less."""
+        """The cut that needs least memory; of a long program that is only looked at, roughly."""
         fixed = self._fixed_cut()
         if fixed:
             return fixed
-        if not self._compiles and self._is_long:
-            return self._said_least()
-        coarse = FINEST, WHOLE
-        least = min(min_budget(self.graph(cut))[0] for cut in coarse)
-        tiled = [Cut(0, 1, split_size(share * least), piece_bytes=0) for share in SPLITS]
-        best = self._lowest([*coarse, *tiled], None)
-        assert best is not None, "without a limit the first one works"
-        for _ in range(_LOWER):
-            room = best.needs - 1
-            lower = self._lowest(self._ranking(room, self.graph).feasible(), room)
-            if lower is None:
-                break
-            best = lower
-        return best
-
-    @property
-    def _is_long(self) -> bool:
-        equations = self._program.ordered(FINEST).equations
-        return sum(not is_view(e) for e in equations) > _ORDERED_VERTICES
-
-    def _said_least(self) -> CompiledCut:
-        """About the same for a long program, where it is only said, not relied on: operations split
-        once, and small ones taken together."""
-        largest = max(map(working_set, self._program.ordered(FINEST).equations))
-        size = split_size(_SAID * min(largest, min_budget(self.graph(WHOLE))[0]))
-        best = self._lowest([WHOLE, Cut(size, None, size, piece_bytes=0)], None)
-        assert best is not None, "without a limit the first one works"
-        return best
-
-    def _lowest(self, cuts: Iterable[Cut], room: int | None) -> CompiledCut | None:
-        """The cut that needs least, of those that work within a room; None if none does. Those that
-        promise most are compiled first, and the others as far as they may need less yet."""
-        best = None
-        for cut in sorted(cuts, key=lambda cut: min_budget(self._program.estimated(cut))[0]):
-            found = self._program.within(cut, room)
-            if found is not None:
-                best, room = found, found.needs - 1
-        return best
+        if not self._compiles:
+            equations = self._program.ordered(FINEST).equations
+            if sum(not is_view(e) for e in equations) > _ORDERED_VERTICES:
+                return roughly_least_cut(self._program)
+        return least_cut(self._program, lambda room: self._ranking(room, self.graph).feasible())
 
     def _fixed_cut(self) -> CompiledCut | None:
         size = self.request.options.vertex_memory
         return None if size is None else self._program.compiled(Cut(size, piece_bytes=PIECE * size))
 
-    def _chosen(self, budget: int) -> CompiledCut | None:
+    def _best_cut(self, budget: int) -> CompiledCut | None:
         """The best cut that works within a budget, None if none is found.
 
-        Cuts are simulated before they are compiled, when the workspace that executables take is
-        estimated. Where it turns out to be another, and that matters, or nothing works, all are
-        simulated once more with so much less memory.
+        Cuts are simulated before they are compiled, by estimated workspace. Where compiled kernels
+        take more than was estimated, and that matters, or where no cut works, all are simulated
+        once more with so much less memory.
         """
         best, least, assumed, workspace = None, float("inf"), 0, 0
         for graphs in (self._program.estimated, self.graph):
@@ -292,11 +274,11 @@ class Planner:
                     continue
                 if expected is None:
                     return compiled
-                spare = headroom(compiled.graph, 1)[0]
+                taken = reserved_workspace(compiled.graph, 1)[0]
                 took = self._seconds(compiled.graph, budget, SAME * expected)
                 if took < least:
-                    best, least, workspace = compiled, took, spare
-                    assumed = headroom(graphs(cut), 1)[0]
+                    best, least, workspace = compiled, took, taken
+                    assumed = reserved_workspace(graphs(cut), 1)[0]
                 number += 1
                 if number == _COMPILED:
                     break
@@ -305,49 +287,45 @@ class Planner:
         return best
 
     def _seconds(self, graph: TaskGraph, budget: int, enough: float) -> float:
-        """Simulated time of a graph by the best of several rules, or by the first with which it is
-        no more than enough; infinite where none does with the host memory."""
+        """Simulated seconds of a graph by the best rule of allocation, or by the first with which
+        they are enough; infinite where no rule makes do with the host memory."""
         least = float("inf")
-        for draft in self._drafts(graph, budget):
-            least = min(least, simulate(draft, machine=self.machine).seconds)
+        for candidate in self._candidates(graph, budget):
+            least = min(least, simulate(candidate, machine=self.machine).seconds)
             if least <= enough:
                 break
         return least
 
     @garbage.paused()
-    def other(
-        self,
-        than: Sequence[Any],
-        budget: int | None,
-        expected: float,
-        seconds: float,
-        costs: Callable[[TaskGraph, list[Any]], TaskGraph],
-    ) -> Plan | None:
-        """See `Plan.with_other_cut`; other executables than some."""
+    def other(self, than: Plan, expected: float, seconds: float, costs: Pricing) -> Plan | None:
+        """See `Plan.with_other_cut`."""
+        budget = than.budget
         ranked = self._ranked.simulated() if self._ranked else []  # none where the cut is fixed
         for cut, took in ranked[:_COMPILED]:
             if budget is None or took >= expected:
                 break
             compiled = self._program.within(cut, budget)
-            if compiled is None or set(map(id, compiled.executables)) == set(map(id, than)):
+            if compiled is None or set(map(id, compiled.executables)) == set(
+                map(id, than.executables)
+            ):
                 continue
-            drafts = self._drafts(costs(compiled.graph, compiled.executables), budget)
-            runs = (simulate(draft, machine=self.machine).seconds for draft in drafts)
+            candidates = self._candidates(costs(compiled.graph, compiled.executables), budget)
+            runs = (simulate(candidate, machine=self.machine).seconds for candidate in candidates)
             if min(runs, default=float("inf")) < seconds:
-                best, graph, _ = self._fastest(compiled, budget)
-                return self._finish(best, graph, budget, resident=False)
+                best = self._fastest(compiled, budget)
+                return self._finish(best.cut, best.memgraph, budget, resident=False)
         return None
 
-    def _drafts(self, graph: TaskGraph, budget: int) -> Iterator[MemGraph]:
-        """MemGraphs by several of the planner's rules, to compare cuts by."""
+    def _candidates(self, graph: TaskGraph, budget: int) -> Iterator[MemGraph]:
+        """MemGraphs by several rules of allocation, to compare cuts by."""
         variants = VARIANTS if len(graph.vertices) <= _ALL_VARIANTS else QUICK_VARIANTS
-        drafts = (self._draft(graph, budget, variant) for variant in variants)
-        return (draft for draft in drafts if draft is not None)
+        candidates = (self._candidate(graph, budget, variant) for variant in variants)
+        return (candidate for candidate in candidates if candidate is not None)
 
-    def _draft(self, graph: TaskGraph, budget: int, variant: dict[str, Any]) -> MemGraph | None:
-        """A MemGraph to compare by; None where it does not do with the host memory there is."""
+    def _candidate(self, graph: TaskGraph, budget: int, variant: dict[str, Any]) -> MemGraph | None:
+        """A MemGraph to compare by; None where the rule does not make do with the host memory."""
         try:
-            return self.build(graph, budget, draft=True, **variant)
+            return self.build(graph, budget, unreduced=True, **variant)
         except PlanError as error:
             if error.min_device_memory is not None:
                 raise
@@ -370,7 +348,7 @@ class Planner:
     def _ranking(self, budget: int, graphs: Callable[[Cut], TaskGraph]) -> Ranking:
         return Ranking(
             graphs,
-            lambda graph: self._drafts(graph, budget),
+            lambda graph: self._candidates(graph, budget),
             budget,
             self.machine,
             self.request.options.recompute,

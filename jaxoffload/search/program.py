@@ -1,7 +1,7 @@
 """One function, captured once, cut at any granularity, compiled as far as somebody asks.
 
-Takes a request; gives, for a `Cut`, a TaskGraph: to be looked at, with workspace estimated, or with
-its kernels compiled. What two cuts have in common is worked out once.
+Takes a request; gives, for a `Cut`, a TaskGraph with workspace left out, estimated, or known from
+compiled kernels. What two cuts have in common is worked out once.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ class CutProgram:
     Args:
       model: of the machine, by whose rates operations are clustered: kernels stay the same when
         rates are measured.
-      machine: the same with what was measured, by which it is chosen what is computed again.
+      machine: the same with what was measured, by which it is chosen what is recomputed.
       compiles: False: it is to be looked at only, and workspace counts as nothing.
       estimates: of what is looked at only, that workspace counts as what executables take where
         there are some, and where there are none as what they may take.
@@ -105,10 +105,11 @@ class CutProgram:
         self._graphs: dict[tuple[Any, ...], Captured] = {}
         self._guessed: dict[tuple[Any, ...], TaskGraph] = {}
         self._temp: dict[identity.Key, int] = {}  # workspace by kernel
-        self._too_much: dict[Cut, int] = {}  # what cuts need at least that were given up
+        self._too_much: dict[Cut, int] = {}  # of cuts that were given up, what they need at least
 
     def forget_all_but(self, executables: list[Any]) -> None:
-        """What was only tried need not stay compiled for as long as a plan lives."""
+        """Forgets the cuts that were only tried: their kernels need not stay compiled while a plan
+        lives."""
         self._cuts = {
             cut: found for cut, found in self._cuts.items() if found.executables is executables
         }
@@ -117,13 +118,15 @@ class CutProgram:
             self._guessed.clear()
 
     def ordered(self, cut: Cut) -> Ordered:
-        """The program, with large intermediates split and values computed again as the cut asks."""
+        """The program, with large intermediates split and values recomputed as the cut asks."""
         ordered = self._ordered_in_pieces(cut.piece_bytes)
-        key = (id(ordered), cut.split_bytes, cut.recomputed, cut.reach)
+        key = (id(ordered), cut.split_bytes, cut.recomputed, cut.reuse_distance)
         if key not in self._rewritten:
             if cut.recomputed:
                 ordered = self.ordered(dataclasses.replace(cut, recomputed=0.0))
-                ordered = recompute(ordered, cut.reach, cut.recomputed, self._equation_seconds)
+                ordered = recompute(
+                    ordered, cut.reuse_distance, cut.recomputed, self._equation_seconds
+                )
             elif cut.split_bytes is not None:
                 ordered = split(ordered, cut.split_bytes, self._tilings)
             self._rewritten[key] = ordered
@@ -136,7 +139,7 @@ class CutProgram:
         if piece_bytes < float("inf"):
             piece_bytes = 2.0 ** math.floor(math.log2(piece_bytes)) if piece_bytes >= 1 else 0.0
         if piece_bytes not in self._unrolled:
-            # Whatever the pieces, what a function closes over are the same arguments.
+            # Of any size of pieces: what the function closes over, as arguments after its own.
             program = unroll(self._request.jaxpr, piece_bytes, self.constants, rates=self._model)
             extra = program.arguments[len(self._request.jaxpr.in_avals) :]
             self.constants = [v.array for v in extra if isinstance(v, Constant)]
@@ -166,7 +169,8 @@ class CutProgram:
         return self._graphs[key]
 
     def _vertices_of(self, cut: Cut) -> tuple[Any, ...]:
-        """Equal for cuts that come to the same, as where nothing is to be split."""
+        """A key that is equal for cuts with the same vertices, as where there is nothing to
+        split."""
         return id(self.ordered(cut)), cut.max_bytes, cut.max_equations
 
     def _captured(self, cut: Cut, kernels: bool) -> Captured:

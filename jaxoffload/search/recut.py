@@ -1,9 +1,10 @@
 """Another cut, where the kernels of the one that was chosen take far longer than was expected.
 
-Cuts are chosen before anything has run, by a model that knows operations and bytes. Some kernels
-XLA compiles far worse than others, and only a run shows it. What all kernels take more than the
-model says is the machine's; what a few take more than that is the cut's. Where the next best cut
-promises to take less than half, all kernels by what is now known of them, it is worth a try.
+Takes a plan and its first run; gives a plan with another cut, or None. Cuts are chosen before
+anything has run, by a model that knows operations and bytes. Some kernels are compiled far worse by
+XLA than others, and only a run shows it. By how much kernels in general take longer than the model
+says is a property of the machine; what a few take beyond that is a property of the cut. Another cut
+is tried where it promises to take less than half, by all that is now known of its kernels.
 """
 
 import dataclasses
@@ -21,10 +22,10 @@ from jaxoffload.runtime.run import Run
 logger = logging.getLogger(__name__)
 
 FAR = 2.0
-"""How many times longer a cut must take than another promises to."""
+"""Another cut is tried where this one takes so many times what that one promises."""
 OFF = 8.0
-"""What a machine may be slower than the model at most, where one kernel is most of a cut, so that
-the two cannot be told apart."""
+"""Where one kernel is most of a cut, a slow kernel and a slow machine look alike: the machine is
+taken to be at most so many times slower than the model."""
 LEAST = 0.02
 """Seconds of kernels below which no other cut is worth compiling."""
 

@@ -1,11 +1,13 @@
-"""`policy="auto"`: plans made again from what runs measured, and kept if they are faster.
+"""`policy="auto"`: plans made anew from what runs measured, and kept if they are faster.
 
-The first run decides whether another cut into vertices is tried (recut.py); then runs are measured
-for another plan of the same vertices, which computes the same bits.
+Takes each run that has ended; gives the plan for the next call. The first run decides whether
+another cut into vertices is tried (recut.py). Then runs are measured for another plan of the same
+vertices, which computes the same bits.
 """
 
 import contextlib
 import dataclasses
+import enum
 import logging
 
 import numpy as np
@@ -32,8 +34,27 @@ _MAX_VERTICES = 20_000
 """Of the graphs that are built for a choice, all together: about a second."""
 
 
+class State(enum.Enum):
+    """What the next run to end tells; see `Tuner`."""
+
+    FIRST = enum.auto()
+    RECUT = enum.auto()
+    MEASURE = enum.auto()
+    TRIAL = enum.auto()
+    DONE = enum.auto()
+
+
 class Tuner:
     """Changes one program's plan as its runs are measured. Not thread-safe.
+
+        state    the run that has ended             the plan for the next one, and the next state
+        FIRST    the first of the plan              one with another cut, if that promises far
+                                                    less: RECUT; else the same: MEASURE
+        RECUT    the first of the other cut         the faster of the two: MEASURE
+        MEASURE  the second to `WARM_UP`th of one   after the last, one that should be faster:
+                                                    TRIAL; if there is none the same: DONE
+        TRIAL    one of `TRIAL` of that one         after the last, the faster of the two: DONE
+        DONE     any                                the same
 
     Args:
       profile: takes what is measured; what it knows already is used from the first call on.
@@ -42,73 +63,62 @@ class Tuner:
     def __init__(self, profile: Profile, options: Options):
         self._profile = profile
         # Only plain runs tell what a run takes.
-        self._is_on = (
-            options.policy == "auto"
-            and not options.check
-            and (options.launch.name == "work-conserving")
-        )
-        self._runs = 0
-        self._first: Plan | None = None
-        self._before: tuple[Plan, float] | None = None
-        self._has_recut = False
-        self._times: tuple[list[float], list[float]] = ([], [])
-        self._is_done = False
+        is_plain = not options.check and options.launch.name == "work-conserving"
+        self._state = State.FIRST if options.policy == "auto" and is_plain else State.DONE
+        self._times: list[float] = []  # of runs in MEASURE, then in TRIAL
+        self._rival: tuple[Plan, float] | None = None  # in RECUT and TRIAL: the plan before
 
     @property
     def measures(self) -> bool:
         """Whether the next run tells it something."""
-        return self._is_on and not self._is_done
+        return self._state is not State.DONE
 
     def start(self, plan: Plan) -> Plan:
         """The plan for the first call: a better one if its costs are known."""
         # A second plan would reserve space on disk a second time.
-        fixed = plan.resident or plan.budget is None or plan.disk_bytes > 0
-        self._is_done |= not self._is_on or fixed
-        if not self._is_done and self._profile.knows(plan.taskgraph):
-            self._is_done = True
+        if plan.resident or plan.budget is None or plan.disk_bytes > 0:
+            self._state = State.DONE
+        if self.measures and self._profile.knows(plan.taskgraph):
+            self._state = State.DONE
             return self._better(plan) or plan
         return plan
 
     def next(self, plan: Plan, run: Run) -> Plan:
         """The plan for the next call, after a run of this one."""
-        if self._is_done:
-            return plan
-        self._runs += 1
-        if self._runs == 1:
-            return self._cut_again(plan, run)
-        if self._first is not None:
-            self._times[1].append(run.seconds)
-            if len(self._times[1]) < TRIAL:
-                return plan
-            self._is_done = True
-            kept = min(self._times[1]) <= min(self._times[0])
-            logger.info("%s: the second plan is %s", plan.name, "kept" if kept else "dropped")
-            return plan if kept else self._first
-        self._profile.add(run, plan.backend.machine)
-        self._times[0].append(run.seconds)
-        if self._runs < WARM_UP:
-            return plan
-        better = self._better(plan)
-        if better is None:
-            self._is_done = True
-            return plan
-        self._first = plan
-        return better
-
-    def _cut_again(self, plan: Plan, run: Run) -> Plan:
-        """After the first run of a cut: another one to try, or the faster of the two."""
-        if not self._has_recut:
-            self._has_recut = True
-            other = other_cut(plan, run)
-            if other is not None and other.disk_bytes == 0:
-                self._before, self._runs = (plan, run.seconds), 0
-                return other
-        elif self._before is not None:
-            (first, took), self._before = self._before, None
-            kept = run.seconds < took
-            logger.info("%s: another cut is %s", plan.name, "kept" if kept else "dropped")
-            return plan if kept else first
+        match self._state:
+            case State.FIRST:
+                self._state = State.MEASURE
+                other = other_cut(plan, run)
+                if other is not None and other.disk_bytes == 0:
+                    self._state, self._rival = State.RECUT, (plan, run.seconds)
+                    return other
+            case State.RECUT:
+                self._state = State.MEASURE
+                return self._faster(plan, run.seconds, "another cut")
+            case State.MEASURE:
+                self._profile.add(run, plan.backend.machine)
+                self._times.append(run.seconds)
+                if len(self._times) >= WARM_UP - 1:
+                    better = self._better(plan)
+                    if better is not None:
+                        self._state, self._rival = State.TRIAL, (plan, min(self._times))
+                        self._times = []
+                        return better
+                    self._state = State.DONE
+            case State.TRIAL:
+                self._times.append(run.seconds)
+                if len(self._times) == TRIAL:
+                    self._state = State.DONE
+                    return self._faster(plan, min(self._times), "the second plan")
         return plan
+
+    def _faster(self, plan: Plan, seconds: float, what: str) -> Plan:
+        """The plan, which took some seconds, or the one before it if that took fewer."""
+        assert self._rival is not None, "RECUT and TRIAL are entered with one"
+        (before, least), self._rival = self._rival, None
+        kept = seconds <= least
+        logger.info("%s: %s is %s", plan.name, what, "kept" if kept else "dropped")
+        return plan if kept else before
 
     def _better(self, plan: Plan) -> Plan | None:
         """A plan that measured costs say is faster, or None."""

@@ -1,7 +1,8 @@
 """Functions that run whole: what fits needs no plan, and is left to `jax.jit`.
 
-A function is cut into vertices only where memory demands it. Where everything fits it is one
-program of JAX's own compiler: its first call costs what jit's costs, and its results are jit's.
+Takes a request; gives a `WholePlan`, or has the planner cut the function. A function is cut into
+vertices only where memory demands it. Where everything fits it is one program of JAX's own
+compiler: its first call costs what jit's costs, and its results are jit's.
 """
 
 import functools
@@ -27,7 +28,8 @@ from jaxoffload.search.planner import Planner
 from jaxoffload.showing import Shown
 
 _AMPLE = 2
-"""Where so many times all values fit at once, the function fits: layouts and workspace included."""
+"""A function surely fits where all of its values at once would fit so many times: there is room for
+layouts and workspace then."""
 
 
 class Whole:
@@ -202,7 +204,7 @@ def may_run_whole(options: Options, tiers: Sequence[str]) -> bool:
     """Whether a function may run whole at all, because it must or because it fits.
 
     Args:
-      tiers: of each argument; what is below the device has to be brought there.
+      tiers: of each argument; what is in a lower tier has to be brought there.
     """
     return options.results == "device" and not any(tiers)
 
@@ -255,7 +257,7 @@ def _refuse(request: Request, whole: Whole, error: CaptureError) -> None:
     kinds = set(map(compat.effect_kind, request.jaxpr.effects))
     if "check" in kinds:
         raise error
-    if "named axis" in kinds:  # nobody can compile it apart from what is around it
+    if "named axis" in kinds:  # it has no meaning outside what binds the axis
         raise CaptureError(f"{error} Or let it run whole: device_memory=None.") from None
     budget = request.options.device_memory
     assert isinstance(budget, int)

@@ -1,4 +1,4 @@
-"""What the process keeps between calls, and how to let it go."""
+"""What the process keeps between calls, and how to free it."""
 
 import gc
 

@@ -53,7 +53,7 @@ AUTO_MARGIN = 0.1
 results, the first runs of the two steps of benchmarks/ratios.py took 38 and 92 MiB (thread stacks,
 buffers of XLA's products, allocator slack); the rest is for neighbours."""
 KNOWN_MARGIN = 0.03
-"""The same, for neighbours alone, where a profile tells what runs take."""
+"""The same where a profile tells what runs take: what is left is for other processes."""
 
 
 class _Program:
@@ -181,7 +181,7 @@ class _Program:
         if self._whole is None:
             raise PlanError(
                 f"offload({self._name}): {name} is spread over several devices, and a plan that "
-                "has arguments or results below the device is for one. Put it on one with "
+                "has arguments or results in a lower tier is for one. Put it on one with "
                 "jax.device_put, or in host memory with jaxoffload.host_put."
             )
         if not self._whole.surely_fits(budget):
@@ -215,7 +215,7 @@ class _Program:
             )
 
     def _say_if_host_is_short(self, plan: Plan) -> None:
-        """Before the kernel ends a process of the user's choice for it."""
+        """Warns while there is time: where memory runs out, the system kills a process."""
         if plan.resident or self.options.host_memory is not None:
             return
         if plan.host_bytes > (free := backends.free_host_memory()):
@@ -268,7 +268,7 @@ class Offloaded:
         _all_offloaded.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._as_it_is is not None and not _any_below((args, kwargs)):
+        if self._as_it_is is not None and not _has_tier_arrays((args, kwargs)):
             results = self._as_it_is(*args, **kwargs)
             self._note(WholeRun())
             return results
@@ -363,7 +363,7 @@ class Offloaded:
         shares: Sequence[float] = (0.75, 0.5, 0.35, 0.25),
         **kwargs: Any,
     ) -> Tradeoff:
-        """Simulated time over device memory: everything kept, offloaded, computed again, or the
+        """Simulated time over device memory: everything kept, offloaded, recomputed, or the
         best of both. From shapes alone.
 
         Args:
@@ -507,14 +507,14 @@ class Offloaded:
 
 
 def _on_device(tree: Any) -> Any:
-    """A pytree with arrays of JAX's instead of those below the device."""
+    """A pytree with arrays of JAX's instead of those in a lower tier."""
     return jax.tree.map(
         lambda x: jnp.asarray(np.asarray(x)) if isinstance(x, TierArray) else x, tree
     )
 
 
 def _read(array: TierArray) -> np.ndarray:
-    """The words of an array below the device."""
+    """The words of an array in a lower tier."""
     return encoded(np.asarray(array), code_of(array))
 
 
@@ -573,17 +573,17 @@ def offload(
       verify: compare the first run with plain `jax.jit`, and with float64 where they differ by more
         than rounding, which needs the memory for that.
       results: "host": results come back as `HostArray`s, for those that the device cannot hold
-        (outside `jax.jit` only). Results of donated arrays below the device stay in their tier
+        (outside `jax.jit` only). Results of donated arrays in a lower tier stay in their tier
         either way.
       policy: "auto": after some direct calls the plan is made again from what they measured, if a
         simulation says that it pays, and taken back if it does not; the cut stays, and with it
         every bit of the results. Only the first call may change the cut, and so the rounding: where
         its kernels took twice as long as another cut promises. "once": the first plan stays.
       recompute: "auto": values that would not stay on the device until they are read again are
-        computed again instead of moved, as far as a simulation says that this is faster (random
-        numbers come from the same keys; loops and sorts are not repeated). "never": they are moved.
-        "always": all are computed again, as with `jax.checkpoint` everywhere. With `vertex_memory`
-        nothing is.
+        recomputed instead of moved, as far as a simulation says that this is faster (random
+        numbers come from the same keys; loops and sorts are not recomputed). "never": they are
+        moved. "always": all are recomputed, as with `jax.checkpoint` everywhere. With
+        `vertex_memory` nothing is.
       cut: "auto": a function is cut into vertices only where memory demands it; where everything
         fits it runs whole, as `jax.jit` would run it, at any first call's and any step's price.
         "always": it is cut there, too. That takes longer to compile, and on a CPU training steps
@@ -627,7 +627,7 @@ def offload(
     return decorate if function is None else decorate(function)
 
 
-def _any_below(tree: Any) -> bool:
+def _has_tier_arrays(tree: Any) -> bool:
     return any(isinstance(leaf, TierArray) for leaf in jax.tree.leaves(tree))
 
 

@@ -25,7 +25,7 @@ from jaxoffload.once import OnceEach
 from jaxoffload.options import Options
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
-from jaxoffload.runtime.callers import place_below
+from jaxoffload.runtime.callers import handle_of
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import make_request
 from jaxoffload.runtime.run import run_plan
@@ -38,8 +38,8 @@ offload_p.multiple_results = True
 FFI_TARGET = "jaxoffload_run"
 
 
-Below = tuple[tuple[int, TierArray], ...]
-"""Leaves that are below the device, with their positions. They are no operands: XLA never sees
+TierLeaves = tuple[tuple[int, TierArray], ...]
+"""Leaves that are in a lower tier, with their positions. They are no operands: XLA never sees
 them, as it never sees what a jitted function closes over."""
 
 
@@ -120,25 +120,25 @@ def bind(
     donated: tuple[bool, ...],
     options: Options,
 ) -> list[Any]:
-    """Applies an offloaded jaxpr to tracers, arrays, and arrays below the device.
+    """Applies an offloaded jaxpr to tracers, arrays, and arrays in a lower tier.
 
     Args:
       jaxpr: closed, over arrays.
       derived: leads to what is made from this jaxpr.
       argument_names, kinds, donated: one for each leaf; names of the first at least.
     """
-    below = tuple((i, x) for i, x in enumerate(leaves) if isinstance(x, TierArray))
+    tier_leaves = tuple((i, x) for i, x in enumerate(leaves) if isinstance(x, TierArray))
     operands = [x for x in leaves if not isinstance(x, TierArray)]
     return offload_p.bind(
         *operands, jaxpr=jaxpr, derived=derived, name=name, argument_names=argument_names,
-        kinds=kinds, donated=donated, options=options, below=below,
+        kinds=kinds, donated=donated, options=options, tier_leaves=tier_leaves,
     )  # fmt: skip
 
 
-def leaves_of(operands: Sequence[Any], below: Sequence[tuple[int, Any]]) -> list[Any]:
+def leaves_of(operands: Sequence[Any], tier_leaves: Sequence[tuple[int, Any]]) -> list[Any]:
     """All leaves, in order."""
     found = list(operands)
-    for i, array in below:
+    for i, array in tier_leaves:
         found.insert(i, array)
     return found
 
@@ -146,8 +146,8 @@ def leaves_of(operands: Sequence[Any], below: Sequence[tuple[int, Any]]) -> list
 def _plan(params: dict[str, Any], backend: backends.Backend) -> Plan:
     """The plan of a bound jaxpr."""
     others = {k: v for k, v in params.items() if k != "derived"}
-    below = tuple((i, array.tier) for i, array in params["below"])
-    key = (id(params["jaxpr"]), params["donated"], params["options"], below, backend.name)
+    tier_leaves = tuple((i, array.tier) for i, array in params["tier_leaves"])
+    key = (id(params["jaxpr"]), params["donated"], params["options"], tier_leaves, backend.name)
 
     def make() -> tuple[Any, Plan]:
         return params["jaxpr"], make_plan(**others, backend=backend)  # the jaxpr keeps its id
@@ -163,15 +163,15 @@ def make_plan(
     kinds: tuple[TensorKind, ...],
     donated: tuple[bool, ...],
     options: Options,
-    below: Below = (),
+    tier_leaves: TierLeaves = (),
     backend: backends.Backend | None = None,
 ) -> Plan:
     """Plans a closed jaxpr; `options.device_memory` must be a number or None."""
     tiers = [""] * len(jaxpr.in_avals)
-    for i, array in below:
+    for i, array in tier_leaves:
         tiers[i] = array.tier
     request = make_request(jaxpr, name, kinds, donated, options, tiers, argument_names)
-    if below and backend is not None and backend.name != "cpu":
+    if tier_leaves and backend is not None and backend.name != "cpu":
         request = dataclasses.replace(request, reloads_all=True)
     whole = None
     if may_run_whole(options, tiers):
@@ -181,7 +181,7 @@ def make_plan(
 
 @offload_p.def_impl
 def _impl(*operands: Any, **params: Any) -> list[Any]:
-    leaves = leaves_of(operands, params["below"])
+    leaves = leaves_of(operands, params["tier_leaves"])
     backend = backends.current()
     plan = _plan({**params, "donated": (False,) * len(leaves)}, backend)
     if isinstance(plan, WholePlan):
@@ -208,17 +208,19 @@ def _lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> An
     plan = None if is_exported or is_part else _plan(params, backends.get(backend_name))
     if plan is None or isinstance(plan, WholePlan):
         return mlir.lower_fun(in_plain_jax(params), multiple_results=True)(context, *operands)
-    below = params["below"]
-    for _, array in below:
+    tier_leaves = params["tier_leaves"]
+    for _, array in tier_leaves:
         array.check_alive()
-    registration = _native.PlanRegistration(plan.native, [(i, place_below(x)) for i, x in below])
+    registration = _native.PlanRegistration(
+        plan.native, [(i, handle_of(x)) for i, x in tier_leaves]
+    )
     compat.keep_alive(context, Held(params["name"], registration))  # until it is instantiated
     operands = (*operands, *(mlir.ir_constant(c) for c in plan.constants))
     if plan.constants:
         extra = [compat.ShapedArray(c.shape, c.dtype) for c in plan.constants]
         context = context.replace(avals_in=[*context.avals_in, *extra])
     launch, options = params["options"].launch, params["options"]
-    hidden = sorted(i for i, _ in below)
+    hidden = sorted(i for i, _ in tier_leaves)
     aliases = {i - bisect.bisect(hidden, i): j for i, j in plan.taskgraph.donated}
     rule = jax.ffi.ffi_lowering(FFI_TARGET, operand_output_aliases=aliases)
     with compat.operation_named(context, f"jaxoffload {params['name']}"):
@@ -252,8 +254,8 @@ mlir.register_lowering(
 def register_target(backend_name: str) -> None:
     """Tells XLA of the launcher."""
     backends.get(backend_name)
-    # What is registered before JAX has made its client waits, targets ahead of their types, which
-    # XLA refuses.
+    # JAX keeps what is registered before its client is made, and would give XLA the targets
+    # before their types, which XLA refuses.
     jax.local_devices(backend=backend_name)
     platform = {"cpu": "cpu", "cuda": "CUDA"}[backend_name]
     handlers, held = _native.ffi_targets()[platform]
@@ -269,8 +271,8 @@ def in_plain_jax(params: dict[str, Any]) -> Any:
     """The function in plain JAX, of its operands."""
 
     def body(*operands: Any) -> list[Any]:
-        arrays = ((i, np.asarray(array)) for i, array in params["below"])
-        below = tuple((i, encoded(array, code_of(array))) for i, array in arrays)
-        return _evaluate(params["jaxpr"], *leaves_of(operands, below))
+        arrays = ((i, np.asarray(array)) for i, array in params["tier_leaves"])
+        tier_leaves = tuple((i, encoded(array, code_of(array))) for i, array in arrays)
+        return _evaluate(params["jaxpr"], *leaves_of(operands, tier_leaves))
 
     return body

@@ -1,8 +1,8 @@
 """What JAX's transformations make of an offloaded function.
 
-`vmap` and `checkify` give another function to offload. Differentiation from outside, transposition
-and `jet` cannot offload what they never saw, so they evaluate the function in plain JAX: right, not
-offloaded, and said so.
+`vmap` and `checkify` give another function, which is offloaded too. Differentiation from outside,
+transposition and `jet` come after the function was captured, so they evaluate it in plain JAX: the
+results are right, it is not offloaded, and a warning says so.
 """
 
 from collections.abc import Sequence
@@ -55,23 +55,23 @@ def _jet(primals: Sequence[Any], series: Sequence[Any], **params: Any) -> Any:
 
 
 def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    below = params["below"]
-    axes = tuple(leaves_of(dims, tuple((i, None) for i, _ in below)))
-    leaves = leaves_of(operands, below)
+    tier_leaves = params["tier_leaves"]
+    axes = tuple(leaves_of(dims, tuple((i, None) for i, _ in tier_leaves)))
+    leaves = leaves_of(operands, tier_leaves)
 
     def make() -> tuple[Any, Any, tuple[Any, ...], Derived]:
         return params["jaxpr"], *compat.batched(params["jaxpr"], axis, axes), Derived()
 
     key = (id(params["jaxpr"]), axis, axes, compat.trace_context())
     _, jaxpr, out_axes, derived = params["derived"].get().batched.get(key, make)
-    others = {k: v for k, v in params.items() if k not in ("jaxpr", "derived", "below")}
+    others = {k: v for k, v in params.items() if k not in ("jaxpr", "derived", "tier_leaves")}
     return bind(leaves, jaxpr, derived=derived.link, **others), list(out_axes)
 
 
 def _check(error: Any, enabled: Any, *operands: Any, **params: Any) -> Any:
     """The function with its checks, which take and give the state of what failed before."""
-    below = params["below"]
-    leaves = leaves_of(operands, below)
+    tier_leaves = params["tier_leaves"]
+    leaves = leaves_of(operands, tier_leaves)
     values, jaxpr, tree = compat.checked(params["jaxpr"], error, enabled, leaves)
     count = len(values)
     outs = bind(

@@ -182,7 +182,7 @@ def test_a_short_link_is_spared_and_results_agree(monkeypatch):
     never = jo.offload(function, device_memory=budget, recompute="never").plan(*args)
     assert plans[1e8].timeline.seconds < 1.05 * never.timeline.seconds
     assert plans[1e8].recomputed > plans[1e12].recomputed
-    assert "computes again" in str(jo.offload(function, device_memory=budget).explain(*args))
+    assert "time recomputes what" in str(jo.offload(function, device_memory=budget).explain(*args))
     moved = {rate: p.bytes_offloaded + p.bytes_reloaded for rate, p in plans.items()}
     assert moved[1e8] < 0.6 * moved[1e12]
 
@@ -195,7 +195,7 @@ def test_never_and_always():
     }
     assert plans["never"].recomputed == 0 < plans["always"].recomputed
     step = jo.offload(function, device_memory=3 * 2**19, recompute="always")
-    assert "computes again" in str(step.explain(*args))
+    assert "time recomputes what" in str(step.explain(*args))
     assert plans["always"].bytes_offloaded < plans["never"].bytes_offloaded
     with pytest.raises(ValueError, match="recompute='often'"):
         jo.offload(function, recompute="often")

@@ -24,12 +24,14 @@ SETTINGS = hypothesis.settings(
 
 
 @SETTINGS
-@hypothesis.given(graph=taskgraphs(), slack=st.floats(0, 1), lead=st.none() | st.integers(1, 4))
-def test_any_budget_from_the_minimum_up_is_right(graph, slack, lead):
+@hypothesis.given(
+    graph=taskgraphs(), slack=st.floats(0, 1), lookahead=st.none() | st.integers(1, 4)
+)
+def test_any_budget_from_the_minimum_up_is_right(graph, slack, lookahead):
     least, most = min_budget(graph)[0], max(resident_peak(graph), min_budget(graph)[0])
     budget = least + int(slack * (most - least))
-    memgraph = build_memgraph(graph, budget, lead=lead)
-    assert (memgraph.peak_arena_bytes() + memgraph.headroom <= budget).all()
+    memgraph = build_memgraph(graph, budget, lookahead=lookahead)
+    assert (memgraph.peak_arena_bytes() + memgraph.workspace <= budget).all()
     check(graph, memgraph)
 
 
@@ -45,10 +47,10 @@ def test_arguments_and_results_in_place_are_right(graph):
 @hypothesis.given(
     graph=taskgraphs(devices=3),
     slack=st.sampled_from((1.0, 1.3, 2.0)),
-    lead=st.sampled_from((None, 1, 3)),
+    lookahead=st.sampled_from((None, 1, 3)),
 )
-def test_several_devices_with_transfers_are_right(graph, slack, lead):
-    check(graph, build_memgraph(graph, int(slack * min_budget(graph)[0]), lead=lead))
+def test_several_devices_with_transfers_are_right(graph, slack, lookahead):
+    check(graph, build_memgraph(graph, int(slack * min_budget(graph)[0]), lookahead=lookahead))
 
 
 @SETTINGS

@@ -2,7 +2,7 @@
 
 Up to 60 vertices, devices and a host tier that hold little more than one vertex needs, and every
 rule of the planner drawn. Edges that only matter where a place, a host page or a disk block has its
-third or fourth tenant are tested here.
+third or fourth occupant are tested here.
 """
 
 import random
@@ -30,7 +30,7 @@ def drawn(seed):
     choices = {
         "host_memory": rng.choice((None, least, least, least + HOST_PAGE, least + 3 * HOST_PAGE)),
         "disk": True,
-        "lead": rng.choice((None, 1, 2, 3, 16)),
+        "lookahead": rng.choice((None, 1, 2, 3, 16)),
         "victims": rng.choice((*CHOICES, "best")),
         "in_place_io": rng.choice(("never", "always")),
     }

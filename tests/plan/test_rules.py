@@ -1,4 +1,4 @@
-"""What the planner promises beyond being right: no needless copy or edge, clear refusals."""
+"""What the planner promises beyond being right: no dead copy, no redundant edge, clear refusals."""
 
 import dataclasses
 
@@ -63,10 +63,12 @@ def frozen(rounds=4, count=6):
 
 
 @SETTINGS
-@hypothesis.given(graph=taskgraphs(), lead=st.none() | st.integers(1, 4), capped=st.booleans())
-def test_no_copy_is_made_that_nobody_reads(graph, lead, capped):
+@hypothesis.given(graph=taskgraphs(), lookahead=st.none() | st.integers(1, 4), capped=st.booleans())
+def test_no_copy_is_made_that_nobody_reads(graph, lookahead, capped):
     host = max(1 << 14, min_host_memory(graph, True)[0]) if capped else None
-    memgraph = build_memgraph(graph, min_budget(graph)[0], lead=lead, host_memory=host, disk=capped)
+    memgraph = build_memgraph(
+        graph, min_budget(graph)[0], lookahead=lookahead, host_memory=host, disk=capped
+    )
     verify(memgraph)
     copies = np.flatnonzero(np.isin(memgraph.kind, COPIES))
     made = memgraph.outputs[memgraph.output_offsets[copies]]
@@ -133,8 +135,8 @@ def test_what_explain_counts_is_the_resident_peak(graph):
             here |= own & set(vertex.outputs) - over
             most = max(most, sum(size[t] for t in here))
             here = (here | (own & over)) & {t for v in graph.vertices[k + 1 :] for t in v.inputs}
-        scratch = [align(v.workspace_bytes) for v in graph.vertices if v.device == device]
-        peaks.append(callers + most + max(scratch, default=0))
+        workspace = [align(v.workspace_bytes) for v in graph.vertices if v.device == device]
+        peaks.append(callers + most + max(workspace, default=0))
     assert max(peaks) == resident_peak(graph)
 
 
@@ -164,7 +166,7 @@ def _update(shift):
 
 @SETTINGS
 @hypothesis.given(graph=taskgraphs(devices=2))
-def test_no_memory_edge_of_a_small_graph_is_superfluous(graph):
+def test_memory_edges_of_a_small_graph_are_its_transitive_reduction(graph):
     memgraph = build_memgraph(graph, min_budget(graph)[0])
     pairs = list(zip(memgraph.edge_tail.tolist(), memgraph.edge_head.tolist(), strict=True))
     edges = networkx.DiGraph(pairs)

@@ -25,10 +25,10 @@ def test_places_are_free_and_depend_on_every_former_occupant(rng: random.Random,
         size = rng.randint(0, 9)
         busy = {a for s, n in taken.items() for a in range(s, s + n)}
         free = [a for a in range(capacity) if a not in busy]
-        runs = [a for a in range(capacity - size + 1) if busy.isdisjoint(range(a, a + size))]
+        fitting = [a for a in range(capacity - size + 1) if busy.isdisjoint(range(a, a + size))]
         found = space.take(size)
         if found is None:
-            assert not grows and not runs, (free, size)
+            assert not grows and not fitting, (free, size)
             continue
         start, after, used = found
         if size:

@@ -45,10 +45,10 @@ def on_disk(graph, arguments, results):
     arguments=st.sets(st.integers(0, 3)),
     results=st.sets(st.integers(0, 5)),
     in_place=st.sampled_from(("never", "always")),
-    lead=st.sampled_from((None, 1, 3)),
+    lookahead=st.sampled_from((None, 1, 3)),
 )
 def test_any_host_memory_that_holds_one_tensor_is_right(
-    graph, host_pages, device, arguments, results, in_place, lead
+    graph, host_pages, device, arguments, results, in_place, lookahead
 ):
     graph = on_disk(graph, arguments, results)
     memgraph = build_memgraph(
@@ -57,11 +57,11 @@ def test_any_host_memory_that_holds_one_tensor_is_right(
         host_memory=host_pages * HOST_PAGE,
         disk=True,
         in_place_io=in_place,
-        lead=lead,
+        lookahead=lookahead,
     )
     assert memgraph.host_bytes() <= host_pages * HOST_PAGE
-    needless = np.setdiff1d(memgraph.outputs, memgraph.inputs)
-    assert not np.isin(memgraph.space[needless], (Space.HOST, Space.DISK)).any()
+    dead = np.setdiff1d(memgraph.outputs, memgraph.inputs)
+    assert not np.isin(memgraph.space[dead], (Space.HOST, Space.DISK)).any()
     check(graph, memgraph)
 
 
@@ -149,8 +149,8 @@ def test_what_needs_no_disk_is_not_refused_without_one():
     for seed in range(50):
         rng = random.Random(seed)
         graph = random_taskgraph(rng, 40, devices=1)
-        least, lead = min_budget(graph)[0], rng.choice((None, 1, 3))
-        choices = {"lead": lead, "victims": rng.choice(CHOICES)}
+        least, lookahead = min_budget(graph)[0], rng.choice((None, 1, 3))
+        choices = {"lookahead": lookahead, "victims": rng.choice(CHOICES)}
         free = build_memgraph(graph, least, **choices)
         host = free.host_bytes()
         for limit in {host, host // 2, 3 * HOST_PAGE}:
@@ -184,9 +184,9 @@ def test_a_removed_edge_of_a_disk_copy_is_caught(kind):
     for edge in touching.tolist():
         ends = memgraph.edge_tail[edge], memgraph.edge_head[edge]
         whole.remove_edge(*ends)
-        superfluous = networkx.has_path(whole, *ends)
+        follows = networkx.has_path(whole, *ends)
         whole.add_edge(*ends)
-        if superfluous:
+        if follows:
             continue
         needed += 1
         keep = np.arange(len(memgraph.edge_tail)) != edge

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
+from jaxoffload.graphs.lanes import LANES
 from jaxoffload.graphs.memgraph import Kind, Space
 from jaxoffload.graphs.taskgraph import TaskGraph, Tensor, TensorKind, Vertex, VertexKind
 from jaxoffload.plan.alloc.build import build_memgraph
@@ -19,7 +20,6 @@ from jaxoffload.plan.cost.machines import SMALL_SERVER
 from jaxoffload.plan.cost.simulate import simulate
 from jaxoffload.report.perfetto import perfetto_json, trace_json
 from jaxoffload.report.scene import Scene, Times
-from jaxoffload.runtime.run import LANES
 
 X = np.ones((64, 64), np.float32)
 

@@ -93,7 +93,7 @@ def test_explain_says_what_would_lower_the_memory():
     assert set(lines) >= {
         "Donate",
         "Recompute",
-        "Needless",
+        "Unused",
         "Duplicate",
         "Smallest budget",
         "Dtype",

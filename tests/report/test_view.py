@@ -160,7 +160,7 @@ def test_times_of_the_overlay_are_those_measured_and_those_simulated(step):
         np.testing.assert_allclose(unpacked(shown["end"]) * tick, end, atol=tick, rtol=0)
 
 
-def slow_lives(graph, times):
+def slow_live_ranges(graph, times):
     """Of each version, when it begins and ends, one by one."""
     found = []
     for version in range(graph.num_versions):
@@ -183,7 +183,7 @@ def test_bytes_over_time_equal_a_count_one_by_one(step, which):
     graph = step.last_run.memgraph if which == "run" else chain(60)
     scene = scene_of(step.last_run) if which == "run" else Scene("", graph, (simulated(graph),))
     times = scene.times[0]
-    begin, end = slow_lives(graph, times)
+    begin, end = slow_live_ranges(graph, times)
     seconds, bytes_by_kind = scene.usage(times)
     assert len(seconds) and not bytes_by_kind[-1].any() and (bytes_by_kind >= 0).all()
     sizes = graph.version_bytes()
@@ -228,7 +228,7 @@ def test_what_takes_a_place_overlaps_it_and_comes_next():
             and graph.offset[version] < graph.offset[other] + sizes[other]
         ]
         first = min(later, key=lambda v: graph.writer[v], default=-1)
-        assert scene.successor[version] == first
+        assert scene.next_occupant[version] == first
         checked += first >= 0
     assert checked > 20
 
@@ -335,7 +335,8 @@ for (let i = 0; i < 200; i++) {
   probes.push([time, address, hit(model, boxes, time, address), [...boxes.id.slice(first, last)]]);
 }
 const evicted = [...boxes.id].map((v) => describe(model, 0, v).map(([what]) => what));
-console.log(JSON.stringify({ begin: [...model.lives[0].begin], end: [...model.lives[0].end], probes,
+const { begin, end } = model.liveRanges[0];
+console.log(JSON.stringify({ begin: [...begin], end: [...end], probes,
   at: [...use.at], total: [...use.total], evicted, found: search(model, "a.py:7:", 50),
   ids: [...boxes.id], says: [formatBytes(1536), formatSeconds(0.0025), formatSeconds(0)] }));
 """
@@ -358,7 +359,7 @@ def test_the_script_finds_the_boxes_that_are_there():
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     tick = 4 * times.seconds / 2**32
-    begin, end = slow_lives(graph, times)
+    begin, end = slow_live_ranges(graph, times)
     np.testing.assert_allclose(found["begin"], begin, atol=tick)
     np.testing.assert_allclose(found["end"], end, atol=tick)
     begin, end = np.array(found["begin"]), np.array(found["end"])

@@ -114,7 +114,7 @@ def test_every_eviction_is_told_with_what_it_costs_and_who_took_the_place(step):
         for stay, back in zip(sorted(stays), sorted(stays)[1:], strict=False):
             begin = run.start_seconds[graph.writer[back]]
             assert f"comes back at {format_seconds(begin)}" in text
-            taker = scene.successor[stay]
+            taker = scene.next_occupant[stay]
             low, high = graph.offset[stay], graph.offset[stay] + sizes[stay]
             assert (
                 taker < 0 or low < graph.offset[taker] + sizes[taker] and graph.offset[taker] < high

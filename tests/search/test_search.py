@@ -250,14 +250,14 @@ def test_of_a_recurrence_nothing_is_compiled_that_is_not_run(work):
 
 
 def test_of_a_cut_far_from_the_best_one_rule_is_tried(monkeypatch):
-    drafts = {
+    candidates = {
         name: [types.SimpleNamespace(num_vertices=1, seconds=s) for s in seconds]
         for name, seconds in {"first": (10, 9, 8), "near": (9, 7), "far": (10, 1)}.items()
     }
-    monkeypatch.setattr(cuts, "simulate", lambda draft, machine: draft)
-    ranking = cuts.Ranking(lambda cut: None, drafts.get, 100, None, "never")
+    monkeypatch.setattr(cuts, "simulate", lambda candidate, machine: candidate)
+    ranking = cuts.Ranking(lambda cut: None, candidates.get, 100, None, "never")
     vars(ranking)["_enough"] = 0.0
-    found = [ranking._try(cuts.Cut(size), name) for size, name in enumerate(drafts)]
+    found = [ranking._try(cuts.Cut(size), name) for size, name in enumerate(candidates)]
     assert found == [8, 7, 10]
 
 
@@ -322,7 +322,7 @@ def test_computing_more_again_is_tried_for_as_long_as_it_pays(monkeypatch):
 
     def note(ranking, cut, graph):
         took = plain(ranking, cut, graph)
-        tried[cut.recomputed, cut.reach] = took
+        tried[cut.recomputed, cut.reuse_distance] = took
         return took
 
     monkeypatch.setattr(cuts.Ranking, "_try", note)

@@ -39,7 +39,7 @@ def tier(request):
     return request.param
 
 
-# Donated arrays below the device --------------------------------------------------------------
+# Donated arrays in a lower tier --------------------------------------------------------------
 
 
 def test_donated_state_survives_a_run_that_never_began(tier, tmp_path, monkeypatch):

@@ -43,13 +43,13 @@ def forget_who_read_it(monkeypatch):
 
 def forget_the_place(monkeypatch):
     """Every place starts at 0: live tensors on top of one another."""
-    settle = SimulatedMemory._settle
+    hold = SimulatedMemory._hold
 
     def wrong(self, tensor_id, version, start):
         self.emitter.offset[version] = 0
-        settle(self, tensor_id, version, start)
+        hold(self, tensor_id, version, start)
 
-    monkeypatch.setattr(SimulatedMemory, "_settle", wrong)
+    monkeypatch.setattr(SimulatedMemory, "_hold", wrong)
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_chunks_are_run_again():
     step = jo.offload(STEP, device_memory=peak // 2, recompute="always")
     assert_close(jax.jit(STEP)(*args), step(*args))
     vertices = step.plan(*args).taskgraph.vertices
-    assert any(v.name == "scan" and v.repeated for v in vertices)
+    assert any(v.name == "scan" and v.recomputed for v in vertices)
 
 
 @pytest.mark.runs_whole

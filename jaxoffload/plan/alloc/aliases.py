@@ -1,7 +1,9 @@
-"""The caller's memory: where arguments are, where results go, and which of the two are one.
+"""The caller's memory: where arguments are, where results go, and which alias each other.
 
 Takes a TaskGraph and whether arguments are read and results written where the caller has them
-(`in_place_io`); answers, for a vertex, which of its operands and outputs need no place of ours.
+(`in_place_io`); answers, for a vertex, which of its operands and outputs need no place in an arena.
+A result part is an **alias** of an argument part where both are the same bytes of a donated pair:
+XLA's input-output aliasing.
 """
 
 import bisect
@@ -15,21 +17,23 @@ class CallersMemory:
 
     def __init__(self, graph: TaskGraph, in_place_io: bool):
         self._graph, self._in_place_io = graph, in_place_io
-        self._partner = {result: argument for argument, result in graph.donated}
+        self._argument_of = {result: argument for argument, result in graph.donated}
         self._parts = _parts_by_argument(graph)
-        self._heirs = {
+        self._overwriter = {  # of an operand, the output that is written over it
             vertex.inputs[read]: vertex.outputs[write]
             for vertex in graph.vertices
             for read, write in vertex.overwrites
         }
 
-    def is_home(self, span: Span, argument: Span) -> bool:
+    def is_alias(self, span: Span, argument: Span) -> bool:
         """Whether a result part is the very memory of an argument part."""
-        return self._partner.get(span.index) == argument.index and span.offset == argument.offset
+        return (
+            self._argument_of.get(span.index) == argument.index and span.offset == argument.offset
+        )
 
     def overwritten(self, span: Span, tensor_id: int) -> list[int]:
         """Argument tensors whose memory a result part of a tensor takes."""
-        parts = self._parts.get(self._partner.get(span.index, -1))
+        parts = self._parts.get(self._argument_of.get(span.index, -1))
         if not parts:
             return []
         tensors = self._graph.tensors
@@ -57,15 +61,16 @@ class CallersMemory:
         vertex = self._graph.vertices[vertex_id]
         if not any(vertex.inputs[read] == tensor_id for read, _ in vertex.overwrites):
             return True
-        heir = self._heirs[tensor_id]
+        output = self._overwriter[tensor_id]
         return any(
-            self.is_home(span, argument) and self._may_write(span, heir, vertex.inputs, tensor_id)
-            for span in self._graph.tensors[heir].results
+            self.is_alias(span, argument)
+            and self._may_write(span, output, vertex.inputs, tensor_id)
+            for span in self._graph.tensors[output].results
         )
 
-    def home_of(self, output: int, argument: Span) -> Span:
+    def alias_of(self, output: int, argument: Span) -> Span:
         """The result part of an output that is the memory of an argument part."""
-        return next(s for s in self._graph.tensors[output].results if self.is_home(s, argument))
+        return next(s for s in self._graph.tensors[output].results if self.is_alias(s, argument))
 
     def written_in_place(self, tensor_id: int, vertex_id: int) -> Span | None:
         """The result part that a vertex writes directly, if it may."""

@@ -1,9 +1,10 @@
 """BUILDMEMGRAPH: a MemGraph by simulated serial execution (TURNIP, figures 8 and 9).
 
-Two horizons walk the serial order. At the **alloc horizon** a vertex gets places for its outputs
-and for the reloads of its operands, all or none, as long as memory lasts; the **exec horizon**
-follows and simulates execution, freeing what is read for the last time. Only where both meet and no
-place is left are victims evicted.
+Takes a TaskGraph and a budget; gives a MemGraph that stays within it. Two horizons walk the serial
+order. At the **alloc horizon** a vertex gets places for its outputs and for the reloads of its
+operands, all or none, as long as memory lasts. The **exec horizon** follows and simulates
+execution: it frees what is read for the last time. Victims are evicted only where both meet and no
+place is left.
 
 Differences from the paper:
 - Tensors of any size, several outputs a vertex, outputs in place of a dying operand.
@@ -13,44 +14,46 @@ Differences from the paper:
 - Arguments start in the caller's memory and are clean. A clean tensor is evicted without a copy; a
   tensor is offloaded at most once.
 - Victims are windows of neighbours, chosen by what their copies cost (victims.py).
-- What the alloc horizon gives out is held from then on, outputs of vertices that run much later
-  too, and where these are large they keep reloads back. With a `lead` the alloc horizon stays so
-  many vertices before the exec horizon at most, and a third one, the fetch horizon, goes on from
-  there for reloads alone: as long as what is free will not be needed before (forecast.py).
-- If what is left is splintered so that a vertex's operands block one another, more is evicted, its
-  operands too, until its working set can be placed, in the end in empty memory: any budget that
+- What the alloc horizon gives out is held from then on, and large outputs of vertices that run much
+  later leave no memory for reloads. A `lookahead` limits by how many vertices the alloc horizon is
+  ahead of the exec horizon. A third one, the fetch horizon, goes on from there for reloads alone,
+  into memory that no vertex before needs (forecast.py).
+- Memory may be so fragmented that a vertex's operands block one another. Then more is evicted, its
+  operands too, until its working set can be placed, in the end in empty memory. So any budget that
   holds the largest working set works.
 """
 
-import contextlib
 import dataclasses
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from jaxoffload import garbage
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import COPIES, PLACE_ALIGNMENT, MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.plan.alloc.forecast import Forecast
 from jaxoffload.plan.alloc.limits import (
-    headroom,
     min_budget,
     min_budgets,
     min_host_memory,
     num_devices,
+    reserved_workspace,
     working_set,
 )
 from jaxoffload.plan.alloc.memory import SimulatedMemory
 from jaxoffload.plan.alloc.victims import CHOICES, Victims
 
 VARIANTS: tuple[dict[str, Any], ...] = tuple(
-    {"victims": victims, "lead": lead} for lead in (None, 3, 16) for victims in CHOICES
+    {"victims": victims, "lookahead": lookahead}
+    for lookahead in (None, 3, 16)
+    for victims in CHOICES
 )
-"""Rules worth comparing by simulated time: which is best depends on what waits for what."""
+"""Rules of allocation to compare by simulated time: which is best differs from graph to graph."""
 QUICK_VARIANTS = VARIANTS[0], VARIANTS[2]
-"""Two that differ most, for a first look."""
+"""The two that differ most."""
 _BOTH_RULES = 3000
-"""Vertices of a TaskGraph for which both rules for victims are tried: some tenths of a second."""
+"""Up to so many vertices of a TaskGraph both rules for victims are tried: some tenths of a
+second."""
 
 
 def build_memgraph(
@@ -61,9 +64,9 @@ def build_memgraph(
     disk: bool = False,
     in_place_io: str = "never",
     victims: str = "best",
-    lead: int | None = None,
+    lookahead: int | None = None,
     places: list[int] | None = None,
-    draft: bool = False,
+    unreduced: bool = False,
 ) -> MemGraph:
     """Plans a TaskGraph for a budget.
 
@@ -78,10 +81,11 @@ def build_memgraph(
         its next use; "furthest": the window whose next use is furthest away, as in the paper;
         "best": for a graph of up to 3,000 vertices both are planned, and the one that moves fewer
         bytes is taken; the first for a larger one.
-      lead: by how many vertices outputs get their places ahead of execution, at least 1; None: as
-        many as memory allows, and reloads with them, as in the paper.
+      lookahead: by how many vertices outputs get their places ahead of execution, at least 1;
+        None: as many as memory allows, and reloads with them, as in the paper.
       places: the offset at which each tensor is first to be placed (`static_places`), -1 for any.
-      draft: leave edges in that follow from others: as good for simulating, and sooner there.
+      unreduced: leave out the transitive reduction of the edges: such a graph takes as long in
+        simulation, and is built sooner.
 
     Raises:
       PlanError: the budget is below the smallest that can work, or no plan was found that does with
@@ -101,26 +105,27 @@ def build_memgraph(
         )
     _refuse_if_too_small(graph, budgets)
     _refuse_if_host_too_small(graph, host_memory, disk)
-    spare = headroom(graph, devices)
+    workspace = reserved_workspace(graph, devices)
     capacity = [
-        max(b - s, 0) // PLACE_ALIGNMENT * PLACE_ALIGNMENT
-        for b, s in zip(budgets, spare, strict=True)
+        max(b - w, 0) // PLACE_ALIGNMENT * PLACE_ALIGNMENT
+        for b, w in zip(budgets, workspace, strict=True)
     ]
     rules = [victims]
     if victims == "best":
         rules = list(CHOICES) if len(graph.vertices) <= _BOTH_RULES else ["cheapest"]
-    # The host tier as it is is refused for the tensor that happens to be there when it is full, and
-    # often a plan that knows no limit stays within it.
+    # A plan that knows the host tier's limit fails on the first tensor that finds it full. One that
+    # knows no limit often stays within it all the same.
     tiers = [host_memory, *([None] if host_memory is not None and not disk else [])]
     plans, refusals, enough = [], [], []
-    with _no_collections():
+    with garbage.paused():
         for rule in rules:
             for tier in tiers:
                 memory = SimulatedMemory(
                     graph, capacity, in_place_io == "always", tier, disk, places
                 )
                 try:
-                    plan = _plan(memory, spare, rule, lead, draft)
+                    _simulate(memory, Victims(memory, rule), lookahead)
+                    plan = memory.finish(workspace, unreduced)
                 except PlanError as error:
                     refusals.append(error)
                     continue
@@ -135,19 +140,12 @@ def build_memgraph(
     return min(plans, key=lambda plan: sum(plan.moved_bytes(kind) for kind in COPIES))
 
 
-def _plan(
-    memory: SimulatedMemory, spare: list[int], victims: str, lead: int | None, draft: bool
-) -> MemGraph:
-    _simulate(memory, Victims(memory, victims), lead)
-    return memory.finish(spare, draft)
-
-
-def _simulate(memory: SimulatedMemory, victims: Victims, lead: int | None) -> None:
+def _simulate(memory: SimulatedMemory, victims: Victims, lookahead: int | None) -> None:
     """The loop of figure 8."""
     alloc = execute = fetch = 0
     count = len(memory.graph.vertices)
-    most = count if lead is None else lead
-    forecast = None if lead is None else Forecast(memory)
+    most = count if lookahead is None else lookahead
+    forecast = None if lookahead is None else Forecast(memory)
     while execute < count:
         make_room = victims.room_maker(alloc) if alloc == execute else None
         if alloc < count and alloc - execute < most and memory.place(alloc, make_room):
@@ -165,7 +163,7 @@ def _simulate(memory: SimulatedMemory, victims: Victims, lead: int | None) -> No
 
 
 def _force(memory: SimulatedMemory, victims: Victims, vertex_id: int) -> None:
-    """Places a vertex at the exec horizon, whatever has to go."""
+    """Places a vertex at the exec horizon, whatever has to be evicted."""
     if memory.place(vertex_id, victims.room_maker(vertex_id)):
         return
     for device in working_set(memory.graph, vertex_id):
@@ -208,16 +206,3 @@ def _check_choice(name: str, value: str, legal: tuple[str, ...]) -> None:
         raise ValueError(
             f"build_memgraph: {name}={value!r} is not known. Pass one of {', '.join(legal)}."
         )
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """No garbage collection meanwhile: a plan is millions of small objects and no cycles, and
-    looking for some is a fifth of the planning time of a large graph (benchmarks/planner.py)."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

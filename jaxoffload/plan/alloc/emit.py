@@ -1,4 +1,7 @@
-"""Collects the vertices, versions and edges of a MemGraph while it is being built."""
+"""Collects the vertices, versions and edges of a MemGraph while it is being built.
+
+Takes vertices in the order of the simulated execution; gives the MemGraph, its edges reduced.
+"""
 
 import itertools
 from collections.abc import Sequence, Sized
@@ -7,7 +10,7 @@ import numpy as np
 
 from jaxoffload.graphs.memgraph import EdgeKind, Kind, MemGraph, Space
 from jaxoffload.graphs.taskgraph import TaskGraph
-from jaxoffload.plan.alloc.edges import drop_superfluous
+from jaxoffload.plan.alloc.transitive_reduction import reduce_transitively
 
 _DATA, _MEMORY = int(EdgeKind.DATA), int(EdgeKind.MEMORY)
 
@@ -72,11 +75,17 @@ class Emitter:
         return tuple(self.readers[version]) or (self.writer[version],)
 
     def finish(
-        self, capacity: list[int], headroom: list[int], host_capacity: int | None, draft: bool
+        self, capacity: list[int], workspace: list[int], host_capacity: int | None, unreduced: bool
     ) -> MemGraph:
-        """The MemGraph; a draft has superfluous edges."""
-        if not draft:
-            drop_superfluous(self.before)
+        """The MemGraph.
+
+        Args:
+          capacity: bytes of each device's arena.
+          workspace: bytes of each device reserved beside it.
+          unreduced: leave out the transitive reduction.
+        """
+        if not unreduced:
+            reduce_transitively(self.before)
         edges = _counts(self.before)
         heads = np.repeat(np.arange(len(edges), dtype=np.int32), edges)
         tails = np.fromiter(_chained(self.before), np.int32, len(heads))
@@ -88,7 +97,7 @@ class Emitter:
         return MemGraph(
             taskgraph=self.graph,
             capacity=np.array(capacity, dtype=np.int64),
-            headroom=np.array(headroom, dtype=np.int64),
+            workspace=np.array(workspace, dtype=np.int64),
             kind=np.array(self.kind, dtype=np.uint8),
             task_vertex=np.array(self.task_vertex, dtype=np.int32),
             device=np.array(self.device, dtype=np.int32),

@@ -1,7 +1,7 @@
-"""The fetch horizon: reloads ahead of outputs, where memory is sure to be left for these.
+"""The fetch horizon: reloads ahead of outputs, into memory that no output needs meanwhile.
 
-Takes the simulated memory; for each vertex tells what places are going to be taken until it runs,
-and given back, and reloads what later vertices read into what is free all that while.
+Takes the simulated memory, and from the TaskGraph alone the bytes that each vertex will take and
+free. Reloads operands of vertices beyond the alloc horizon into what stays free until they run.
 """
 
 import numpy as np
@@ -13,11 +13,11 @@ AHEAD = 32
 
 
 class Forecast:
-    """What becomes of a simulated memory while its vertices run."""
+    """The bytes that a simulated memory's vertices will take and free."""
 
     def __init__(self, memory: SimulatedMemory):
         self._memory = memory
-        taken, freed = memory.flow()
+        taken, freed = _flow(memory)
         self._taken = np.cumsum(taken, axis=1)
         self._freed = np.cumsum(freed, axis=1) - freed  # before a vertex runs
         self._held = self._taken - self._freed
@@ -34,3 +34,21 @@ class Forecast:
         while fetch < stop and self._memory.fetch(fetch, room):
             fetch += 1
         return fetch
+
+
+def _flow(memory: SimulatedMemory) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes that each vertex's outputs take in each device's arena, and that it frees there once it
+    has run, if all that it reads was there: both int64[devices, vertices]."""
+    graph, callers, device, size = memory.graph, memory.callers, memory.device, memory.size
+    readers = graph.readers()
+    taken, freed = np.zeros((2, len(memory.arenas), len(graph.vertices)), dtype=np.int64)
+    for vertex_id, vertex in enumerate(graph.vertices):
+        for t in vertex.fresh_outputs:
+            if callers.written_in_place(t, vertex_id) is None:
+                taken[device[t], vertex_id] += size[t]
+        overwritten = {vertex.inputs[read] for read, _ in vertex.overwrites}
+        for t in {*vertex.inputs, *vertex.outputs} - overwritten:
+            is_last = not readers[t] or readers[t][-1] == vertex_id
+            if is_last and not callers.read_in_place(t, vertex_id):
+                freed[device[t], vertex_id] += size[t]
+    return taken, freed

@@ -1,11 +1,16 @@
-"""What a TaskGraph needs at least, and what it needs to keep everything on the device."""
+"""How much memory a TaskGraph needs: at least, and to keep everything on the device.
+
+Takes TaskGraphs; gives bytes and live ranges. Working sets, reserved workspace and peaks are
+counted here only: the planner, its refusals and the reports ask here.
+"""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
-from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
+from jaxoffload.graphs.taskgraph import TaskGraph, Vertex, VertexKind
 
 
 def align(count: int) -> int:
@@ -16,7 +21,7 @@ def align(count: int) -> int:
 HOST_PAGE = 4096
 """Places in the host tier that the disk reads and writes start at a multiple of this."""
 DISK_BLOCK = 16384
-"""Bytes under one checksum on disk: places there do not share one."""
+"""Bytes under one checksum on disk; no two places share such a block."""
 
 
 def host_place(count: int) -> int:
@@ -41,8 +46,9 @@ def min_host_memory(graph: TaskGraph, disk: bool) -> tuple[int, int]:
     return max(moving, default=(0, -1))
 
 
-def headroom(graph: TaskGraph, num_devices: int) -> list[int]:
-    """Bytes of each device kept for executables' scratch: one compute lane runs one at a time."""
+def reserved_workspace(graph: TaskGraph, num_devices: int) -> list[int]:
+    """Bytes of each device reserved for workspace: the largest of any vertex, as a compute lane
+    runs one kernel at a time."""
     found = [0] * num_devices
     for vertex in graph.vertices:
         if vertex.kind is VertexKind.KERNEL:
@@ -57,13 +63,19 @@ def num_devices(graph: TaskGraph) -> int:
 
 def working_set(graph: TaskGraph, vertex_id: int) -> dict[int, int]:
     """Bytes of places that a vertex needs at once, by device."""
-    vertex, need = graph.vertices[vertex_id], {}
-    for tensor_id in (*vertex.inputs, *vertex.fresh_outputs):
-        if vertex.gathered and tensor_id in vertex.inputs and graph.gathers(vertex, tensor_id):
-            continue
+    need: dict[int, int] = {}
+    for tensor_id in _with_places(graph, graph.vertices[vertex_id]):
         tensor = graph.tensors[tensor_id]
         need[tensor.device] = need.get(tensor.device, 0) + align(tensor.bytes)
     return need
+
+
+def _with_places(graph: TaskGraph, vertex: Vertex) -> Sequence[int]:
+    """The tensors that must have places of their own while a vertex runs."""
+    if not vertex.gathered:
+        return (*vertex.inputs, *vertex.fresh_outputs)
+    read = [t for t in vertex.inputs if not graph.gathers(vertex, t)]
+    return [*read, *vertex.fresh_outputs]
 
 
 def min_budget(graph: TaskGraph) -> tuple[int, int]:
@@ -78,22 +90,20 @@ def min_budgets(graph: TaskGraph) -> list[tuple[int, int]]:
     size, device = [align(t.bytes) for t in graph.tensors], [t.device for t in graph.tensors]
     for vertex_id, vertex in enumerate(graph.vertices):
         need = [0] * devices
-        for tensor_id in (*vertex.inputs, *vertex.fresh_outputs):
-            if vertex.gathered and tensor_id in vertex.inputs and graph.gathers(vertex, tensor_id):
-                continue
+        for tensor_id in _with_places(graph, vertex):
             need[device[tensor_id]] += size[tensor_id]
         for where, count in enumerate(need):
             if count > found[where][0]:
                 found[where] = (count, vertex_id)
     return [
         (need + spare, vertex_id)
-        for (need, vertex_id), spare in zip(found, headroom(graph, devices), strict=True)
+        for (need, vertex_id), spare in zip(found, reserved_workspace(graph, devices), strict=True)
     ]
 
 
 def least_whole(graph: TaskGraph) -> int:
-    """Bytes that any cut of the same program needs: its largest result, or argument that is not
-    read row by row, is there whole while some vertex writes or reads it."""
+    """Bytes that any cut of the same program needs: some vertex has its largest result, or its
+    largest argument that is not gathered, in memory whole."""
     least = 0
     for vertex in graph.vertices:
         for tensor_id in (*vertex.inputs, *vertex.outputs):
@@ -106,7 +116,7 @@ def least_whole(graph: TaskGraph) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Lives:
+class LiveRanges:
     """When each tensor is on its device if nothing is ever moved, in the serial order.
 
     Attributes:
@@ -121,7 +131,7 @@ class Lives:
     bytes: np.ndarray
     is_callers: np.ndarray
 
-    def live(self, graph: TaskGraph) -> np.ndarray:
+    def live_bytes(self, graph: TaskGraph) -> np.ndarray:
         """Bytes of each device while each vertex runs, int64[devices, vertices]."""
         change = np.zeros((num_devices(graph), len(graph.vertices) + 1), dtype=np.int64)
         device = np.array([t.device for t in graph.tensors], dtype=np.int64)
@@ -130,7 +140,7 @@ class Lives:
         return np.cumsum(change, axis=1)[:, :-1]
 
 
-def lives(graph: TaskGraph) -> Lives:
+def live_ranges(graph: TaskGraph) -> LiveRanges:
     """Arguments and results are there all the way; a result that takes a donated argument's memory
     takes none of its own, nor does an output over an operand before that vertex is done."""
     count, tensors = len(graph.vertices), graph.tensors
@@ -150,27 +160,27 @@ def lives(graph: TaskGraph) -> Lives:
             first[tensor_id], last[tensor_id] = vertex_id + (k in over), vertex_id
     first[is_callers], last[is_callers] = 0, count - 1
     size = np.array([align(t.bytes) for t in tensors], dtype=np.int64)
-    return Lives(first, last, size * np.array(copies, dtype=np.int64), is_callers)
+    return LiveRanges(first, last, size * np.array(copies, dtype=np.int64), is_callers)
 
 
 def resident_peak(graph: TaskGraph) -> int:
-    """Device bytes that the serial order needs when nothing is ever moved, executables' scratch
+    """Device bytes that the serial order needs when nothing is ever moved, workspace
     included. Of several devices, the most that one needs."""
     fixed, peak = _fixed_and_live(graph)
-    spare = headroom(graph, len(fixed))
-    return max(f + p + s for f, p, s in zip(fixed, peak, spare, strict=True))
+    workspace = reserved_workspace(graph, len(fixed))
+    return max(f + p + w for f, p, w in zip(fixed, peak, workspace, strict=True))
 
 
 def intermediates_peak(graph: TaskGraph) -> int:
     """The part of `resident_peak` that is neither argument nor result."""
     _, peak = _fixed_and_live(graph)
-    return max(p + s for p, s in zip(peak, headroom(graph, len(peak)), strict=True))
+    return max(p + w for p, w in zip(peak, reserved_workspace(graph, len(peak)), strict=True))
 
 
 def _fixed_and_live(graph: TaskGraph) -> tuple[list[int], list[int]]:
     """Bytes of arguments and results, and the most that intermediates take, of each device."""
-    found, fixed = lives(graph), [0] * num_devices(graph)
+    found, fixed = live_ranges(graph), [0] * num_devices(graph)
     for tensor_id in np.flatnonzero(found.is_callers):
         fixed[graph.tensors[tensor_id].device] += int(found.bytes[tensor_id])
     own = dataclasses.replace(found, bytes=np.where(found.is_callers, 0, found.bytes))
-    return fixed, own.live(graph).max(axis=1, initial=0).tolist()
+    return fixed, own.live_bytes(graph).max(axis=1, initial=0).tolist()

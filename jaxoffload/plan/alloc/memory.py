@@ -1,34 +1,44 @@
 """Simulated memory: where each tensor is at a moment of the serial execution.
 
-`place` and `execute` are what BUILDMEMGRAPH does at its two horizons (TURNIP, figure 8); `evict` is
-the offload half of simMallocOfffld (figure 9). Each gives the emitter the MemGraph vertices that it
-implies. Unlike the paper's, a tensor keeps its copy in a lower tier until it dies or is
-overwritten, so that it is offloaded at most once while host memory lasts.
+Takes a TaskGraph and the arenas' capacities; is told by build.py what to do next, and gives the
+emitter the MemGraph vertices that this implies. `place` and `execute` are what BUILDMEMGRAPH does
+at its two horizons (TURNIP, figure 8); `evict` is the offload half of simMallocOfffld (figure 9).
+Unlike the paper's, a tensor keeps its copy in a lower tier until it dies or is overwritten, so that
+it is offloaded at most once while host memory lasts.
 """
 
-import bisect
 from collections.abc import Callable
 
-import numpy as np
-
 from jaxoffload.graphs.memgraph import Kind, MemGraph, Space
-from jaxoffload.graphs.taskgraph import Span, TaskGraph, VertexKind
+from jaxoffload.graphs.taskgraph import Span, TaskGraph
 from jaxoffload.plan.alloc.aliases import CallersMemory
+from jaxoffload.plan.alloc.dead_copies import drop_dead_copies
 from jaxoffload.plan.alloc.emit import Emitter
 from jaxoffload.plan.alloc.limits import align
-from jaxoffload.plan.alloc.needless import drop_needless_copies
-from jaxoffload.plan.alloc.space import AddressSpace, Piece, Place
+from jaxoffload.plan.alloc.occupancy import Occupancy
+from jaxoffload.plan.alloc.space import Piece, Place
 from jaxoffload.plan.alloc.tiers import NEVER, LowerTiers
 
-_KINDS = {
-    VertexKind.KERNEL: Kind.KERNEL,
-    VertexKind.INPUT: Kind.INPUT,
-    VertexKind.TRANSFER: Kind.TRANSFER,
-}
 
+class SimulatedMemory(Occupancy):
+    """The arenas of all devices, and what the simulation knows of every tensor.
 
-class SimulatedMemory:
-    """State of the simulation.
+    The state of a tensor, as far as its device is concerned:
+
+        ABSENT     no place in the arena. What has been produced is in a lower tier, or dead.
+        RESERVED   has a place, or will be written over an operand or to a result; not written yet.
+        HELD       has a place and its bytes there; a possible victim.
+        RESULT     written where the caller wants it: its bytes are in no arena of ours.
+
+        ABSENT ──place, of an output───────────▶ RESERVED
+        RESERVED ──execute its writer──────────▶ HELD, or RESULT
+        ABSENT ──place or fetch, of an operand─▶ HELD      a reload; none if its bytes are still
+                                                           in the place that it was evicted from
+        HELD ──evict───────────────────────────▶ ABSENT    an offload, unless a lower tier has it
+        HELD ──execute its last reader─────────▶ ABSENT    or the output written over it is HELD
+
+    In the lists: `_placed` is false of ABSENT ones only, `start >= 0` where there is a place, and
+    `use >= 0` of HELD ones; tensors without bytes are never victims.
 
     Args:
       capacity: bytes of each device's arena.
@@ -36,17 +46,9 @@ class SimulatedMemory:
       places: the offset at which each tensor is to be placed, -1 for any; None: all anywhere.
 
     Attributes:
-      size: bytes of each tensor's place.
-      device: device of each tensor.
-      start: offset of each tensor's place in its device's arena, -1 if it has none there.
-      arenas: free addresses of each device.
-      at_start, at_end: for each device, which tensor's place starts or ends at an address.
-      use: position of the next vertex that reads a tensor, if the tensor may be evicted: it has a
-        place in its device, and has been produced; else -1.
-      toll: bytes that evicting a tensor makes us copy: a clean one up, a dirty one down and up.
-      lower: the tiers below.
-      victims: for each device a sorted list of `-use << 32 | tensor id`, furthest next use first;
-        entries may be out of date. Numbers, because comparing tuples takes twice as long.
+      device: device of each tensor, and number of its arena.
+      lower: the lower tiers.
+      callers: what is read and written where the caller has it.
     """
 
     def __init__(
@@ -58,27 +60,23 @@ class SimulatedMemory:
         disk: bool = False,
         places: list[int] | None = None,
     ):
-        self.graph, self._capacity, self._places = graph, capacity, places
+        count = len(graph.tensors)
+        self.device = [t.device for t in graph.tensors]
+        super().__init__(graph, [align(t.bytes) for t in graph.tensors], capacity, self.device)
+        self._capacity, self._places = capacity, places
         self.emitter = Emitter(graph)
         self.lower = LowerTiers(graph, self.emitter, host_capacity, disk)
-        self.size = [align(t.bytes) for t in graph.tensors]
-        self.device = [t.device for t in graph.tensors]
-        self.start = [-1] * len(graph.tensors)
-        self.use = [-1] * len(graph.tensors)
-        self.toll = [2 * size for size in self.size]
-        self.arenas = [AddressSpace(c) for c in capacity]
-        self.at_start: list[dict[int, int]] = [{} for _ in capacity]
-        self.at_end: list[dict[int, int]] = [{} for _ in capacity]
-        self.victims: list[list[int]] = [[] for _ in capacity]
-        self._callers = CallersMemory(graph, in_place_io)
-        self._placed = [False] * len(graph.tensors)
-        self._version = [-1] * len(graph.tensors)
+        self.callers = CallersMemory(graph, in_place_io)
+        self._placed = [False] * count
+        self._version = [-1] * count  # on the device or in a result, the latest
         self._uses = [[*readers, NEVER] for readers in graph.readers()]
-        self._next = [0] * len(graph.tensors)
-        self._last_touch = [-1] * len(graph.tensors)
+        self._next = [0] * count  # position in `_uses`
+        self._last_touch = [-1] * count  # the last vertex that read or wrote it
+        # Of vertices that are placed and not executed: what their outputs must wait for.
         self._pending: dict[int, set[int]] = {}
+        # What `_needs` said last, and of which vertex.
         self._needed: tuple[int, list[int], list[int]] = (-1, [], [])
-        # Of what was evicted: its place, and what its next taker would have had to wait for.
+        # Of what was evicted: its place, and what the next tensor there would have to wait for.
         self._left: dict[int, tuple[int, tuple[int, ...]]] = {}
         if self.lower.is_capped:
             for tensor_id, readers in enumerate(self._uses):
@@ -108,10 +106,11 @@ class SimulatedMemory:
         return True
 
     def fetch(self, vertex_id: int, room: Callable[[int], int]) -> bool:
-        """Reloads what a vertex beyond the alloc horizon reads and what can be had by now.
+        """Reloads the operands of a vertex beyond the alloc horizon, as far as they have been
+        produced.
 
         Args:
-          room: of a device, the bytes that nobody needs before that vertex.
+          room: of a device, the bytes that no vertex before that one needs.
 
         Returns:
           Whether all could be placed. If not, nothing is changed.
@@ -132,10 +131,10 @@ class SimulatedMemory:
         wanted: list[int],
         make_room: Callable[[int, int], bool] | None,
     ) -> set[int] | None:
-        """Places all of `wanted`, what has just been evicted where it still is.
+        """Places all of `wanted`; what was evicted and is still in its old place stays there.
 
         Returns:
-          Whom the outputs among them must wait for; None: not all could be placed.
+          The vertices that the outputs among them must wait for; None: not all could be placed.
         """
         still_there = {t for t in reloads if self._is_still_there(t)}
         found = self._try_to_place(wanted, make_room, still_there)
@@ -147,16 +146,16 @@ class SimulatedMemory:
         pending: set[int] = set()
         for tensor_id, (start, after, _), _ in found:
             if tensor_id in still_there:
-                self._settle(tensor_id, self._version[tensor_id], start)
-                self._enter(tensor_id)
+                self._hold(tensor_id, self._version[tensor_id], start)
+                self._update_victim(tensor_id)
                 continue
             device = self.device[tensor_id]
             version = self.emitter.version(tensor_id, Space.DEVICE, device, start)
-            self._settle(tensor_id, version, start)
+            self._hold(tensor_id, version, start)
             if tensor_id in reloads:
                 source = self.lower.fetch(tensor_id, vertex_id)
                 self.emitter.vertex(Kind.RELOAD, vertex_id, device, [source], [version], after)
-                self._enter(tensor_id)
+                self._update_victim(tensor_id)
             else:
                 pending.update(after)
         return pending
@@ -187,28 +186,12 @@ class SimulatedMemory:
                 for other, (start, _, _), pieces in reversed(taken):
                     self.arenas[device[other]].undo(start, self.size[other], pieces)
                 return None
-            taken.append((tensor_id, found, arena.cut))
+            taken.append((tensor_id, found, arena.last_pieces))
         return taken
 
-    def flow(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes that each vertex's outputs take in each device's arena, and that it frees there
-        once it has run, if all that it reads was there: both int64[devices, vertices]."""
-        graph, callers, device, size = self.graph, self._callers, self.device, self.size
-        taken, freed = np.zeros((2, len(self.arenas), len(graph.vertices)), dtype=np.int64)
-        for vertex_id, vertex in enumerate(graph.vertices):
-            for t in vertex.fresh_outputs:
-                if callers.written_in_place(t, vertex_id) is None:
-                    taken[device[t], vertex_id] += size[t]
-            inherited = {vertex.inputs[read] for read, _ in vertex.overwrites}
-            for t in {*vertex.inputs, *vertex.outputs} - inherited:
-                last = self._uses[t][-2] if len(self._uses[t]) > 1 else vertex_id
-                if last == vertex_id and not callers.read_in_place(t, vertex_id):
-                    freed[device[t], vertex_id] += size[t]
-        return taken, freed
-
     def _is_still_there(self, tensor_id: int) -> bool:
-        """Whether the bytes of what was evicted are in their place as they were: it was not needed,
-        so that the copy that would bring them back is not, either."""
+        """Whether nothing has taken the place of an evicted tensor since: its bytes are there as
+        they were, and no reload is needed."""
         if tensor_id not in self._left:
             return False
         start, after = self._left[tensor_id]
@@ -221,11 +204,11 @@ class SimulatedMemory:
     def _needs(self, vertex_id: int) -> tuple[list[int], list[int]]:
         """The tensors that a vertex needs reloaded, and all that it needs placed, largest first.
 
-        Until the vertex is placed this changes only where everything is evicted: its operands are
-        no victims.
+        Kept until another vertex is asked for. It stays right until the vertex is placed, for its
+        operands are no victims, but in `evict_until_placed`, which therefore forgets it.
         """
         if self._needed[0] != vertex_id:
-            vertex, placed, callers = self.graph.vertices[vertex_id], self._placed, self._callers
+            vertex, placed, callers = self.graph.vertices[vertex_id], self._placed, self.callers
             reloads = [
                 t
                 for t in vertex.inputs
@@ -238,30 +221,18 @@ class SimulatedMemory:
             self._needed = (vertex_id, reloads, wanted)
         return self._needed[1:]
 
-    def _settle(self, tensor_id: int, version: int, start: int) -> None:
-        self._version[tensor_id], self.start[tensor_id] = version, start
-        self._placed[tensor_id] = True
-        if self.size[tensor_id]:
-            device = self.device[tensor_id]
-            self.at_start[device][start] = tensor_id
-            self.at_end[device][start + self.size[tensor_id]] = tensor_id
+    def _hold(self, tensor_id: int, version: int, start: int) -> None:
+        self._version[tensor_id], self._placed[tensor_id] = version, True
+        self.occupy(tensor_id, start)
 
-    def _enter(self, tensor_id: int) -> None:
-        """Makes a tensor a possible victim, with its present next use."""
-        if self.start[tensor_id] >= 0 and self.size[tensor_id]:
-            use = self.use[tensor_id] = self._uses[tensor_id][self._next[tensor_id]]
-            self.toll[tensor_id] = self.lower.toll_of(tensor_id, self.size[tensor_id])
+    def _update_victim(self, tensor_id: int) -> None:
+        """Makes a tensor a possible victim, with its present next use and spill cost."""
+        size = self.size[tensor_id]
+        if self.start[tensor_id] >= 0 and size:
+            uses, at = self._uses[tensor_id], self._next[tensor_id]
             if self.lower.is_capped:
-                after_that = self._uses[tensor_id][self._next[tensor_id] + 1]
-                self.lower.note_use(tensor_id, after_that, on_device=True)
-            bisect.insort(self.victims[self.device[tensor_id]], -use << 32 | tensor_id)
-
-    def _forget_victims_of(self, vertex_id: int) -> None:
-        """Drops entries whose next use has come: they are at the end, and new ones are near it."""
-        for victims in self.victims:
-            while victims and victims[-1] >> 32 >= -vertex_id:
-                victims.pop()
-        self.lower.forget_victims_of(vertex_id)
+                self.lower.note_use(tensor_id, uses[at + 1], on_device=True)
+            self.allow_eviction(tensor_id, uses[at], self.lower.spill_cost_of(tensor_id, size))
 
     # The exec horizon ---------------------------------------------------------------------------
 
@@ -276,22 +247,23 @@ class SimulatedMemory:
             self._inherit(vertex.outputs[write], inputs[read], after)
         for tensor_id in vertex.outputs:
             if self._version[tensor_id] < 0:
-                span = self._callers.written_in_place(tensor_id, vertex_id)
+                span = self.callers.written_in_place(tensor_id, vertex_id)
                 assert span is not None
                 self._write_result(tensor_id, span, after)
         outputs = [self._version[t] for t in vertex.outputs]
-        emitter.vertex(_KINDS[vertex.kind], vertex_id, vertex.device, inputs, outputs, after)
+        emitter.vertex(Kind[vertex.kind.name], vertex_id, vertex.device, inputs, outputs, after)
         for tensor_id in vertex.outputs:
             self._offload_results(tensor_id, vertex_id)
         for tensor_id in vertex.inputs:
             self._next[tensor_id] += 1
-        self._forget_victims_of(vertex_id)
+        self.forget_victims_of(vertex_id)
+        self.lower.forget_victims_of(vertex_id)
         for tensor_id in (*vertex.inputs, *vertex.outputs):
             self._last_touch[tensor_id] = vertex_id
             if self._uses[tensor_id][self._next[tensor_id]] == NEVER:
                 self._retire(tensor_id)
             else:
-                self._enter(tensor_id)
+                self._update_victim(tensor_id)
 
     def _inherit(self, tensor_id: int, old: int, after: set[int]) -> None:
         """Writes an output over the version of a dying operand."""
@@ -304,11 +276,11 @@ class SimulatedMemory:
             version = emitter.version(tensor_id, Space.DEVICE, self.device[tensor_id], start)
             self.start[operand] = self.use[operand] = -1
             self._placed[operand] = False
-            self._settle(tensor_id, version, start)
+            self._hold(tensor_id, version, start)
         else:
             argument = self.graph.tensors[operand].argument
             assert argument is not None
-            self._write_result(tensor_id, self._callers.home_of(tensor_id, argument), after)
+            self._write_result(tensor_id, self.callers.alias_of(tensor_id, argument), after)
         emitter.over[self._version[tensor_id]] = old
 
     def _write_result(self, tensor_id: int, span: Span, after: set[int]) -> None:
@@ -321,7 +293,7 @@ class SimulatedMemory:
         """Readers of the argument bytes that a result part takes."""
         return {
             reader
-            for other in self._callers.overwritten(span, tensor_id)
+            for other in self.callers.overwritten(span, tensor_id)
             for reader in self.emitter.readers[self.lower.arguments[other]]
         }
 
@@ -353,22 +325,20 @@ class SimulatedMemory:
 
     def _leave(self, tensor_id: int) -> None:
         """Gives a tensor's place back."""
-        device, start, size = self.device[tensor_id], self.start[tensor_id], self.size[tensor_id]
-        if size:
-            del self.at_start[device][start], self.at_end[device][start + size]
-            after = self.emitter.last_users(self._version[tensor_id])
-            self._left[tensor_id] = start, after
-            self.arenas[device].give(start, size, after, self._last_touch[tensor_id])
-        self.start[tensor_id] = self.use[tensor_id] = -1
+        after = self.emitter.last_users(self._version[tensor_id])
+        if self.size[tensor_id]:
+            self._left[tensor_id] = self.start[tensor_id], after
+        self.vacate(tensor_id, after, self._last_touch[tensor_id])
         self._placed[tensor_id] = False
 
     def finish_arguments(self) -> None:
-        """Copies arguments that are results to where the results go; onto themselves last."""
+        """Copies arguments that are returned to their results, those that alias their result
+        last."""
         last = max(len(self.graph.vertices) - 1, 0)
         for tensor_id, tensor in enumerate(self.graph.tensors):
-            if (home := tensor.argument) is None:
+            if (argument := tensor.argument) is None:
                 continue
-            for span in sorted(tensor.results, key=lambda s: self._callers.is_home(s, home)):
+            for span in sorted(tensor.results, key=lambda s: self.callers.is_alias(s, argument)):
                 if self.graph.stays(tensor, span):
                     continue
                 after = self._readers_there(span, tensor_id)
@@ -378,16 +348,16 @@ class SimulatedMemory:
                     continue
                 source = self.lower.fetch(tensor_id, last)
                 version = self.emitter.version(tensor_id, Space.RESULT, span.index, span.offset)
-                if self._callers.is_home(span, home):
+                if self.callers.is_alias(span, argument):
                     self.emitter.over[version] = source
                 self.emitter.vertex(
                     Kind.OFFLOAD, last, tensor.device, [source], [version], after
                 )  # fmt: skip
 
-    def finish(self, headroom: list[int], draft: bool) -> MemGraph:
-        """The MemGraph, once every vertex has been executed; a draft has superfluous edges."""
-        drop_needless_copies(self.emitter)
-        return self.emitter.finish(self._capacity, headroom, self.lower.capacity, draft)
+    def finish(self, workspace: list[int], unreduced: bool) -> MemGraph:
+        """The MemGraph, once every vertex has been executed; arguments as of `Emitter.finish`."""
+        drop_dead_copies(self.emitter)
+        return self.emitter.finish(self._capacity, workspace, self.lower.capacity, unreduced)
 
     # Eviction -----------------------------------------------------------------------------------
 
@@ -400,10 +370,12 @@ class SimulatedMemory:
         self._leave(tensor_id)
 
     def evict_until_placed(self, device: int, vertex_id: int) -> bool:
-        """Places a vertex once enough of a device is evicted, its own operands too if need be: what
-        costs least first. Legal only where the horizons meet, so that all has been produced."""
+        """Evicts from a device, what costs least first, until a vertex can be placed; its own
+        operands too if need be. Legal only where the horizons meet: all has been produced then."""
         found = list(self.at_start[device].values())
-        found.sort(key=lambda t: (self.toll[t] / (max(self.use[t], vertex_id) - vertex_id + 1), t))
+        found.sort(
+            key=lambda t: (self.spill_cost[t] / (max(self.use[t], vertex_id) - vertex_id + 1), t)
+        )
         for tensor_id in found:
             self.evict(tensor_id, vertex_id)
             self._needed = (-1, [], [])

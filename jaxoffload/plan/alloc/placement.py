@@ -1,9 +1,10 @@
-"""Static placement: offsets for buffers whose lifetimes are known, in as little memory as possible.
+"""Static placement: offsets for buffers of known live ranges, in as little memory as possible.
 
-A depth-first search in C++ (custom_calls/planner/place_intervals.h), which takes some milliseconds
-where there is a tenth of room. More buffers than it is made for go by their priority: the lowest
-stretch of the skyline takes the first that fits into its time; where none fits, it is raised to its
-lower neighbour.
+Takes live ranges and sizes; gives offsets, or None. A depth-first search in C++
+(custom_calls/planner/place_intervals.h) takes some milliseconds where there is a tenth of room.
+More buffers than it is made for are placed along a skyline, which tells for each moment the first
+free address: its lowest stretch takes the first buffer, by priority, that fits into its time; where
+none fits, the stretch is raised to its lower neighbour.
 """
 
 import math
@@ -14,11 +15,11 @@ import numpy as np
 from jaxoffload import _native
 
 MAX_SEARCHED = 4000
-"""Buffers of a search: it is as deep as they are many."""
+"""Most buffers to search places for: the search is as deep as there are buffers."""
 _STEPS = 1_000_000
 """Buffers that a search places, all tries together: about a second."""
 _FAST_STEPS = 128
-"""Of the fast path, for each buffer."""
+"""The same for each buffer where a quick try is enough."""
 _KINDS: tuple[Callable[[float, float], float], ...] = (
     lambda duration, size: math.log(duration),
     lambda duration, size: math.log(duration) + 0.3 * math.log(size),

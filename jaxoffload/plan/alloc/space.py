@@ -1,12 +1,13 @@
-"""A simulated range of addresses: places, and who must be done before a place is used again.
+"""A simulated range of addresses, and what must be done before each may be used again.
 
-This is the memory under TURNIP's malloc variants (figure 9). Free addresses form runs. A run is
-tiled by pieces, one for each former occupant that it still shows; a piece remembers the MemGraph
-vertices that must be done with that occupant, which are the memory edges of whoever comes next.
+Takes and gives back places; tells for each the MemGraph vertices that must be done before it is
+written: the memory edges of the next tensor there. This is the memory under TURNIP's malloc
+variants (figure 9). Free addresses form **extents**. An extent consists of **pieces**, one for each
+former occupant of which some address is free; a piece keeps that occupant's last users.
 
-Slots follow section 6 of the paper (the free slot whose last use is furthest in the past), but only
-among the few tightest runs that fit: with tensors of any size, age alone would leave memory in
-splinters.
+Places are chosen as in section 6 of the paper (the free slot whose last use is furthest in the
+past), but only among the few tightest extents that fit: with tensors of any size, age alone would
+fragment memory (best fit, then least recently used).
 """
 
 import bisect
@@ -18,27 +19,27 @@ Piece = tuple[int, int, Dependencies, int]
 """Start and end of addresses with one former occupant, and as in Place."""
 
 _CANDIDATES = 4
-"""Tightest runs among which the one used longest ago is taken."""
+"""Tightest extents among which the one used longest ago is taken."""
 _PIECES = 8
 """Pieces of a candidate whose age is looked at."""
 
 
 class AddressSpace:
-    """Free runs of one arena.
+    """Free extents of one arena.
 
     Args:
       capacity: bytes; None for a range that grows (the host tier).
 
     Attributes:
-      end_of, start_of: where a free run that starts (ends) at an address ends (starts).
-      free: bytes in free runs.
-      cut: the pieces that the last place taken consisted of.
+      end_of, start_of: where a free extent that starts (ends) at an address ends (starts).
+      free: bytes in free extents.
+      last_pieces: the pieces that the last place taken consisted of.
     """
 
     def __init__(self, capacity: int | None):
         self.end_of: dict[int, int] = {}
         self.start_of: dict[int, int] = {}
-        self.cut: list[Piece] | None = None
+        self.last_pieces: list[Piece] | None = None
         self._by_size: list[tuple[int, int]] = []
         self._pieces: dict[int, tuple[int, Dependencies, int]] = {}
         self._grows = capacity is None
@@ -48,7 +49,7 @@ class AddressSpace:
             self._insert(0, capacity)
 
     def take(self, size: int) -> Place | None:
-        """Takes `size` free bytes; None if no run is long enough."""
+        """Takes `size` free bytes; None if no extent is long enough."""
         if size == 0:
             return 0, (), -1
         by_size = self._by_size
@@ -65,27 +66,28 @@ class AddressSpace:
                 used = self._last_use(other, size)
                 if used < oldest:
                     start, oldest = other, used
-        return self._cut(start, size)
+        return self._carve(start, size)
 
     def take_at(self, start: int, size: int) -> Place | None:
-        """Takes these very addresses; None if they are not all free. Looks at every run."""
+        """Takes these very addresses; None if they are not all free. Looks at every extent."""
         if size == 0:
             return 0, (), -1
         inside = (s for s, e in self.end_of.items() if s <= start and start + size <= e)
-        run = next(inside, None)
-        if run is None:
+        extent = next(inside, None)
+        if extent is None:
             return None
-        if run < start:
-            run_end = self.end_of[run]
-            self._remove(run, run_end)
-            self._insert(run, start)
-            self._insert(start, run_end)
-            while self._pieces[run][0] <= start:
-                run = self._pieces[run][0]
-            if run < start:
-                end, after, used = self._pieces[run]
-                self._pieces[run], self._pieces[start] = (start, after, used), (end, after, used)
-        return self._cut(start, size)
+        if extent < start:
+            extent_end = self.end_of[extent]
+            self._remove(extent, extent_end)
+            self._insert(extent, start)
+            self._insert(start, extent_end)
+            piece = extent
+            while self._pieces[piece][0] <= start:
+                piece = self._pieces[piece][0]
+            if piece < start:
+                end, after, used = self._pieces[piece]
+                self._pieces[piece], self._pieces[start] = (start, after, used), (end, after, used)
+        return self._carve(start, size)
 
     def is_untouched(self, start: int, size: int, after: Dependencies) -> bool:
         """Whether nothing has taken any part of a place since it was freed, with these dependencies
@@ -101,7 +103,7 @@ class AddressSpace:
         self._join(start, size)
 
     def undo(self, start: int, size: int, pieces: "list[Piece] | None") -> None:
-        """Frees a place that was taken and not used; `pieces` is what `cut` was then.
+        """Frees a place that was taken and not used; `pieces` is what `last_pieces` was then.
 
         Its addresses keep the dependencies that each had.
         """
@@ -133,21 +135,21 @@ class AddressSpace:
                 break
         return latest
 
-    def _cut(self, start: int, size: int) -> Place:
-        run_end, stop = self.end_of[start], start + size
+    def _carve(self, start: int, size: int) -> Place:
+        extent_end, stop = self.end_of[start], start + size
         self.free -= size
-        self._remove(start, run_end)
-        if stop < run_end:
-            self._insert(stop, run_end)
+        self._remove(start, extent_end)
+        if stop < extent_end:
+            self._insert(stop, extent_end)
         end, after, latest = self._pieces.pop(start)
-        self.cut = [(start, min(end, stop), after, latest)]
+        self.last_pieces = [(start, min(end, stop), after, latest)]
         if end < stop:
             merged = set(after)
             used = latest
             while end < stop:
                 first = end
                 end, after, used = self._pieces.pop(first)
-                self.cut.append((first, min(end, stop), after, used))
+                self.last_pieces.append((first, min(end, stop), after, used))
                 merged.update(after)
                 latest = max(latest, used)
             if end > stop:

@@ -1,7 +1,8 @@
 """Plans that keep everything on the device, where the budget allows that.
 
-Where memory would just do, but splinters when tensors are placed one after another, places are
-chosen for all before the plan is made.
+Takes a TaskGraph and a budget; gives a MemGraph without offloads of intermediates, or None. Where
+memory would just do, but fragments when tensors are placed one after another, places are chosen for
+all tensors beforehand (static placement, placement.py).
 """
 
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT, MemGraph, Space
@@ -10,16 +11,16 @@ from jaxoffload.plan.alloc.aliases import CallersMemory
 from jaxoffload.plan.alloc.build import build_memgraph
 from jaxoffload.plan.alloc.limits import (
     align,
-    headroom,
     intermediates_peak,
     min_budget,
+    reserved_workspace,
     resident_peak,
 )
 from jaxoffload.plan.alloc.placement import place_intervals
 
 _SLACK = (1.25, 2.0, 16.0)
-"""Arena sizes to try for a plan that moves nothing, over the peak of its intermediates. A small
-arena is used again and again, which caches like and page faults do not."""
+"""Arena sizes to try for a plan that moves nothing, as multiples of the peak of its intermediates.
+The smallest first: its addresses stay in the caches, and fewer pages are touched."""
 
 
 def keep_everything(graph: TaskGraph, budget: int | None) -> MemGraph | None:
@@ -44,8 +45,9 @@ def keep_everything(graph: TaskGraph, budget: int | None) -> MemGraph | None:
 
 
 def _keep_in_chosen_places(graph: TaskGraph, room: int) -> MemGraph | None:
-    """The same where there is room enough, but not for tensors placed one after another."""
-    capacity = (room - headroom(graph, 1)[0]) // PLACE_ALIGNMENT * PLACE_ALIGNMENT
+    """The same with places chosen beforehand, for where tensors that are placed one after another
+    do not fit."""
+    capacity = (room - reserved_workspace(graph, 1)[0]) // PLACE_ALIGNMENT * PLACE_ALIGNMENT
     places = static_places(graph, capacity)
     if places is None:
         return None
@@ -62,29 +64,30 @@ def static_places(graph: TaskGraph, capacity: int) -> list[int] | None:
     """
     callers = CallersMemory(graph, in_place_io=True)
     count = len(graph.tensors)
-    born, last, home = [-1] * count, [-1] * count, list(range(count))
+    # An output over an operand takes its place on: both have the place of one owner.
+    first, last, owner = [-1] * count, [-1] * count, list(range(count))
     for v, vertex in enumerate(graph.vertices):
         for t in vertex.inputs:
-            if born[home[t]] >= 0:
-                last[home[t]] = v
+            if first[owner[t]] >= 0:
+                last[owner[t]] = v
             elif not callers.read_in_place(t, v):
-                born[t] = last[t] = v  # an argument that is brought up
+                first[t] = last[t] = v  # an argument that is reloaded
         for t in vertex.fresh_outputs:
             if callers.written_in_place(t, v) is None:
-                born[t] = last[t] = v
+                first[t] = last[t] = v
         for read, write in vertex.overwrites:
-            home[vertex.outputs[write]] = home[vertex.inputs[read]]
-    roots = [t for t in range(count) if born[t] >= 0 and graph.tensors[t].bytes]
+            owner[vertex.outputs[write]] = owner[vertex.inputs[read]]
+    owners = [t for t in range(count) if first[t] >= 0 and graph.tensors[t].bytes]
     offsets = place_intervals(
-        [born[t] for t in roots],
-        [last[t] + 1 for t in roots],
-        [align(graph.tensors[t].bytes) for t in roots],
+        [first[t] for t in owners],
+        [last[t] + 1 for t in owners],
+        [align(graph.tensors[t].bytes) for t in owners],
         capacity,
         search=False,
     )
     if offsets is None:
         return None
     found = [-1] * count
-    for t, offset in zip(roots, offsets.tolist(), strict=True):
+    for t, offset in zip(owners, offsets.tolist(), strict=True):
         found[t] = offset
     return found

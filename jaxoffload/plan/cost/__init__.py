@@ -1,1 +1,1 @@
-"""How long a MemGraph takes on a machine that is described, not there."""
+"""A MemGraph and a model of a machine in, times and launch priorities out."""

@@ -1,8 +1,9 @@
 """Models of machines: what a vertex and a copy take there.
 
-The rates of the named machines are the makers' figures for the device and round figures for links;
-they are there to compare plans with what papers print, and none of them was measured here but
-those of `SMALL_SERVER`. `Machine.measured` makes a model from rates that were.
+Takes graphs; gives seconds of their vertices. The rates of the named machines are the makers'
+figures for the device and round figures for links. They are there to compare plans with what papers
+print; none of them was measured here but those of `SMALL_SERVER`. `Machine.measured` makes a model
+from rates that were.
 """
 
 import dataclasses

@@ -1,4 +1,10 @@
-"""Launch priorities: how much work still hangs on each vertex."""
+"""Launch priorities: the longest path from each vertex to the end of the run.
+
+Takes a MemGraph and the seconds of its vertices; gives a number for each. Of the vertices that are
+ready on a lane the launcher starts the one with the largest: list scheduling by critical path.
+"""
+
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -11,13 +17,21 @@ def critical_path(memgraph: MemGraph, seconds: np.ndarray) -> np.ndarray:
     Args:
       seconds: time of each vertex.
     """
-    longest = seconds.astype(np.float64).tolist()
-    order = np.argsort(-memgraph.edge_tail, kind="stable")
+    order = np.argsort(-memgraph.edge_head, kind="stable")
     tails, heads = memgraph.edge_tail[order].tolist(), memgraph.edge_head[order].tolist()
-    after = [0.0] * len(longest)
-    own = list(longest)
-    for tail, head in zip(tails, heads, strict=True):
-        reach = own[head] + after[head]
-        if reach > after[tail]:
-            after[tail] = reach
-    return np.array(own) + np.array(after)
+    own = seconds.astype(np.float64).tolist()
+    return np.array(longest_paths(own, zip(tails, heads, strict=True)))
+
+
+def longest_paths(seconds: list[float], edges: Iterable[tuple[int, int]]) -> list[float]:
+    """The same for any graph.
+
+    Args:
+      edges: (tail, head), from smaller numbers to larger ones, those with the largest heads first.
+    """
+    longest = list(seconds)
+    for tail, head in edges:
+        path = seconds[tail] + longest[head]
+        if path > longest[tail]:
+            longest[tail] = path
+    return longest

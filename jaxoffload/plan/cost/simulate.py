@@ -1,9 +1,10 @@
 """Runs a MemGraph on a model of a machine: lanes with rates, and the launcher's own policies.
 
-Each device has one compute lane and one copy lane in each direction; loads from disk and stores to
-it have one lane each; transfers have a lane for each pair of devices. Copy lanes of several devices
-may be one (`Machine.links`), and so may both directions (`Machine.duplex`). Of the vertices that
-are ready in a lane the policy says which goes first.
+Takes a MemGraph, and a machine or the seconds of each vertex; gives a `Timeline`. Each device has
+one compute lane and one copy lane in each direction; loads from disk and stores to it have one lane
+each; transfers have a lane for each pair of devices. Copy lanes of several devices may be one
+(`Machine.links`), and so may both directions (`Machine.duplex`). Of the vertices that are ready on
+a lane the policy says which goes first.
 """
 
 import dataclasses
@@ -67,7 +68,8 @@ class Timeline:
 def lanes_of(
     memgraph: MemGraph, machine: Machine | None = None
 ) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
-    """The lane of each vertex, and what the lanes are."""
+    """The lane of each vertex, and what the lanes are: the model's, of which several devices may
+    share one. The runtime's are in graphs/lanes.py."""
     kind = memgraph.kind.astype(np.int64)
     device = memgraph.device.astype(np.int64)
     other = np.zeros_like(device)
@@ -167,11 +169,12 @@ def best_priority(
 
 
 _MAX_SIMULATED = 300_000
-"""Above so many vertices the critical path is taken unseen: simulating both takes a second."""
+"""Above so many vertices the critical path is taken without comparing: simulating both takes a
+second."""
 
 
 def _ranks(count: int, policy: str, seed: int) -> np.ndarray:
-    """Who goes first: the vertex of the lowest rank."""
+    """The rank of each vertex: of those that are ready the lowest goes first."""
     if policy == "fixed":
         return np.arange(count)
     return np.random.default_rng(seed + 1).permutation(count)
@@ -265,8 +268,8 @@ def _levelwise(
     now = 0.0
     level = levels(memgraph)
     by_level = np.argsort(level, kind="stable")
-    cuts = np.flatnonzero(np.diff(level[by_level])) + 1
-    for members in np.split(by_level, cuts):
+    bounds = np.flatnonzero(np.diff(level[by_level])) + 1
+    for members in np.split(by_level, bounds):
         free = np.full(num_lanes, now)
         for vertex in members.tolist():
             which = lane_of[vertex]

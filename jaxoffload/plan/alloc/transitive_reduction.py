@@ -1,9 +1,9 @@
-"""Drops superfluous memory edges.
+"""Transitive reduction: drops memory edges that follow from other edges.
 
-An edge u → v is superfluous when another path leads from u to v (TURNIP, figure 5's dashed edge).
-Finding all of them takes quadratic time, so the search from each vertex back to its memory
-predecessors is cut off: those two steps away are always found, and for graphs of up to some
-thousand vertices nearly all others are.
+Takes each vertex's edges; removes an edge u → v where another path leads from u to v (TURNIP draws
+it dashed in figure 5 and calls it superfluous). Finding all of them takes quadratic time, so the
+search from each vertex back to its memory predecessors is bounded. Paths of two edges are always
+found, and for graphs of up to some thousand vertices nearly all others are.
 """
 
 from jaxoffload.graphs.memgraph import EdgeKind
@@ -11,13 +11,13 @@ from jaxoffload.graphs.memgraph import EdgeKind
 _MOST = 64
 """Predecessors of a predecessor looked at; more would make a wide reduction quadratic."""
 _STEPS = (16, 512)
-"""Vertices visited beyond those two steps away: not worth it below, not needed above."""
+"""Vertices visited in search of longer paths: fewer find little, more find nothing more."""
 _STEP_WORK = 2_000_000
-"""Vertices times steps: bounds the time."""
+"""Vertices times steps: what bounds the time."""
 
 
-def drop_superfluous(before: list[dict[int, int]]) -> None:
-    """Removes superfluous memory edges in place.
+def reduce_transitively(before: list[dict[int, int]]) -> None:
+    """Removes memory edges in place.
 
     Args:
       before: for each vertex, its predecessors and the kind of each edge; predecessors have

@@ -1,8 +1,9 @@
-"""Drops copies that nobody reads.
+"""Dead-copy elimination: drops copies whose results nobody reads.
 
-A tensor that is evicted is copied down at once, and may turn out to be still in its place when it
-is next read; one that is fetched ahead may have to leave before its reader's turn. Neither copy is
-needed then, nor what was copied for its sake alone.
+Takes an emitter with all its vertices; removes some. A tensor is offloaded when it is evicted, and
+may still be in its place when it is next read. One that is reloaded ahead of its reader may be
+evicted again before it is read. Both copies are dead then, and so is what was copied for their sake
+alone.
 """
 
 import itertools
@@ -14,12 +15,12 @@ _COPIES = frozenset(int(kind) for kind in COPIES)
 _MEMORY = int(EdgeKind.MEMORY)
 
 
-def drop_needless_copies(emitter: Emitter) -> None:
+def drop_dead_copies(emitter: Emitter) -> None:
     """Removes vertices that copy to where nobody reads, and the versions there."""
-    stays, kept = _needed(emitter)
+    stays, kept = _live(emitter)
     if all(stays):
         return
-    _lead_past(emitter.before, stays)
+    _bypass(emitter.before, stays)
     vertex, version = _numbers(stays), _numbers(kept)
     for name in ("kind", "task_vertex", "device", "vertex_inputs", "vertex_outputs", "before"):
         setattr(emitter, name, list(itertools.compress(getattr(emitter, name), stays)))
@@ -33,8 +34,8 @@ def drop_needless_copies(emitter: Emitter) -> None:
     emitter.over = {version[new]: version[old] for new, old in emitter.over.items()}
 
 
-def _needed(emitter: Emitter) -> tuple[list[bool], list[bool]]:
-    """Which vertices and which versions are needed."""
+def _live(emitter: Emitter) -> tuple[list[bool], list[bool]]:
+    """Which vertices and which versions are not dead."""
     stays, kept = [True] * len(emitter.kind), [True] * len(emitter.tensor)
     readers = [len(r) for r in emitter.readers]
     for v in range(len(emitter.kind) - 1, -1, -1):
@@ -49,15 +50,15 @@ def _needed(emitter: Emitter) -> tuple[list[bool], list[bool]]:
     return stays, kept
 
 
-def _lead_past(before: list[dict[int, int]], stays: list[bool]) -> None:
-    """Whoever waits for a vertex that goes waits for those that it waits for."""
+def _bypass(before: list[dict[int, int]], stays: list[bool]) -> None:
+    """In place of an edge from a vertex that is removed, edges from that one's predecessors."""
     for mine in before:
         for tail in [tail for tail in mine if not stays[tail]]:
             del mine[tail]
-            for other in before[tail]:  # led past what goes already: tails come first
+            for other in before[tail]:  # earlier rows are done: all in them stay
                 mine.setdefault(other, _MEMORY)
 
 
 def _numbers(stays: list[bool]) -> list[int]:
-    """The new number of each, where those that go are left out."""
+    """The new number of each, counting only those that stay."""
     return [number - 1 for number in itertools.accumulate(stays)]
