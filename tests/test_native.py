@@ -1,6 +1,8 @@
-"""The C++ tests: one pytest case for each TEST, plain, under ASan and UBSan, and under TSan.
+"""The C++ tests: plain, under ASan and UBSan, under TSan; one pytest case for each file of them.
 
-They need a compiler, cmake and ninja, but neither Python, JAX nor XLA: see custom_calls/tests.
+The cases of a file run in one process, but for those that want one for themselves; whatever fails
+is named, and the others still run. They need a compiler, cmake and ninja, but neither Python, JAX
+nor XLA: see custom_calls/tests.
 """
 
 import fcntl
@@ -17,13 +19,13 @@ import xla_plugins.xla_cpu_pjrt as plugin_package
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "custom_calls"
-SANITIZERS = {"plain": "", "asan": "address,undefined", "tsan": "thread"}
+FLAVOURS = ("plain", "asan", "tsan")
 
-CASES = sorted(
-    name
-    for path in SOURCES.glob("tests/*_test.cc")
-    for name in re.findall(r"^TEST\((\w+)\)", path.read_text(), re.MULTILINE)
-)
+CASES = {
+    path.name: re.findall(r"^TEST(_APART)?\((\w+)\)", path.read_text(), re.MULTILINE)
+    for path in sorted(SOURCES.glob("tests/*_test.cc"))
+}
+"""Of each file: (whether it wants a process for itself, name)."""
 
 
 def tool(name):
@@ -40,17 +42,16 @@ def must_run(command, **options):
 
 
 @functools.cache
-def binary(variant):
-    """Builds one variant, which is quick when nothing has changed; one process at a time."""
-    folder = ROOT / "build" / f"tests-{variant}"
+def binaries():
+    """Builds all flavours, which is quick when nothing has changed; one process at a time."""
+    folder = ROOT / "build" / "tests"
     folder.mkdir(parents=True, exist_ok=True)
     cmake = [tool("cmake"), "-G", "Ninja", "-S", str(SOURCES), "-B", str(folder)]
-    options = ["-DJAXOFFLOAD_TESTS=ON", f"-DJAXOFFLOAD_SANITIZE={SANITIZERS[variant]}"]
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        must_run([*cmake, f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", *options])
+        must_run([*cmake, f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-DJAXOFFLOAD_TESTS=ON"])
         must_run([tool("cmake"), "--build", str(folder)])
-    return folder / "native_tests"
+    return folder / "tests"
 
 
 @functools.cache
@@ -61,16 +62,56 @@ def without_address_randomization():
     return command if allowed else []
 
 
+def failures(command, cases):
+    """Runs cases in one process; what went wrong, by the case that it went wrong in.
+
+    A case that fails ends the process, so those behind it get another.
+    """
+    found = {}
+    while cases:
+        try:
+            done = subprocess.run([*command, *cases], capture_output=True, text=True, timeout=240)
+            out, err, how = done.stdout, done.stderr, f"exit status {done.returncode}"
+        except subprocess.TimeoutExpired as hung:
+            out, err = ((text or b"").decode() for text in (hung.stdout, hung.stderr))
+            done, how = None, "it hangs"
+        lines = out.split("\n")
+        num_passed = lines.count("passed")
+        if done is not None and done.returncode == 0 and num_passed == len(cases):
+            break
+        if num_passed == len(cases):  # at the process's end, as for a leak: whose?
+            alone = [failures(command, [case]) for case in cases] if len(cases) > 1 else []
+            found |= functools.reduce(dict.__or__, alone, {}) or {
+                " ".join(cases): how + err[-8000:]
+            }
+            break
+        found[cases[num_passed]] = f"{how}\n{out[-2000:]}\n{err[-8000:]}"
+        cases = cases[num_passed + 1 :]
+    return found
+
+
 @pytest.mark.timeout(900)  # the first one builds them
-@pytest.mark.parametrize("variant", SANITIZERS)
-@pytest.mark.parametrize("case", CASES)
-def test_native(case, variant):
-    prefix = without_address_randomization() if variant == "tsan" else []
-    must_run([*prefix, str(binary(variant)), case], timeout=240)
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("file", CASES)
+def test_native(file, flavour):
+    prefix = without_address_randomization() if flavour == "tsan" else []
+    command = [*prefix, str(binaries() / f"native_tests_{flavour}")]
+    found = failures(command, [name for apart, name in CASES[file] if not apart])
+    for apart, name in CASES[file]:
+        if apart:
+            found |= failures(command, [name])
+    report = "\n\n".join(f"{name}: {what}" for name, what in found.items())
+    assert not found, f"{', '.join(found)} failed ({flavour})\n{report}"
 
 
 def test_native_lists_what_pytest_runs():
-    assert must_run([str(binary("plain")), "--list"]).split() == CASES
+    listed = must_run([str(binaries() / "native_tests_plain"), "--list"]).splitlines()
+    expected = [
+        f"{file} {name}{' apart' if apart else ''}"
+        for file, cases in CASES.items()
+        for apart, name in cases
+    ]
+    assert sorted(listed) == sorted(expected)
 
 
 def test_native_sources_are_formatted():

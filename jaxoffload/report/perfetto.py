@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxoffload import _native
 from jaxoffload.graphs.memgraph import COPIES, Kind, Space
 from jaxoffload.report.predict import Prediction
 from jaxoffload.report.scene import DATA, KINDS, LANE, MEMORY, NOTHING, Scene, Times
@@ -22,8 +23,7 @@ from jaxoffload.search.whole import WholePlan
 from jaxoffload.showing import trace
 
 _WHY = {NOTHING: "nothing", DATA: "what it reads", MEMORY: "room to write to", LANE: "its lane"}
-_LANE_OF_KIND = np.array([0, 1, 2, 1, 0, 0, 1])
-"""Within a device, by Kind, as in runtime/load.py; the disk's two come after all devices'."""
+_DISK_LANES = len(LANES) - DEVICE_LANES
 _APART = 100
 """From one time's processes to the next's."""
 
@@ -55,16 +55,14 @@ def trace_json(scene: Scene) -> str:
 def _lanes(scene: Scene) -> np.ndarray:
     """Lanes numbered as the runtime's, whatever shares one in a model; transfers have their own."""
     graph, devices = scene.graph, len(scene.graph.capacity)
-    on_disk = np.isin(graph.kind, (Kind.LOAD, Kind.STORE))
-    device = np.where(on_disk, devices, graph.device)
-    lane = DEVICE_LANES * device + _LANE_OF_KIND[graph.kind]
+    lane = _native.lane_of(graph.kind, graph.device, devices)
     between = graph.kind == Kind.TRANSFER
-    return np.where(between, DEVICE_LANES * devices + 2 + graph.device, lane)
+    return np.where(between, DEVICE_LANES * devices + _DISK_LANES + graph.device, lane)
 
 
 def _process(lane: np.ndarray, devices: int, base: int) -> np.ndarray:
     """Each device is one; what belongs to none is in the one after them."""
-    of_transfers = lane - DEVICE_LANES * devices - 2
+    of_transfers = lane - DEVICE_LANES * devices - _DISK_LANES
     device = np.where(of_transfers >= 0, of_transfers, np.minimum(lane // DEVICE_LANES, devices))
     return base + device
 
@@ -83,7 +81,7 @@ def _rows(scene: Scene, times: Times, lane: np.ndarray, base: int) -> Iterator[d
         name = f"device {device}: {LANES[row]}"
         if tid >= DEVICE_LANES * devices:
             beyond = tid - DEVICE_LANES * devices
-            name = LANES[DEVICE_LANES + beyond] if beyond < 2 else "from other devices"
+            name = LANES[DEVICE_LANES + beyond] if beyond < _DISK_LANES else "from other devices"
         yield _meta("thread_name", pid, _tid(tid, base), name=name)
         yield _meta("thread_sort_index", pid, _tid(tid, base), sort_index=tid)
 

@@ -11,7 +11,7 @@ from jaxoffload.graphs.memgraph import Kind, Space
 from jaxoffload.options import format_bytes
 from jaxoffload.report.scene import KINDS, Scene
 from jaxoffload.report.subjects import format_seconds, scene_of
-from jaxoffload.runtime.run import LANES, Run
+from jaxoffload.runtime.run import LANE_OF_KIND, LANES, Run
 
 _LANE_COLOUR = "#56B4E9"
 _STYLE = (
@@ -25,10 +25,6 @@ _HINT_AREA = 40.0
 """A box smaller than this gets no tooltip: nobody could point at it."""
 _WIDTH, _LEFT, _TOP, _USE, _MAP, _LANE = 900, 104, 40, 80, 300, 22
 _WIDE = _WIDTH - _LEFT - 12
-_LANE_OF_KIND = {
-    Kind.KERNEL: 0, Kind.INPUT: 0, Kind.RELOAD: 1, Kind.TRANSFER: 1, Kind.OFFLOAD: 2,
-    Kind.LOAD: 3, Kind.STORE: 4,
-}  # fmt: skip
 
 
 def place_map_svg(run: Run, title: str = "") -> str:
@@ -185,11 +181,11 @@ def _lanes(scene: Scene, most: int | None) -> dict[str, list[tuple[float, float,
         longest = np.argsort(-spent[vertices], kind="stable")[:most]
         vertices = np.sort(vertices[longest])
     found: dict[str, list[tuple[float, float, str]]] = {}
-    for name_id, name in enumerate(LANES):
+    for name in LANES:
         found[name] = [
             (_LEFT + times.start[v] * scale, max(spent[v] * scale, 0.3), graph.describe(v))
             for v in vertices.tolist()
-            if _LANE_OF_KIND[Kind(graph.kind[v])] == name_id
+            if LANE_OF_KIND[Kind(graph.kind[v])] == name
         ]
     return {name: boxes for name, boxes in found.items() if boxes}
 

@@ -12,16 +12,13 @@ from jaxoffload.report.scene import MEMORY, Scene, Times
 from jaxoffload.report.subjects import format_seconds, scene_of, within
 from jaxoffload.report.view import Comparison
 from jaxoffload.runtime.plan import Plan
-from jaxoffload.runtime.run import LANES, Run
+from jaxoffload.runtime.run import LANE_OF_KIND, LANES, Run
 from jaxoffload.search.whole import WholePlan, WholeRun
 from jaxoffload.showing import words
 
 _BUSY = 0.9
 """Share of the time from which on a lane is what a run waits for."""
-_LANES = {
-    Kind.KERNEL: LANES[0], Kind.INPUT: LANES[0], Kind.RELOAD: LANES[1], Kind.OFFLOAD: LANES[2],
-    Kind.LOAD: LANES[3], Kind.STORE: LANES[4], Kind.TRANSFER: "between devices",
-}  # fmt: skip
+_LANES = LANE_OF_KIND | {Kind.TRANSFER: "between devices"}
 
 
 @words.register

@@ -21,10 +21,6 @@ _BUFFER_TYPES = {
 }  # fmt: skip
 """PJRT_Buffer_Type of each dtype; elements of less than a byte are moved as uint8."""
 
-_LANE_OF_KIND = np.array([0, 1, 2, 1, 0, 0, 1])
-"""Lane within a device, by Kind: compute 0, towards the device 1, away from it 2. Loads and stores
-have the two lanes after those of the last device."""
-
 
 def load(
     memgraph: MemGraph,
@@ -64,14 +60,12 @@ def load(
     kernel = np.array([v.kernel for v in graph.vertices] or [-1], dtype=np.int32)
     runs = memgraph.kind == Kind.KERNEL
     executable = np.where(runs, kernel[memgraph.task_vertex], -1).astype(np.int32)
-    on_disk = np.isin(memgraph.kind, (Kind.LOAD, Kind.STORE))
-    device = np.where(on_disk, client.num_devices, memgraph.device)
     versions = [graph.tensors[t] for t in memgraph.tensor]
     return _native.Plan(
         client=client,
         executables=list(executables),
         kind=memgraph.kind,
-        lane=(3 * device + _LANE_OF_KIND[memgraph.kind]).astype(np.int32),
+        lane=_native.lane_of(memgraph.kind, memgraph.device, client.num_devices),
         priority=best_priority(memgraph, machine=machine) if priority is None else priority,
         executable=executable,
         succ_offsets=_offsets(counts),

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxoffload import _native
 from jaxoffload.errors import RunError
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.options import Options
@@ -16,9 +17,13 @@ from jaxoffload.runtime.arrays import TierArray, empty_host_array
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.showing import ShownMemory
 
-LANES = ("compute", "host to device", "device to host", "disk to host", "host to disk")
-DEVICE_LANES = 3
+LANES: tuple[str, ...] = _native.lane_names
+DEVICE_LANES: int = _native.device_lanes
 """Of these every device has its own; the disk's come after those of the last device."""
+# With one device a lane's number is its place in LANES.
+_lane_of = _native.lane_of(np.array(Kind, np.uint8), np.zeros(len(Kind), np.int32), 1)
+LANE_OF_KIND = {kind: LANES[lane] for kind, lane in zip(Kind, _lane_of.tolist(), strict=True)}
+"""What the lane is called that vertices of a kind run on."""
 
 
 @dataclasses.dataclass(frozen=True)
