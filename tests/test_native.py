@@ -108,6 +108,19 @@ def test_native(file, flavour):
     assert not found, f"{', '.join(found)} failed ({flavour})\n{report}"
 
 
+def test_native_failures_are_named_and_the_others_still_run(tmp_path):
+    """On a program that fails in "bad", and, where it ran "leaks", at its end."""
+    program = tmp_path / "native_tests"
+    program.write_text(
+        'for name in "$@"; do echo $name >> "$0.ran"; echo $name; [ $name = bad ] && exit 3; '
+        "echo passed; done; echo rests >&2; [ $name != leaks ]"
+    )
+    found = failures(["sh", str(program)], ["one", "bad", "two", "leaks"])
+    assert list(found) == ["bad", "leaks"]
+    assert found["bad"].startswith("exit status 3") and "rests" in found["leaks"]
+    assert "two" in Path(f"{program}.ran").read_text().split()
+
+
 def test_native_lists_what_pytest_runs():
     listed = must_run([str(binaries() / "native_tests_plain"), "--list"]).splitlines()
     expected = [
