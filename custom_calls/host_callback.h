@@ -1,5 +1,5 @@
 // "jaxoffload_callback": a vertex that calls back into Python, as a custom call of the CPU plugin.
-// Nothing here knows Python; bindings.cc says what is called.
+// Nothing here knows Python; bindings/ says what is called.
 
 #ifndef JAXOFFLOAD_HOST_CALLBACK_H_
 #define JAXOFFLOAD_HOST_CALLBACK_H_

@@ -1,4 +1,4 @@
-"""The C++ runtime: custom_calls/bindings.cc."""
+"""The C++ runtime: custom_calls/bindings."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -137,11 +137,11 @@ class Plan:
     """A MemGraph with its executables, checked and copied into flat C++ arrays.
 
     A kernel's executable takes its input versions in order, then one place for each output that
-    overwrites none, in output order. Lanes of device d are 3d (compute), 3d+1 (to the device),
-    3d+2 (from it); after those of all devices come loads from disk and stores to it.
+    overwrites none, in output order.
 
     Args:
       executables: indexed by `executable`; None where no vertex needs it.
+      lane: of each vertex; see `lane_of`.
       priority: of each vertex; the largest ready one starts first.
       succ_offsets, succ: heads of each vertex's edges, CSR; a head is after its tail.
       dtype: PJRT_Buffer_Type of each version.
@@ -414,6 +414,21 @@ def set_host_callback(
 
 def host_callback_handler() -> Any:
     """The call's FFI handler, for `Client.register_ffi_handlers`."""
+
+lane_names: tuple[str, ...]
+"""What lanes are called: `device_lanes` that every device has, then the disk's."""
+
+device_lanes: int
+
+def lane_of(kind: np.ndarray, device: np.ndarray, num_devices: int) -> np.ndarray:
+    """The number of the lane on which each vertex runs, int32.
+
+    Lanes are numbered device by device, in the order of `lane_names`; the disk's come last.
+
+    Args:
+      kind, device: of each vertex, as in MemGraph.
+      num_devices: of the client.
+    """
 
 ffi_api_version: tuple[int, int]
 """XLA FFI API of the headers that this was built with: (major, minor)."""

@@ -1,10 +1,13 @@
-"""The C++ tests: one pytest case for each TEST, plain, under ASan and UBSan, and under TSan.
+"""The C++ tests: plain, under ASan and UBSan, under TSan; one pytest case for each file of them.
 
-They need a compiler, cmake and ninja, but neither Python, JAX nor XLA: see custom_calls/tests.
+The cases of a file run in one process, but for those that want one for themselves; whatever fails
+is named, and the others still run. They need a compiler, cmake and ninja, but neither Python, JAX
+nor XLA: see custom_calls/tests.
 """
 
 import fcntl
 import functools
+import os
 import re
 import shutil
 import subprocess
@@ -17,13 +20,16 @@ import xla_plugins.xla_cpu_pjrt as plugin_package
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "custom_calls"
-SANITIZERS = {"plain": "", "asan": "address,undefined", "tsan": "thread"}
+FLAVOURS = ("plain", "asan", "tsan")
+# TSan would go on after a race, and the case that has it would not be known.
+TSAN_OPTIONS = f"{os.environ.get('TSAN_OPTIONS', '')} halt_on_error=1"
+ENVIRONMENT = os.environ | {"TSAN_OPTIONS": TSAN_OPTIONS}
 
-CASES = sorted(
-    name
-    for path in SOURCES.glob("tests/*_test.cc")
-    for name in re.findall(r"^TEST\((\w+)\)", path.read_text(), re.MULTILINE)
-)
+CASES = {
+    path.name: re.findall(r"^TEST(_APART)?\((\w+)\)", path.read_text(), re.MULTILINE)
+    for path in sorted(SOURCES.glob("tests/*_test.cc"))
+}
+"""Of each file: (whether it wants a process for itself, name)."""
 
 
 def tool(name):
@@ -40,17 +46,16 @@ def must_run(command, **options):
 
 
 @functools.cache
-def binary(variant):
-    """Builds one variant, which is quick when nothing has changed; one process at a time."""
-    folder = ROOT / "build" / f"tests-{variant}"
+def binaries():
+    """Builds all flavours, which is quick when nothing has changed; one process at a time."""
+    folder = ROOT / "build" / "tests"
     folder.mkdir(parents=True, exist_ok=True)
     cmake = [tool("cmake"), "-G", "Ninja", "-S", str(SOURCES), "-B", str(folder)]
-    options = ["-DJAXOFFLOAD_TESTS=ON", f"-DJAXOFFLOAD_SANITIZE={SANITIZERS[variant]}"]
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        must_run([*cmake, f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", *options])
+        must_run([*cmake, f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-DJAXOFFLOAD_TESTS=ON"])
         must_run([tool("cmake"), "--build", str(folder)])
-    return folder / "native_tests"
+    return folder / "tests"
 
 
 @functools.cache
@@ -61,16 +66,69 @@ def without_address_randomization():
     return command if allowed else []
 
 
+def failures(command, cases):
+    """Runs cases in one process; what went wrong, by the case that it went wrong in.
+
+    A case that fails ends the process, so those behind it get another. Behind one that hangs
+    nothing runs: the next would hang as well, each for two minutes.
+    """
+    found = {}
+    while cases:
+        try:
+            done = subprocess.run(
+                [*command, *cases], env=ENVIRONMENT, capture_output=True, timeout=120
+            )
+            how = f"exit status {done.returncode}"
+        except subprocess.TimeoutExpired as hung:
+            done, how = hung, "it hangs"
+        out, err = ((text or b"").decode(errors="replace") for text in (done.stdout, done.stderr))
+        num_passed = out.splitlines().count("passed")
+        if num_passed < len(cases):
+            found[cases[num_passed]] = f"{how}\n{out[-2000:]}\n{err[-8000:]}"
+        elif how != "exit status 0":  # at the end of the process, as for a leak: whose?
+            alone = [failures(command, [case]) for case in cases] if len(cases) > 1 else []
+            found |= functools.reduce(dict.__or__, alone, {}) or {
+                " ".join(cases): f"{how}\n{err[-8000:]}"
+            }
+        cases = [] if isinstance(done, subprocess.TimeoutExpired) else cases[num_passed + 1 :]
+    return found
+
+
 @pytest.mark.timeout(900)  # the first one builds them
-@pytest.mark.parametrize("variant", SANITIZERS)
-@pytest.mark.parametrize("case", CASES)
-def test_native(case, variant):
-    prefix = without_address_randomization() if variant == "tsan" else []
-    must_run([*prefix, str(binary(variant)), case], timeout=240)
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("file", CASES)
+def test_native(file, flavour):
+    prefix = without_address_randomization() if flavour == "tsan" else []
+    command = [*prefix, str(binaries() / f"native_tests_{flavour}")]
+    found = failures(command, [name for apart, name in CASES[file] if not apart])
+    for apart, name in CASES[file]:
+        if apart:
+            found |= failures(command, [name])
+    report = "\n\n".join(f"{name}: {what}" for name, what in found.items())
+    assert not found, f"{', '.join(found)} failed ({flavour})\n{report}"
+
+
+def test_native_failures_are_named_and_the_others_still_run(tmp_path):
+    """On a program that fails in "bad", and, where it ran "leaks", at its end."""
+    program = tmp_path / "native_tests"
+    program.write_text(
+        'for name in "$@"; do echo $name >> "$0.ran"; echo $name; [ $name = bad ] && exit 3; '
+        "echo passed; done; echo rests >&2; [ $name != leaks ]"
+    )
+    found = failures(["sh", str(program)], ["one", "bad", "two", "leaks"])
+    assert list(found) == ["bad", "leaks"]
+    assert found["bad"].startswith("exit status 3") and "rests" in found["leaks"]
+    assert "two" in Path(f"{program}.ran").read_text().split()
 
 
 def test_native_lists_what_pytest_runs():
-    assert must_run([str(binary("plain")), "--list"]).split() == CASES
+    listed = must_run([str(binaries() / "native_tests_plain"), "--list"]).splitlines()
+    expected = [
+        f"{file} {name}{' apart' if apart else ''}"
+        for file, cases in CASES.items()
+        for apart, name in cases
+    ]
+    assert sorted(listed) == sorted(expected)
 
 
 def test_native_sources_are_formatted():

@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "plan/loaded_plan.h"
+#include "plan/lanes.h"
 #include "tiers/host_block.h"
 
 namespace jaxoffload {
@@ -24,12 +24,13 @@ CudaPlatform::CudaPlatform(const PJRT_Api* api, PJRT_Client* client,
       devices_(std::move(devices)),
       ordinals_(std::move(ordinals)),
       driver_(std::move(driver)),
-      lanes_(devices_.size() * kLanesPerDevice),
+      lanes_(devices_.size() * kDeviceLanes),
       arenas_(devices_.size()) {
   now_ = driver_->NewStream(ordinals_[0]);
-  for (size_t lane = 0; lane < lanes_.size(); ++lane) {
-    lanes_[lane].ordinal = ordinals_[lane / kLanesPerDevice];
-    if (lane % kLanesPerDevice == 0) continue;  // computes
+  const Lanes lanes(static_cast<int32_t>(devices_.size()));
+  for (int32_t lane = 0; lane < static_cast<int32_t>(lanes_.size()); ++lane) {
+    lanes_[lane].ordinal = ordinals_[DeviceOfLane(lane)];
+    if (lanes.IsCompute(lane)) continue;
     for (int i = 0; i < kStreamsPerDirection; ++i) {
       lanes_[lane].streams.push_back(driver_->NewStream(lanes_[lane].ordinal));
     }

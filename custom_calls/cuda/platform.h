@@ -83,7 +83,7 @@ class CudaPlatform : public Platform {
   const std::vector<PJRT_Device*> devices_;
   const std::vector<int32_t> ordinals_;
   const std::shared_ptr<CudaDriver> driver_;
-  std::vector<CopyLane> lanes_;  // by the launcher's lane; compute lanes have no streams
+  std::vector<CopyLane> lanes_;  // by Lanes, but for the disk's; compute lanes have no streams
 
   mutable Mutex mutex_;
   std::vector<DeviceArena> arenas_;

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "../pjrt/item_bytes.h"
 #include "fake_cuda.h"
 #include "pjrt_c_api.h"
 
@@ -105,31 +106,8 @@ struct Buffer {
   std::shared_ptr<char> memory;  // null: somebody else's
 };
 
-size_t ItemBytes(PJRT_Buffer_Type type) {
-  switch (type) {
-    case PJRT_Buffer_Type_PRED:
-    case PJRT_Buffer_Type_S8:
-    case PJRT_Buffer_Type_U8:
-      return 1;
-    case PJRT_Buffer_Type_S16:
-    case PJRT_Buffer_Type_U16:
-    case PJRT_Buffer_Type_F16:
-    case PJRT_Buffer_Type_BF16:
-      return 2;
-    case PJRT_Buffer_Type_S64:
-    case PJRT_Buffer_Type_U64:
-    case PJRT_Buffer_Type_F64:
-    case PJRT_Buffer_Type_C64:
-      return 8;
-    case PJRT_Buffer_Type_C128:
-      return 16;
-    default:
-      return 4;
-  }
-}
-
 size_t Bytes(PJRT_Buffer_Type type, const std::vector<int64_t>& dims) {
-  size_t bytes = ItemBytes(type);
+  auto bytes = static_cast<size_t>(jaxoffload::ItemBytes(type));
   for (const int64_t d : dims) bytes *= static_cast<size_t>(d);
   return bytes;
 }

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "tiers/disk_store.h"
+#include "tiers/disk_extent.h"
 
 namespace jaxoffload {
 
@@ -23,7 +23,7 @@ struct RunContext {
   std::vector<char*> arguments;
   std::vector<char*> results;
   // Of arguments and results that are on disk; null for others, or empty if there are none. Their
-  // addresses above are tags: numbers that no memory has (disk_store.h).
+  // addresses above are tags: numbers that no memory has (disk_source.h).
   std::vector<std::shared_ptr<DiskSource>> argument_sources;
   std::vector<std::shared_ptr<DiskExtent>> result_extents;
   // Of each version; the launcher fills it between Begin and the first vertex.

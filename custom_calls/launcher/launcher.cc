@@ -10,7 +10,8 @@
 
 namespace jaxoffload {
 
-Launcher::Launcher(int32_t num_lanes, int32_t window) : window_(window), lanes_(num_lanes) {
+Launcher::Launcher(Lanes lanes, int32_t window)
+    : layout_(lanes), window_(window), lanes_(lanes.size()) {
   for (Lane& lane : lanes_) {
     if (window_ > 0) lane.has_room = sem_init(&lane.room, 0, static_cast<unsigned>(window_)) == 0;
   }
@@ -24,19 +25,11 @@ Launcher::~Launcher() { Shutdown(); }
 
 void Launcher::StartLanes() {
   if (started_) return;
-  static const char* const kNames[kLanesPerDevice] = {"compute", "to-dev", "from-dev"};
   try {
     for (int32_t lane = 0; lane < static_cast<int32_t>(lanes_.size()); ++lane) {
       lanes_[lane].thread = StartThread([this, lane] { LaneMain(lane); });
-      const int32_t disk_lane = lane - (static_cast<int32_t>(lanes_.size()) - kDiskLanes);
-      std::string name = "jo-";
-      if (disk_lane >= 0) {
-        name += disk_lane == 0 ? "disk-load" : "disk-store";
-      } else {
-        name += kNames[lane % kLanesPerDevice];
-        name += "-" + std::to_string(lane / kLanesPerDevice);
-      }
-      pthread_setname_np(lanes_[lane].thread.native_handle(), name.substr(0, 15).c_str());
+      const std::string name = layout_.ThreadName(lane).substr(0, 15);
+      pthread_setname_np(lanes_[lane].thread.native_handle(), name.c_str());
       if (window_ > 0) lanes_[lane].awaiter = StartThread([this, lane] { AwaiterMain(lane); });
     }
   } catch (...) {
@@ -162,11 +155,7 @@ void Launcher::Work(int32_t lane, Run& run, int32_t taken) {
   ReadyQueue& ready = run.ready_[lane];
   Inbox& inbox = lanes_[lane].inbox;
   for (;;) {
-    for (int32_t v = taken; v != Inbox::kEmpty;) {
-      const int32_t next = run.next_[v];  // before Push: the slot is free from there on
-      ready.Push(v);
-      v = next;
-    }
+    run.TakeIn(lane, taken);
     const int32_t vertex_id = ready.Pop();
     if (vertex_id < 0) {
       // With the fixed policy something is ready but not next. The run cannot end meanwhile.
@@ -174,7 +163,12 @@ void Launcher::Work(int32_t lane, Run& run, int32_t taken) {
       continue;
     }
     run.Execute(vertex_id);
-    if (!Complete(lane, run, vertex_id)) return;
+    Release(lane, run, vertex_id, Successors::kAll, &ready);
+    // Read before the vertex is counted: after that the run may end, and go away, on another
+    // thread, unless this lane still holds a vertex of it.
+    const bool more = !ready.empty();
+    CountCompletion(run);
+    if (!more) return;
     taken = inbox.TryTake();
   }
 }
@@ -182,29 +176,24 @@ void Launcher::Work(int32_t lane, Run& run, int32_t taken) {
 void Launcher::Issue(int32_t lane_id, Run& run, int32_t taken) {
   Lane& lane = lanes_[lane_id];
   ReadyQueue& ready = run.ready_[lane_id];
-  const auto take_in = [&](int32_t list) {
-    for (int32_t v = list; v != Inbox::kEmpty;) {
-      const int32_t next = run.next_[v];
-      ready.Push(v);
-      v = next;
-    }
-  };
-  take_in(taken);
+  run.TakeIn(lane_id, taken);
   for (bool more = true; more;) {
     while (sem_wait(&lane.room) != 0) {  // a signal
     }
     // What became ready while there was no room may be more critical. The run cannot end meanwhile,
     // for something is ready.
-    take_in(lane.inbox.TryTake());
+    run.TakeIn(lane_id, lane.inbox.TryTake());
     const int32_t vertex_id = ready.Pop();
     if (vertex_id < 0) {
       // With the fixed policy something is ready but not next.
       sem_post(&lane.room);
-      take_in(lane.inbox.Take());
+      run.TakeIn(lane_id, lane.inbox.Take());
       continue;
     }
     run.Execute(vertex_id);
-    if (run.ReleasesAtIssue(lane_id)) Release(lane_id, run, vertex_id, true, false);
+    if (run.ReleasesAtIssue(lane_id)) {
+      Release(lane_id, run, vertex_id, Successors::kOwnLane, &ready);
+    }
     more = !ready.empty();  // read before the push: after it, the run may end
     lane.issued.Push(vertex_id, run.next_issued_.data());
   }
@@ -229,48 +218,33 @@ void Launcher::AwaiterMain(int32_t lane_id) {
       issued = run.next_issued_[vertex_id];  // before the end, after which the run may be gone
       run.Await(vertex_id);
       sem_post(&lane.room);
-      Release(lane_id, run, vertex_id, !run.ReleasesAtIssue(lane_id), true);
-      if (run.pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) Finish();
+      const bool own_are_released = run.ReleasesAtIssue(lane_id);
+      Release(lane_id, run, vertex_id,
+              own_are_released ? Successors::kOtherLanes : Successors::kAll, nullptr);
+      CountCompletion(run);
     }
   }
 }
 
-void Launcher::Release(int32_t lane, Run& run, int32_t vertex_id, bool own, bool others) {
+void Launcher::Release(int32_t lane, Run& run, int32_t vertex_id, Successors which,
+                       ReadyQueue* ready) {
   const LoadedPlan& plan = *run.plan_;
   const int32_t* const end = plan.successors_end(vertex_id);
   for (const int32_t* s = plan.successors_begin(vertex_id); s != end; ++s) {
     const int32_t target = plan.lane(*s);
-    if (!(target == lane ? own : others)) continue;
+    const bool is_own = target == lane;
+    if (which != Successors::kAll && is_own != (which == Successors::kOwnLane)) continue;
     if (run.unmet_[*s].fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
-    // A lane's own ready queue is its thread's: only there may it be touched.
-    if (own && !others) {
-      run.ready_[lane].Push(*s);
+    if (is_own && ready != nullptr) {
+      ready->Push(*s);
     } else {
       lanes_[target].inbox.Push(*s, run.next_.data());
     }
   }
 }
 
-bool Launcher::Complete(int32_t lane, Run& run, int32_t vertex_id) {
-  const LoadedPlan& plan = *run.plan_;
-  ReadyQueue& ready = run.ready_[lane];
-  const int32_t* const end = plan.successors_end(vertex_id);
-  for (const int32_t* s = plan.successors_begin(vertex_id); s != end; ++s) {
-    if (run.unmet_[*s].fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
-    if (plan.lane(*s) == lane) {
-      ready.Push(*s);
-    } else {
-      lanes_[plan.lane(*s)].inbox.Push(*s, run.next_.data());
-    }
-  }
-  // Read before the decrement: after it, the run may end and go away on another thread, unless
-  // this lane still holds a vertex of it.
-  const bool more = !ready.empty();
-  if (run.pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-    Finish();
-    return false;
-  }
-  return more;
+void Launcher::CountCompletion(Run& run) {
+  if (run.pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) Finish();
 }
 
 }  // namespace jaxoffload

@@ -1,19 +1,37 @@
 // The event-driven launcher: lanes, and the queue of runs.
 //
+// Takes runs (run.h) and carries each out on its backend; when it returns from the last vertex, the
+// run has its report. Nothing is thrown on a lane: a failure is recorded in the run, whose other
+// vertices are then counted off without being executed.
+//
 // A vertex becomes ready when its last dependency completes, is queued on its lane by the thread
 // that completed it, and starts when that lane is free (TURNIP, section 7 and appendix A; DISCO's
-// work-conserving rule). There is no master thread: completions drive the loop on the lanes' own
-// threads. Counter protocol and draining after a failure follow XLA's thunk_executor.
+// work-conserving rule). There is no master thread. Counter protocol and draining after a failure
+// follow XLA's thunk_executor.
 //
-// **Window.** Where vertices run on streams of a device, Execute only puts them there, and a second
-// thread a lane waits for their ends, in order. Up to `window` vertices of a lane may be under way,
-// so that the device never waits for the host; which one is next is decided as late as that allows.
-// A vertex of which nothing is missing but vertices that are ahead of it on the same stream is put
-// behind them at once.
+// What a thread of lane A does after vertex v, for each successor s:
+//
+//   A: Execute(v)
+//   A: unmet[s] -= 1      acq_rel: who takes it to 0 sees all that s will read
+//        s on lane A      A's ready queue: plain memory, only A's thread touches it
+//        s on lane B      B's inbox: push, release ----> B: take all, acquire; into B's ready queue
+//   A: pending -= 1       acq_rel: who takes it to 0 sees the whole run, ends it, starts the next
+//
+// After `pending -= 1` the run may be gone, unless the lane still has a vertex of it ready.
+//
+// **Window.** Where vertices run on streams of a device, a lane has two threads. Up to `window`
+// vertices of a lane may be under way, so that the device never waits for the host; which one is
+// next is decided as late as that allows.
+//
+//   lane:    room -= 1, or wait; Execute(v) puts v on its stream; `issued`: push, release ----+
+//   awaiter: take all, acquire <--------------------------------------------------------------+
+//            Await(v); room += 1; then as above, by inboxes alone
+//
+// If the lane's stream keeps order, the lane itself counts down the successors on its own lane, so
+// that they go on the stream behind v before v has ended; the awaiter counts down the others.
 //
 // Runs are executed one at a time, in the order of submission, because the plans of one client
-// share its arenas: that keeps the promise that a plan's budget is all the memory in use. Submit
-// never blocks.
+// share its arenas: so a plan's budget is all the memory in use. Submit never blocks.
 
 #ifndef JAXOFFLOAD_LAUNCHER_LAUNCHER_H_
 #define JAXOFFLOAD_LAUNCHER_LAUNCHER_H_
@@ -37,7 +55,7 @@ namespace jaxoffload {
 class Launcher {
  public:
   // `window` 0: Execute runs vertices to their ends, and nothing has to be waited for.
-  explicit Launcher(int32_t num_lanes, int32_t window = 0);
+  explicit Launcher(Lanes lanes, int32_t window = 0);
   // As Shutdown.
   ~Launcher();
 
@@ -65,6 +83,8 @@ class Launcher {
     bool has_room = false;
   };
 
+  enum class Successors { kOwnLane, kOtherLanes, kAll };
+
   void StartLanes() REQUIRES(mutex_);
   // Ends the lanes' threads, those of them that there are. Not under the mutex unless they have
   // nothing to do.
@@ -75,16 +95,17 @@ class Launcher {
   // The same with a window: puts them on the stream.
   void Issue(int32_t lane, Run& run, int32_t taken);
   void AwaiterMain(int32_t lane);
-  // Counts down what a vertex held back on its own lane (is_own), or on the others.
-  void Release(int32_t lane, Run& run, int32_t vertex_id, bool own, bool others);
-  // After a vertex: makes its successors ready. True if this lane has more of the run to do; if
-  // not, the run may be gone.
-  bool Complete(int32_t lane, Run& run, int32_t vertex_id);
+  // Counts down the successors of a vertex of a lane and queues those that wait for nothing more.
+  // `ready` is the lane's queue on the lane's own thread, null on any other.
+  void Release(int32_t lane, Run& run, int32_t vertex_id, Successors which, ReadyQueue* ready);
+  // A vertex is through with all that it does. After the last one this ends the run.
+  void CountCompletion(Run& run);
   void Start(std::shared_ptr<Run> run);
   void Finish();
   std::shared_ptr<Run> EndActiveAndPop(const std::shared_ptr<Run>& ended);
 
   const HomeProcess home_;
+  const Lanes layout_;
   const int32_t window_;
   std::vector<Lane> lanes_;
   // The run whose vertices are in the inboxes. Relaxed: a lane reads it only after it has taken a

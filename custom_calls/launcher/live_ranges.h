@@ -1,15 +1,14 @@
-// Watches, while a run goes on, which bytes are in use: the third of the three ways in which a
-// plan's safety is checked (the others: graphs/verify.py before the run, wrong results after it).
+// Watches which bytes are in use while a run goes on, and stops the first vertex that would touch
+// what another still needs. Only checked runs have one of these: every call takes a lock.
 //
 // A version is live from the start of its writer until its last reader has completed; an argument
-// from the start of the run until then; a result for ever. Taking a range that overlaps a live
-// version is an error, and so is reading a version before its writer has completed. (Reading one
-// that was overwritten cannot happen: while it has readers to come, overwriting it is refused.) A
-// vertex may overwrite an input in place once all
-// other readers have completed. Arguments may overlap each other: a caller may pass an array twice.
+// from the start of the run until then; a result for ever. To write to a range that overlaps a live
+// version is an error, and so is to read a version before its writer has completed. (One that was
+// overwritten is never read: while it has readers to come, overwriting it is refused.) A vertex may
+// overwrite an input in place once all other readers have completed. Arguments may overlap: a
+// caller may pass an array twice.
 //
 // Works on addresses, so it also sees clashes between the arenas and the caller's own arrays.
-// Every call takes a lock; only checked runs make one of these.
 
 #ifndef JAXOFFLOAD_LAUNCHER_LIVE_RANGES_H_
 #define JAXOFFLOAD_LAUNCHER_LIVE_RANGES_H_

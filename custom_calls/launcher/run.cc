@@ -36,7 +36,7 @@ Run::Run(std::shared_ptr<const LoadedPlan> plan, std::shared_ptr<Backend> backen
       start_ns_(plan_->num_vertices(), -1),
       end_ns_(plan_->num_vertices(), -1),
       begun_(plan_->num_vertices(), 0),
-      lane_end_ns_(plan_->num_lanes(), -1),
+      lane_end_ns_(plan_->lanes().size(), -1),
       draft_(std::make_shared<RunReport>()) {
   if (done) callback_ = std::make_shared<Callback>(Callback{std::move(done), nullptr});
   context_.arguments = std::move(arguments);
@@ -45,11 +45,11 @@ Run::Run(std::shared_ptr<const LoadedPlan> plan, std::shared_ptr<Backend> backen
   for (int32_t v = 0; v < plan_->num_vertices(); ++v) {
     unmet_[v].store(plan_->indegree(v), std::memory_order_relaxed);
   }
-  ready_.reserve(plan_->num_lanes());
-  for (int32_t lane = 0; lane < plan_->num_lanes(); ++lane) {
+  ready_.reserve(plan_->lanes().size());
+  for (int32_t lane = 0; lane < plan_->lanes().size(); ++lane) {
     ready_.emplace_back(*plan_, lane, options_);
   }
-  draft_->lane_busy_ns.assign(plan_->num_lanes(), 0);
+  draft_->lane_busy_ns.assign(plan_->lanes().size(), 0);
   draft_->lane.resize(plan_->num_vertices());
   draft_->touched_results.assign(plan_->result_bytes().size(), 0);
   draft_->error_message.reserve(sizeof(kCancelled));

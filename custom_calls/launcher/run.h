@@ -1,5 +1,6 @@
-// One run of one plan: everything mutable that a run has, made before it is queued, so that
-// nothing is allocated between two vertices. Two runs share nothing mutable but the backend.
+// One run: the execution of one plan on one set of arrays. It has everything mutable, made before
+// it is queued, so that nothing is allocated between two vertices. Two runs share nothing mutable
+// but the backend. launcher.h has a picture of who counts and queues what.
 
 #ifndef JAXOFFLOAD_LAUNCHER_RUN_H_
 #define JAXOFFLOAD_LAUNCHER_RUN_H_
@@ -16,6 +17,7 @@
 #include "base/mutex.h"
 #include "launcher/backend.h"
 #include "launcher/callback_threads.h"
+#include "launcher/inbox.h"
 #include "launcher/live_ranges.h"
 #include "launcher/ready_queue.h"
 #include "launcher/run_options.h"
@@ -100,6 +102,14 @@ class Run {
   bool Begin();
   // Resolves the address of every version.
   void Bind();
+  // Puts what a lane has taken out of its inbox into its ready queue. On that lane's thread.
+  void TakeIn(int32_t lane, int32_t taken) {
+    while (taken != Inbox::kEmpty) {
+      const int32_t next = next_[taken];  // before Push: the link is free from there on
+      ready_[lane].Push(taken);
+      taken = next;
+    }
+  }
   // Runs one vertex, or puts it on its stream, unless the run is being stopped.
   void Execute(int32_t vertex_id);
   // With a window: waits for the end of a vertex that was put on its stream.

@@ -104,7 +104,7 @@ Client::Client(const PJRT_Api* api, PJRT_Client* client, bool is_ours,
       devices_(std::move(devices)),
       platform_(std::move(platform)),
       driver_(std::move(driver)),
-      launcher_(num_devices() * kLanesPerDevice + kDiskLanes, platform_->window()) {}
+      launcher_(Lanes(num_devices()), platform_->window()) {}
 
 Client::~Client() {
   launcher_.Shutdown();

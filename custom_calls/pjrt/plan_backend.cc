@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "pjrt/item_bytes.h"
 #include "tiers/host_block.h"
 
 namespace jaxoffload {
@@ -14,42 +15,6 @@ constexpr uintptr_t kAlignment = 64;
 
 bool IsAligned(const char* address) {
   return reinterpret_cast<uintptr_t>(address) % kAlignment == 0;
-}
-
-// 0 for types that have no whole bytes.
-int64_t ItemBytes(int32_t dtype) {
-  switch (dtype) {
-    case PJRT_Buffer_Type_PRED:
-    case PJRT_Buffer_Type_S8:
-    case PJRT_Buffer_Type_U8:
-    case PJRT_Buffer_Type_F8E5M2:
-    case PJRT_Buffer_Type_F8E4M3FN:
-    case PJRT_Buffer_Type_F8E4M3B11FNUZ:
-    case PJRT_Buffer_Type_F8E5M2FNUZ:
-    case PJRT_Buffer_Type_F8E4M3FNUZ:
-    case PJRT_Buffer_Type_F8E4M3:
-    case PJRT_Buffer_Type_F8E3M4:
-    case PJRT_Buffer_Type_F8E8M0FNU:
-      return 1;
-    case PJRT_Buffer_Type_S16:
-    case PJRT_Buffer_Type_U16:
-    case PJRT_Buffer_Type_F16:
-    case PJRT_Buffer_Type_BF16:
-      return 2;
-    case PJRT_Buffer_Type_S32:
-    case PJRT_Buffer_Type_U32:
-    case PJRT_Buffer_Type_F32:
-      return 4;
-    case PJRT_Buffer_Type_S64:
-    case PJRT_Buffer_Type_U64:
-    case PJRT_Buffer_Type_F64:
-    case PJRT_Buffer_Type_C64:
-      return 8;
-    case PJRT_Buffer_Type_C128:
-      return 16;
-    default:
-      return 0;
-  }
 }
 
 std::string ShapeText(int32_t dtype, const int64_t* dims, int64_t num_dims) {
@@ -369,7 +334,7 @@ bool PlanBackend::Await(int32_t vertex_id, RunContext&, std::string* error) {
 
 bool PlanBackend::IsInOrder(int32_t lane) const {
   // Kernels share a stream, and loads and stores end before they return.
-  return lane >= client_->num_devices() * kLanesPerDevice || lane % kLanesPerDevice == 0;
+  return plan_->lanes().IsDisk(lane) || plan_->lanes().IsCompute(lane);
 }
 
 bool PlanBackend::ExecuteLoad(int32_t from, int32_t to, RunContext& context, std::string* error) {

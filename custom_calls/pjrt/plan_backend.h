@@ -33,6 +33,7 @@
 #include "launcher/backend.h"
 #include "pjrt/client.h"
 #include "plan/loaded_plan.h"
+#include "tiers/disk_engine.h"
 
 namespace jaxoffload {
 

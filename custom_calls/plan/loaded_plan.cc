@@ -130,10 +130,9 @@ bool IsOnDisk(const PlanArrays& a, int32_t version_id) {
 
 // A load reads from disk and a store writes to it; both have host memory at the other end. Nothing
 // else touches the disk.
-void CheckTiers(const PlanArrays& a, int64_t v, int32_t num_lanes) {
+void CheckTiers(const PlanArrays& a, int64_t v, const Lanes& lanes) {
   const auto kind = static_cast<Kind>(a.kind[v]);
-  const bool is_disk_lane = a.lane[v] >= num_lanes - kDiskLanes;
-  if (is_disk_lane != (kind == Kind::kLoad || kind == Kind::kStore)) {
+  if (lanes.IsDisk(a.lane[v]) != (kind == Kind::kLoad || kind == Kind::kStore)) {
     Refuse(Entry("lane", v, a.lane[v]) + " does not go with " + Entry("kind", v, a.kind[v]));
   }
   const auto check = [&](const char* name, int64_t entry, int32_t version_id, bool on_disk,
@@ -151,12 +150,12 @@ void CheckTiers(const PlanArrays& a, int64_t v, int32_t num_lanes) {
   }
 }
 
-void CheckVertex(const PlanArrays& a, int64_t v) {
+void CheckVertex(const PlanArrays& a, int64_t v, const Lanes& lanes) {
   const int64_t num_inputs = a.input_offsets[v + 1] - a.input_offsets[v];
   const int64_t num_outputs = a.output_offsets[v + 1] - a.output_offsets[v];
   if (static_cast<Kind>(a.kind[v]) == Kind::kKernel) {
     if (a.executable[v] < 0) Refuse(Entry("executable", v, a.executable[v]) + ", but a kernel");
-    if (a.lane[v] % kLanesPerDevice != 0) {
+    if (!lanes.IsCompute(a.lane[v])) {
       Refuse(Entry("lane", v, a.lane[v]) + " is not a compute lane, but the vertex is a kernel");
     }
     for (int64_t o = a.output_offsets[v]; o < a.output_offsets[v + 1]; ++o) {
@@ -190,7 +189,7 @@ void CheckVertex(const PlanArrays& a, int64_t v) {
   }
 }
 
-void CheckVertices(const PlanArrays& a, int32_t num_lanes, int32_t num_executables) {
+void CheckVertices(const PlanArrays& a, const Lanes& lanes, int32_t num_executables) {
   const int64_t num_vertices = a.kind.size();
   const int64_t num_versions = a.space.size();
   CheckLength("lane", a.lane, num_vertices);
@@ -204,9 +203,10 @@ void CheckVertices(const PlanArrays& a, int32_t num_lanes, int32_t num_executabl
   CheckOffsets("output_offsets", a.output_offsets, num_vertices, a.outputs.size());
   CheckBounds("kind", a.kind, 0, 7);
   for (int64_t v = 0; v < num_vertices; ++v) {
-    if (a.kind[v] == 4) Refuse(Entry("kind", v, a.kind[v]) + " exists in hand-made graphs only");
+    if (static_cast<Kind>(a.kind[v]) != Kind::kInput) continue;
+    Refuse(Entry("kind", v, a.kind[v]) + " exists in hand-made graphs only");
   }
-  CheckBounds("lane", a.lane, 0, num_lanes);
+  CheckBounds("lane", a.lane, 0, lanes.size());
   CheckBounds("executable", a.executable, -1, num_executables);
   CheckBounds("inputs", a.inputs, 0, num_versions);
   CheckBounds("outputs", a.outputs, 0, num_versions);
@@ -222,8 +222,8 @@ void CheckVertices(const PlanArrays& a, int32_t num_lanes, int32_t num_executabl
     }
   }
   for (int64_t v = 0; v < num_vertices; ++v) {
-    CheckVertex(a, v);
-    CheckTiers(a, v, num_lanes);
+    CheckVertex(a, v, lanes);
+    CheckTiers(a, v, lanes);
   }
 }
 
@@ -248,10 +248,9 @@ LoadedPlan LoadedPlan::Load(PlanArrays arrays, int32_t num_devices, int32_t num_
     Refuse("arena_bytes has " + std::to_string(arrays.arena_bytes.size()) +
            " entries, but the client has " + std::to_string(num_devices) + " devices");
   }
-  LoadedPlan plan;
-  plan.num_lanes_ = num_devices * kLanesPerDevice + kDiskLanes;
+  LoadedPlan plan{Lanes(num_devices)};
   CheckVersions(arrays);
-  CheckVertices(arrays, plan.num_lanes_, num_executables);
+  CheckVertices(arrays, plan.lanes_, num_executables);
   CheckDonated(arrays);
   plan.a_ = std::move(arrays);
   const PlanArrays& a = plan.a_;
@@ -260,7 +259,7 @@ LoadedPlan LoadedPlan::Load(PlanArrays arrays, int32_t num_devices, int32_t num_
 
   plan.indegree_.assign(n, 0);
   for (int32_t head : a.succ) ++plan.indegree_[head];
-  plan.lane_order_.resize(plan.num_lanes_);
+  plan.lane_order_.resize(plan.lanes_.size());
   for (int32_t v = 0; v < n; ++v) {
     if (plan.indegree_[v] == 0) plan.sources_.push_back(v);
     plan.lane_order_[a.lane[v]].push_back(v);

@@ -1,12 +1,12 @@
 // A MemGraph as the launcher wants it: immutable flat arrays, checked once.
 //
 // Takes the arrays of jaxoffload/graphs/memgraph.py and what only the runtime needs beside them
-// (lanes, priorities, dtypes, sizes of the caller's arrays). Gives in-degrees,
-// the readers and the writer of each version, and for each lane its vertices in serial order.
-// Any number of runs may share one LoadedPlan; nothing here changes after Load.
+// (lanes, priorities, dtypes, sizes of the caller's arrays). Gives in-degrees, the readers and the
+// writer of each version, and for each lane its vertices in serial order. Any number of runs may
+// share one LoadedPlan; nothing here changes after Load.
 //
-// It does not prove that the plan is free of races: graphs/verify.py does that before a plan comes
-// here, and launcher/live_ranges.h watches it while it runs.
+// Load refuses arrays that would be read or written out of bounds. It does not prove that the plan
+// is free of races: graphs/verify.py does (Plan.proven), and launcher/live_ranges.h watches.
 
 #ifndef JAXOFFLOAD_PLAN_LOADED_PLAN_H_
 #define JAXOFFLOAD_PLAN_LOADED_PLAN_H_
@@ -15,25 +15,12 @@
 #include <string>
 #include <vector>
 
-namespace jaxoffload {
+#include "plan/lanes.h"
 
-// The values of memgraph.py's Kind. INPUT (4) exists in hand-made graphs only and cannot run.
-enum class Kind : uint8_t {
-  kKernel = 0,
-  kReload = 1,
-  kOffload = 2,
-  kTransfer = 3,
-  kLoad = 5,
-  kStore = 6
-};
+namespace jaxoffload {
 
 // The values of memgraph.py's Space.
 enum class Space : uint8_t { kDevice = 0, kArgument = 1, kResult = 2, kHost = 3, kDisk = 4 };
-
-// Lanes of device d are 3d (compute), 3d+1 (host to device), 3d+2 (device to host). After those of
-// all devices come the disk's two: loads, then stores.
-constexpr int32_t kLanesPerDevice = 3;
-constexpr int32_t kDiskLanes = 2;
 
 // A half-open range of positions in a flat array.
 struct Range {
@@ -45,7 +32,7 @@ struct Range {
 // What the caller gives; N vertices, M versions, E edges.
 struct PlanArrays {
   std::vector<uint8_t> kind;            // [N] Kind
-  std::vector<int32_t> lane;            // [N]
+  std::vector<int32_t> lane;            // [N] Lanes
   std::vector<double> priority;         // [N] larger starts first
   std::vector<int32_t> executable;      // [N] position in the list of executables, -1 for copies
   std::vector<int64_t> succ_offsets;    // [N+1]
@@ -81,12 +68,12 @@ class LoadedPlan {
 
   int32_t num_vertices() const { return static_cast<int32_t>(a_.kind.size()); }
   int32_t num_versions() const { return static_cast<int32_t>(a_.space.size()); }
-  int32_t num_lanes() const { return num_lanes_; }
+  const Lanes& lanes() const { return lanes_; }
 
   Kind kind(int32_t vertex_id) const { return static_cast<Kind>(a_.kind[vertex_id]); }
   int32_t lane(int32_t vertex_id) const { return a_.lane[vertex_id]; }
   // Not of loads and stores.
-  int32_t device(int32_t vertex_id) const { return a_.lane[vertex_id] / kLanesPerDevice; }
+  int32_t device(int32_t vertex_id) const { return DeviceOfLane(a_.lane[vertex_id]); }
   int32_t executable(int32_t vertex_id) const { return a_.executable[vertex_id]; }
   // Place in the order of falling priority, ties by serial position: smaller goes first.
   int32_t rank(int32_t vertex_id) const { return rank_[vertex_id]; }
@@ -148,8 +135,10 @@ class LoadedPlan {
   std::string Describe(int32_t vertex_id) const;
 
  private:
+  explicit LoadedPlan(Lanes lanes) : lanes_(lanes) {}
+
   PlanArrays a_;
-  int32_t num_lanes_ = 0;
+  Lanes lanes_;
   std::vector<int32_t> rank_;
   std::vector<int32_t> indegree_;
   std::vector<int32_t> sources_;

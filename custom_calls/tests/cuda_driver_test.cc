@@ -14,7 +14,7 @@
 namespace jaxoffload {
 namespace {
 
-TEST(CopiesOfAStreamEndInOrderAndAnEventTells) {
+TEST_APART(CopiesOfAStreamEndInOrderAndAnEventTells) {
   setenv("FAKE_CUDA_DEVICES", "1", 1);
   const std::shared_ptr<CudaDriver> driver = CudaDriver::Load(FAKE_CUDA);
   CHECK(driver->num_devices() == 1);
@@ -40,7 +40,7 @@ TEST(CopiesOfAStreamEndInOrderAndAnEventTells) {
   driver->DestroyStream(stream);
 }
 
-TEST(ErrorsOfTheDriverSayWhatToDo) {
+TEST_APART(ErrorsOfTheDriverSayWhatToDo) {
   const std::shared_ptr<CudaDriver> driver = CudaDriver::Load(FAKE_CUDA);
   CHECK(driver->Describe(2, "x").find("lower device_memory") != std::string::npos);
   CHECK(driver->Describe(700, "x").find("start it again") != std::string::npos);
@@ -61,7 +61,7 @@ TEST(ErrorsOfTheDriverSayWhatToDo) {
   CHECK(thrown);
 }
 
-TEST(RangesInUseArePinnedAndGoWhole) {
+TEST_APART(RangesInUseArePinnedAndGoWhole) {
   constexpr int64_t kPin = HostBlock::kPinBytes;
   HostBlock block(4 * kPin, 64 * kPin);
   std::vector<char*> pinned;
@@ -109,7 +109,7 @@ TEST(RangesInUseArePinnedAndGoWhole) {
 }
 
 // The device goes on using the pages that it knows, so nobody else may get their addresses' others.
-TEST(PagesThatStayPinnedAreNotGivenBack) {
+TEST_APART(PagesThatStayPinnedAreNotGivenBack) {
   constexpr int64_t kPin = HostBlock::kPinBytes;
   HostBlock block(4 * kPin, 64 * kPin);
   bool allowed = false;
@@ -131,7 +131,7 @@ TEST(PagesThatStayPinnedAreNotGivenBack) {
   CHECK(block.stats().kept_bytes == 0);
 }
 
-TEST(AContextThatOthersMadeCurrentIsReplaced) {
+TEST_APART(AContextThatOthersMadeCurrentIsReplaced) {
   setenv("FAKE_CUDA_DEVICES", "2", 1);
   const std::shared_ptr<CudaDriver> driver = CudaDriver::Load(FAKE_CUDA);
   driver->Use(0);

@@ -20,6 +20,7 @@
 #include "tests/faulty_disk.h"
 #include "tests/fork.h"
 #include "tiers/crc32c.h"
+#include "tiers/disk_file.h"
 #include "tiers/disk_store.h"
 
 namespace jaxoffload::testing {
@@ -498,7 +499,7 @@ TEST(DiskWorksWithAsManyThreadsAsThereAre) {
   threads_left = -1;
 }
 
-TEST(DiskIsReadAndNothingElseInAForkedChild) {
+TEST_APART(DiskIsReadAndNothingElseInAForkedChild) {
   for (const std::string& engine : Engines()) {
     const Folder folder;
     std::shared_ptr<DiskStore> store = DiskStore::Open({folder.path()}, Engine(engine));
@@ -562,7 +563,7 @@ TEST(DiskIsReadAndNothingElseInAForkedChild) {
 }
 
 // In a child, for it cannot be undone.
-TEST(DiskKeepsItsBytesForChildrenAtTheEnd) {
+TEST_APART(DiskKeepsItsBytesForChildrenAtTheEnd) {
   const Folder folder;
   MustPassInChild([&] {
     const auto store = DiskStore::Open({folder.path()}, Engine("threads"));

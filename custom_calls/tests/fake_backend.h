@@ -7,10 +7,8 @@
 
 #include <atomic>
 #include <cstdint>
-#include <cstring>
 #include <functional>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -18,7 +16,6 @@
 #include "base/mutex.h"
 #include "launcher/backend.h"
 #include "plan/loaded_plan.h"
-#include "tests/check.h"
 
 namespace jaxoffload::testing {
 
@@ -28,27 +25,6 @@ struct FakeMemory {
       std::vector<std::vector<char>>(4, std::vector<char>(1 << 20));
   std::vector<char> host = std::vector<char>(1 << 20);
 };
-
-inline uint64_t Fold(uint64_t hash, const char* data, int64_t bytes) {
-  for (int64_t i = 0; i + 8 <= bytes; i += 8) {
-    uint64_t word;
-    std::memcpy(&word, data + i, 8);
-    hash = Mix(hash, word);
-  }
-  return hash;
-}
-
-inline void Fill(char* data, int64_t bytes, uint64_t hash) {
-  for (int64_t i = 0; i + 8 <= bytes; i += 8) {
-    const uint64_t word = Mix(hash, static_cast<uint64_t>(i));
-    std::memcpy(data + i, &word, 8);
-  }
-}
-
-// What output number `position` of a kernel holds, given the fold of all its inputs.
-inline uint64_t OutputHash(int32_t vertex_id, int64_t position, uint64_t inputs) {
-  return Mix(Mix(static_cast<uint64_t>(vertex_id), static_cast<uint64_t>(position)), inputs);
-}
 
 class FakeBackend : public Backend {
  public:
@@ -67,40 +43,8 @@ class FakeBackend : public Backend {
   char* DeviceBase(int32_t device) override { return memory_->device[device].data(); }
   char* HostBase() override { return memory_->host.data(); }
 
-  void Begin(RunContext&) override {
-    CHECK_EQ(num_begun.load(), num_ended.load());  // one run at a time
-    ++num_begun;
-    if (failing == kFailsInBegin) throw std::runtime_error("begin fails");
-  }
-
-  bool Execute(int32_t vertex_id, RunContext& context, std::string* error) override {
-    ++num_executed;
-    if (on_execute) on_execute(vertex_id);
-    if (failing == vertex_id) {
-      *error = "vertex fails";
-      return false;
-    }
-    const Range inputs = plan_->inputs(vertex_id);
-    const Range outputs = plan_->outputs(vertex_id);
-    if (plan_->kind(vertex_id) != Kind::kKernel) {
-      const int32_t to = plan_->output(outputs.begin);
-      CopyBytes(context.address[to], context.address[plan_->input(inputs.begin)], plan_->bytes(to),
-                context.abort);
-      return true;
-    }
-    uint64_t hash = 0;
-    for (int64_t i = inputs.begin; i < inputs.end; ++i) {
-      const int32_t version = plan_->input(i);
-      hash = Fold(hash, context.address[version], plan_->bytes(version));
-    }
-    for (int64_t o = outputs.begin; o < outputs.end; ++o) {
-      const int32_t version = plan_->output(o);
-      Fill(context.address[version], plan_->bytes(version),
-           OutputHash(vertex_id, o - outputs.begin, hash));
-    }
-    return true;
-  }
-
+  void Begin(RunContext&) override;
+  bool Execute(int32_t vertex_id, RunContext& context, std::string* error) override;
   void End(RunContext&) override { ++num_ended; }
 
  private:
@@ -112,56 +56,15 @@ class FakeBackend : public Backend {
 // memory of its own for every version, so places and order play no part.
 class Arrays {
  public:
-  Arrays(const LoadedPlan& plan, uint64_t seed) {
-    for (size_t i = 0; i < plan.argument_bytes().size(); ++i) {
-      arguments_.emplace_back(plan.argument_bytes()[i]);
-      Fill(arguments_.back().data(), arguments_.back().size(), Mix(seed, i));
-    }
-    for (int64_t bytes : plan.result_bytes()) results_.emplace_back(bytes);
-    Expect(plan);
-  }
+  Arrays(const LoadedPlan& plan, uint64_t seed);
 
   std::vector<char*> arguments() { return Pointers(arguments_); }
   std::vector<char*> results() { return Pointers(results_); }
   bool right() const { return results_ == expected_; }
 
  private:
-  static std::vector<char*> Pointers(std::vector<std::vector<char>>& arrays) {
-    std::vector<char*> pointers;
-    for (std::vector<char>& array : arrays) pointers.push_back(array.data());
-    return pointers;
-  }
-
-  void Expect(const LoadedPlan& plan) {
-    for (int64_t bytes : plan.result_bytes()) expected_.emplace_back(bytes);
-    std::vector<std::vector<char>> value(plan.num_versions());
-    for (int32_t v = 0; v < plan.num_versions(); ++v) {
-      value[v].resize(plan.bytes(v));
-      if (plan.space(v) != Space::kArgument || plan.bytes(v) == 0) continue;
-      std::memcpy(value[v].data(), arguments_[plan.index(v)].data() + plan.offset(v),
-                  plan.bytes(v));
-    }
-    for (int32_t vertex = 0; vertex < plan.num_vertices(); ++vertex) {
-      const Range inputs = plan.inputs(vertex);
-      const Range outputs = plan.outputs(vertex);
-      uint64_t hash = 0;
-      for (int64_t i = inputs.begin; i < inputs.end; ++i) {
-        hash = Fold(hash, value[plan.input(i)].data(), plan.bytes(plan.input(i)));
-      }
-      for (int64_t o = outputs.begin; o < outputs.end; ++o) {
-        std::vector<char>& out = value[plan.output(o)];
-        if (plan.kind(vertex) == Kind::kKernel) {
-          Fill(out.data(), out.size(), OutputHash(vertex, o - outputs.begin, hash));
-        } else {
-          out = value[plan.input(inputs.begin)];
-        }
-      }
-    }
-    for (int32_t v = 0; v < plan.num_versions(); ++v) {
-      if (plan.space(v) != Space::kResult || plan.bytes(v) == 0) continue;
-      std::memcpy(expected_[plan.index(v)].data() + plan.offset(v), value[v].data(), plan.bytes(v));
-    }
-  }
+  static std::vector<char*> Pointers(std::vector<std::vector<char>>& arrays);
+  void Expect(const LoadedPlan& plan);
 
   std::vector<std::vector<char>> arguments_;
   std::vector<std::vector<char>> results_;

@@ -157,7 +157,7 @@ TEST(HostBlockRefusesWhatDoesNotFit) {
   CHECK(block.stats().kept_bytes <= kMiB);
 }
 
-TEST(HostBlockEndsTheProcessWhenMisused) {
+TEST_APART(HostBlockEndsTheProcessWhenMisused) {
   HostBlock block(kMiB, 64 * kMiB);
   char* const place = block.Allocate(8192);
   CHECK(!Aborts([&] { block.Free(place); }));

@@ -21,15 +21,14 @@ struct Outcome {
   bool right;
 };
 
-Outcome RunChecked(const PlanMaker& maker, uint64_t seed, Policy policy = Policy::kRandom) {
+Outcome RunChecked(Launcher& launcher, const PlanMaker& maker, uint64_t seed) {
   const auto plan = maker.Load();
   auto backend = std::make_shared<FakeBackend>(plan, std::make_shared<FakeMemory>());
-  Launcher launcher(PlanMaker::kDevices * kLanesPerDevice);
   Arrays arrays(*plan, seed);
   RunOptions options;
-  options.policy = policy;
+  options.policy = Policy::kRandom;
   options.seed = seed;
-  options.max_delay_us = policy == Policy::kRandom ? 50 : 0;
+  options.max_delay_us = 50;
   options.check = true;
   auto run = std::make_shared<Run>(plan, backend, arrays.arguments(), arrays.results(), options);
   launcher.Submit(run);
@@ -206,6 +205,7 @@ bool Implied(const PlanMaker& maker, int32_t tail, int32_t head) {
 // The property that matters: with one needed edge gone, a run is either stopped by the checker or
 // right. And the checker does stop some.
 TEST(LiveRangesStopEveryRunThatAMissingEdgeMakesWrong) {
+  Launcher launcher{Lanes(PlanMaker::kDevices)};
   int stopped = 0;
   for (uint64_t seed = 0; seed < 10; ++seed) {
     const PlanMaker whole = RandomPlan(seed, 60);
@@ -218,7 +218,7 @@ TEST(LiveRangesStopEveryRunThatAMissingEdgeMakesWrong) {
       if (Implied(maker, tail, head)) continue;
       maker.RemoveEdge(tail, head);
       for (uint64_t order = 0; order < 4; ++order) {
-        const Outcome outcome = RunChecked(maker, order);
+        const Outcome outcome = RunChecked(launcher, maker, order);
         CHECK(outcome.right || !outcome.error.empty());
         if (!outcome.error.empty()) CHECK_CONTAINS(outcome.error, "race: ");
         stopped += outcome.error.empty() ? 0 : 1;

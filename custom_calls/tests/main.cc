@@ -2,7 +2,9 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <iostream>
 #include <new>
+#include <string>
 
 #include "tests/check.h"
 #include "tests/no_memory.h"
@@ -27,22 +29,27 @@ void operator delete(void* memory, const std::nothrow_t&) noexcept { std::free(m
 
 int main(int argc, char** argv) {
   using jaxoffload::testing::Registry;
-  if (argc == 2 && std::strcmp(argv[1], "--list") == 0) {
-    for (const auto& [name, body] : Registry()) std::cout << name << "\n";
+  if (argc < 2) {
+    std::cerr << "name cases, or pass --list" << std::endl;
+    return 2;
+  }
+  if (std::strcmp(argv[1], "--list") == 0) {
+    for (const auto& [name, test] : Registry()) {
+      const char* const folder_end = std::strrchr(test.file, '/');
+      std::cout << (folder_end == nullptr ? test.file : folder_end + 1) << " " << name
+                << (test.is_apart ? " apart" : "") << "\n";
+    }
     return 0;
   }
   for (int i = 1; i < argc; ++i) {
     const auto found = Registry().find(argv[i]);
     if (found == Registry().end()) {
       std::cerr << "no test is called " << argv[i] << std::endl;
-      return 1;
+      return 2;
     }
-    found->second();
-  }
-  if (argc > 1) return 0;
-  for (const auto& [name, body] : Registry()) {
-    std::cout << name << std::endl;
-    body();
+    std::cout << found->first << std::endl;
+    found->second.body();
+    std::cout << "passed" << std::endl;
   }
   return 0;
 }

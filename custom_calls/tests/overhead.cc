@@ -28,7 +28,7 @@ class EmptyBackend : public Backend {
 void Measure(const char* name, const PlanMaker& maker) {
   const auto plan = maker.Load();
   auto backend = std::make_shared<EmptyBackend>();
-  Launcher launcher(PlanMaker::kDevices * kLanesPerDevice);
+  Launcher launcher{Lanes(PlanMaker::kDevices)};
   int64_t best = INT64_MAX;
   for (int repeat = 0; repeat < 20; ++repeat) {
     auto run = std::make_shared<Run>(plan, backend, std::vector<char*>(1), std::vector<char*>(),

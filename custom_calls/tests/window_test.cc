@@ -16,7 +16,8 @@
 namespace jaxoffload::testing {
 namespace {
 
-constexpr int32_t kNumLanes = PlanMaker::kDevices * kLanesPerDevice;
+constexpr Lanes kLanes(PlanMaker::kDevices);
+constexpr int32_t kNumLanes = kLanes.size();
 
 // Compute lanes have one stream; lanes that copy have two and take turns, so their vertices may
 // overtake one another.
@@ -51,7 +52,7 @@ class StreamBackend : public FakeBackend {
   std::function<void(int32_t vertex_id)> on_stream;
   std::atomic<int32_t> failing_await{-1};
 
-  bool IsInOrder(int32_t lane) const override { return lane % kLanesPerDevice == 0; }
+  bool IsInOrder(int32_t lane) const override { return kLanes.IsCompute(lane); }
 
   bool Execute(int32_t vertex_id, RunContext& context, std::string*) override {
     const int32_t lane = plan_->lane(vertex_id);
@@ -136,7 +137,7 @@ struct Fixture {
       : plan(std::move(loaded)),
         memory(std::make_shared<FakeMemory>()),
         backend(std::make_shared<StreamBackend>(plan, memory, window)),
-        launcher(kNumLanes, window) {}
+        launcher(kLanes, window) {}
 
   std::shared_ptr<const RunReport> Run(Arrays& arrays, Policy policy, uint64_t seed = 0,
                                        bool check = false) {

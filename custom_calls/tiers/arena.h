@@ -1,9 +1,8 @@
-// A range of addresses whose start never changes and whose pages come when they are touched.
+// The arena of a device on CPU: host memory whose address never changes.
 //
-// The arena of a device on CPU. All plans of a client share it, since runs
-// are executed one at a time: places of different plans overlap, and what is resident is what the
-// largest plan has touched. A plan leases its bytes; when a lease ends, pages beyond the largest
-// remaining one go back to the operating system.
+// All plans of a client share it, since runs are executed one at a time: places of different plans
+// overlap, and what is resident is what the largest plan has touched. A plan leases its bytes; when
+// a lease ends, pages beyond the largest remaining one go back to the operating system.
 
 #ifndef JAXOFFLOAD_TIERS_ARENA_H_
 #define JAXOFFLOAD_TIERS_ARENA_H_
@@ -13,18 +12,17 @@
 #include <string>
 
 #include "base/mutex.h"
+#include "tiers/address_range.h"
 
 namespace jaxoffload {
 
 class Arena {
  public:
-  // Reserves addresses, not memory: up to `reserve_bytes`, less where the system refuses.
+  // Reserves addresses, not memory: up to `reserve_bytes`, less where the system refuses. Throws
+  // std::runtime_error.
   explicit Arena(std::string name, int64_t reserve_bytes = int64_t{1} << 40);
-  ~Arena();
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
 
-  char* base() const { return base_; }
+  char* base() const { return range_.base(); }
 
   // Makes [0, bytes) usable for as long as the lease is held. Throws std::runtime_error when the
   // address range is too small or the system refuses.
@@ -41,11 +39,8 @@ class Arena {
   int64_t resident_bytes() const EXCLUDES(mutex_);
 
  private:
-  void Discard(int64_t from) REQUIRES(mutex_);
-
   const std::string name_;
-  char* base_ = nullptr;
-  int64_t reserved_ = 0;
+  const AddressRange range_;
 
   mutable Mutex mutex_;
   std::multiset<int64_t> leases_ GUARDED_BY(mutex_);

@@ -10,48 +10,32 @@
 #include <new>
 #include <utility>
 
+#include "base/pages.h"
+
 namespace jaxoffload {
 namespace {
 
-constexpr int64_t kPage = 4096;
-constexpr int64_t kHugePage = int64_t{2} << 20;
 constexpr int64_t kHugePages = kHugePage / kPage;
 constexpr int64_t kPinPages = HostBlock::kPinBytes / kPage;
-
-int64_t RoundUp(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 int HighestBit(uint64_t value) { return 63 - __builtin_clzll(value); }
 
 }  // namespace
 
-HostBlock::HostBlock(int64_t cap_bytes, int64_t reserve_bytes) : cap_pages_(cap_bytes / kPage) {
-  // A limit on address space (ulimit -v) may forbid the whole: take what can be had.
-  for (int64_t bytes = reserve_bytes; bytes >= kHugePage; bytes /= 2) {
-    void* const range = mmap(nullptr, bytes + kHugePage, PROT_NONE,
-                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (range == MAP_FAILED) continue;
-    char* const start = static_cast<char*>(range);
-    const int64_t skip = (kHugePage - reinterpret_cast<uintptr_t>(start) % kHugePage) % kHugePage;
-    if (skip > 0) munmap(start, skip);
-    if (skip < kHugePage) munmap(start + skip + bytes, kHugePage - skip);
-    base_ = start + skip;
-    pages_ = bytes / kPage;
-    MutexLock lock(mutex_);
-    auto whole = std::make_unique<Run>(Run{0, pages_, true, 0, nullptr, nullptr, nullptr, nullptr});
-    last_ = whole.get();
-    Insert(last_);
-    runs_.emplace(0, std::move(whole));
-    return;
-  }
-  throw std::bad_alloc();
+HostBlock::HostBlock(int64_t cap_bytes, int64_t reserve_bytes)
+    : range_(reserve_bytes), pages_(range_.bytes() / kPage), cap_pages_(cap_bytes / kPage) {
+  if (base() == nullptr) throw std::bad_alloc();
+  MutexLock lock(mutex_);
+  auto whole = std::make_unique<Extent>();
+  whole->size = pages_;
+  last_ = whole.get();
+  Insert(last_);
+  extents_.emplace(0, std::move(whole));
 }
 
 HostBlock::~HostBlock() {
-  {
-    MutexLock lock(mutex_);
-    for (size_t chunk = 0; chunk < pinned_.size(); ++chunk) UnpinChunk(static_cast<int64_t>(chunk));
-  }
-  munmap(base_, pages_ * kPage);
+  MutexLock lock(mutex_);
+  for (size_t chunk = 0; chunk < pinned_.size(); ++chunk) UnpinChunk(static_cast<int64_t>(chunk));
 }
 
 void HostBlock::ListOf(int64_t size, int* first, int* second) {
@@ -65,39 +49,39 @@ void HostBlock::ListOf(int64_t size, int* first, int* second) {
   *second = static_cast<int>((size >> (bit - 4)) - kSecond);
 }
 
-void HostBlock::Insert(Run* run) {
+void HostBlock::Insert(Extent* extent) {
   int first;
   int second;
-  ListOf(run->size, &first, &second);
-  run->is_free = true;
-  run->previous = nullptr;
-  run->next = lists_[first][second];
-  if (run->next != nullptr) run->next->previous = run;
-  lists_[first][second] = run;
+  ListOf(extent->size, &first, &second);
+  extent->is_free = true;
+  extent->previous = nullptr;
+  extent->next = lists_[first][second];
+  if (extent->next != nullptr) extent->next->previous = extent;
+  lists_[first][second] = extent;
   second_map_[first] |= uint32_t{1} << second;
   first_map_ |= uint64_t{1} << first;
-  kept_pages_ += run->kept;
+  kept_pages_ += extent->kept;
 }
 
-void HostBlock::Remove(Run* run) {
+void HostBlock::Remove(Extent* extent) {
   int first;
   int second;
-  ListOf(run->size, &first, &second);
-  if (run->previous != nullptr) {
-    run->previous->next = run->next;
+  ListOf(extent->size, &first, &second);
+  if (extent->previous != nullptr) {
+    extent->previous->next = extent->next;
   } else {
-    lists_[first][second] = run->next;
-    if (run->next == nullptr) {
+    lists_[first][second] = extent->next;
+    if (extent->next == nullptr) {
       second_map_[first] &= ~(uint32_t{1} << second);
       if (second_map_[first] == 0) first_map_ &= ~(uint64_t{1} << first);
     }
   }
-  if (run->next != nullptr) run->next->previous = run->previous;
-  run->is_free = false;
-  kept_pages_ -= run->kept;
+  if (extent->next != nullptr) extent->next->previous = extent->previous;
+  extent->is_free = false;
+  kept_pages_ -= extent->kept;
 }
 
-HostBlock::Run* HostBlock::FindFree(int64_t size) {
+HostBlock::Extent* HostBlock::FindFree(int64_t size) {
   // Rounded up to the start of the next list, so that whatever is found there is long enough.
   int64_t wanted = size;
   if (size >= kSecond) {
@@ -117,29 +101,32 @@ HostBlock::Run* HostBlock::FindFree(int64_t size) {
   return lists_[first][__builtin_ctz(seconds)];
 }
 
-void HostBlock::Split(Run* run, int64_t size) {
-  if (run->size == size) return;
-  auto rest = std::make_unique<Run>(Run{run->start + size, run->size - size, true,
-                                        std::max<int64_t>(run->kept - size, 0), run, run->after,
-                                        nullptr, nullptr});
-  if (run->after != nullptr) {
-    run->after->before = rest.get();
+void HostBlock::Split(Extent* extent, int64_t size) {
+  if (extent->size == size) return;
+  auto rest = std::make_unique<Extent>();
+  rest->start = extent->start + size;
+  rest->size = extent->size - size;
+  rest->kept = std::max<int64_t>(extent->kept - size, 0);
+  rest->before = extent;
+  rest->after = extent->after;
+  if (extent->after != nullptr) {
+    extent->after->before = rest.get();
   } else {
     last_ = rest.get();
   }
-  run->after = rest.get();
-  run->size = size;
-  run->kept = std::min(run->kept, size);
+  extent->after = rest.get();
+  extent->size = size;
+  extent->kept = std::min(extent->kept, size);
   Insert(rest.get());
-  runs_.emplace(rest->start, std::move(rest));
+  extents_.emplace(rest->start, std::move(rest));
 }
 
-HostBlock::Run* HostBlock::Join(Run* run) {
+HostBlock::Extent* HostBlock::Join(Extent* extent) {
   for (const bool forward : {false, true}) {
-    Run* const low = forward ? run : run->before;
-    Run* const high = forward ? run->after : run;
+    Extent* const low = forward ? extent : extent->before;
+    Extent* const high = forward ? extent->after : extent;
     if (low == nullptr || high == nullptr) continue;
-    Run* const other = forward ? high : low;
+    Extent* const other = forward ? high : low;
     if (!other->is_free) continue;
     Remove(other);
     low->size += high->size;
@@ -150,17 +137,17 @@ HostBlock::Run* HostBlock::Join(Run* run) {
     } else {
       last_ = low;
     }
-    runs_.erase(high->start);
-    run = low;
+    extents_.erase(high->start);
+    extent = low;
   }
-  return run;
+  return extent;
 }
 
 void HostBlock::GrowTo(int64_t pages) {
-  // In steps, for each is a system call; without access pages count against no limit.
+  // In steps, for each is a system call.
   const int64_t wanted = std::min(pages_, RoundUp(pages, 8 * kHugePages));
   if (wanted <= usable_pages_) return;
-  if (mprotect(base_, wanted * kPage, PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
+  if (!range_.Open(wanted * kPage)) throw std::bad_alloc();
   usable_pages_ = wanted;
 }
 
@@ -170,34 +157,34 @@ char* HostBlock::Allocate(int64_t bytes) {
   const bool is_huge = bytes >= kHugePage;
   const int64_t size = std::max<int64_t>(1, RoundUp(bytes, is_huge ? kHugePage : kPage) / kPage);
   MutexLock lock(mutex_);
-  Run* run = FindFree(is_huge ? size + kHugePages - 1 : size);
-  if (run == nullptr) throw std::bad_alloc();
-  const int64_t skip = is_huge ? RoundUp(run->start, kHugePages) - run->start : 0;
-  GrowTo(run->start + skip + size);
-  PinRange(run->start + skip, size);
-  Remove(run);
+  Extent* extent = FindFree(is_huge ? size + kHugePages - 1 : size);
+  if (extent == nullptr) throw std::bad_alloc();
+  const int64_t skip = is_huge ? RoundUp(extent->start, kHugePages) - extent->start : 0;
+  GrowTo(extent->start + skip + size);
+  PinRange(extent->start + skip, size);
+  Remove(extent);
   if (skip > 0) {
-    Run* const lead = run;
+    Extent* const lead = extent;
     Split(lead, skip);
-    run = lead->after;
-    Remove(run);
+    extent = lead->after;
+    Remove(extent);
     Insert(lead);
   }
-  Split(run, size);
-  run->kept = size;  // it will be touched
+  Split(extent, size);
+  extent->kept = size;  // it will be touched
   stats_.in_use_bytes += size * kPage;
   stats_.peak_bytes = std::max(stats_.peak_bytes, stats_.in_use_bytes);
   ++stats_.num_allocated;
-  char* const place = base_ + run->start * kPage;
+  char* const place = base() + extent->start * kPage;
   if (is_huge) madvise(place, size * kPage, MADV_HUGEPAGE);  // advice only
   return place;
 }
 
 void HostBlock::Free(char* place) {
   MutexLock lock(mutex_);
-  const int64_t offset = place - base_;
-  const auto found = offset % kPage == 0 ? runs_.find(offset / kPage) : runs_.end();
-  if (found == runs_.end() || found->second->is_free) {
+  const int64_t offset = place - base();
+  const auto found = offset % kPage == 0 ? extents_.find(offset / kPage) : extents_.end();
+  if (found == extents_.end() || found->second->is_free) {
     std::fprintf(stderr, "jaxoffload: %p is no place of the host tier, or was freed before\n",
                  static_cast<void*>(place));
     std::abort();
@@ -208,24 +195,24 @@ void HostBlock::Free(char* place) {
   ShrinkTo(KeepPages());
 }
 
-void HostBlock::Discard(Run* run) {
-  const int64_t start = run->start;
-  const int64_t end = std::min(run->start + run->size, usable_pages_);
-  int64_t gone = run->kept;
+void HostBlock::Discard(Extent* extent) {
+  const int64_t start = extent->start;
+  const int64_t end = std::min(extent->start + extent->size, usable_pages_);
+  int64_t gone = extent->kept;
   if (!pin_) {
-    if (end > start) madvise(base_ + start * kPage, (end - start) * kPage, MADV_DONTNEED);
+    range_.Discard(start * kPage, end * kPage);
   } else {
     // A device still knows the pages of a pinned range, so those go only with the whole range.
     int64_t discarded = 0;
     for (int64_t page = RoundUp(start, kPinPages); page + kPinPages <= end; page += kPinPages) {
       if (!UnpinChunk(page / kPinPages)) continue;
-      madvise(base_ + page * kPage, kPinBytes, MADV_DONTNEED);
+      range_.Discard(page * kPage, (page + kPinPages) * kPage);
       discarded += kPinPages;
     }
-    gone = std::min(run->kept, discarded);
+    gone = std::min(extent->kept, discarded);
   }
   kept_pages_ -= gone;
-  run->kept -= gone;
+  extent->kept -= gone;
 }
 
 void HostBlock::PinRange(int64_t start, int64_t size) {
@@ -236,7 +223,7 @@ void HostBlock::PinRange(int64_t start, int64_t size) {
     const int64_t first = chunk * kPinPages;
     const int64_t pages = std::min(kPinPages, pages_ - first);
     GrowTo(first + pages);
-    if (pin_(base_ + first * kPage, pages * kPage)) {
+    if (pin_(base() + first * kPage, pages * kPage)) {
       pinned_[chunk] = true;
       stats_.pinned_bytes += pages * kPage;
     } else {
@@ -247,7 +234,7 @@ void HostBlock::PinRange(int64_t start, int64_t size) {
 
 bool HostBlock::UnpinChunk(int64_t chunk) {
   if (chunk >= static_cast<int64_t>(pinned_.size()) || !pinned_[chunk]) return true;
-  if (!unpin_(base_ + chunk * kPinBytes)) {
+  if (!unpin_(base() + chunk * kPinBytes)) {
     ++stats_.num_unpin_failures;
     return false;
   }
@@ -261,13 +248,13 @@ void HostBlock::PinWith(Pin pin, Unpin unpin) {
   if (pin_) return;
   pin_ = std::move(pin);
   unpin_ = std::move(unpin);
-  for (const Run* run = last_; run != nullptr; run = run->before) {
-    if (!run->is_free) PinRange(run->start, run->size);
+  for (const Extent* extent = last_; extent != nullptr; extent = extent->before) {
+    if (!extent->is_free) PinRange(extent->start, extent->size);
   }
 }
 
 bool HostBlock::IsPinned(const char* place, int64_t bytes) const {
-  const int64_t offset = place - base_;
+  const int64_t offset = place - base();
   if (offset < 0 || bytes < 0 || bytes > pages_ * kPage - offset) return false;
   MutexLock lock(mutex_);
   for (int64_t chunk = offset / kPinBytes; chunk * kPinBytes < offset + bytes; ++chunk) {
@@ -277,7 +264,7 @@ bool HostBlock::IsPinned(const char* place, int64_t bytes) const {
 }
 
 int64_t HostBlock::BytesToPinBorder(const char* place) const {
-  const int64_t offset = place - base_;
+  const int64_t offset = place - base();
   if (offset < 0 || offset >= pages_ * kPage) return std::numeric_limits<int64_t>::max();
   return kPinBytes - offset % kPinBytes;
 }
@@ -285,8 +272,8 @@ int64_t HostBlock::BytesToPinBorder(const char* place) const {
 void HostBlock::ShrinkTo(int64_t pages) {
   for (int first = kFirst - 1; first >= 0 && kept_pages_ > pages; --first) {
     for (int second = kSecond - 1; second >= 0; --second) {
-      for (Run* run = lists_[first][second]; run != nullptr; run = run->next) {
-        if (kept_pages_ > pages && run->kept > 0) Discard(run);
+      for (Extent* extent = lists_[first][second]; extent != nullptr; extent = extent->next) {
+        if (kept_pages_ > pages && extent->kept > 0) Discard(extent);
       }
     }
   }
@@ -325,12 +312,12 @@ HostBlock::Stats HostBlock::stats() const {
   Stats found = stats_;
   found.kept_bytes = kept_pages_ * kPage;
   bool below = false;
-  for (const Run* run = last_; run != nullptr; run = run->before) {
-    if (!run->is_free) {
+  for (const Extent* extent = last_; extent != nullptr; extent = extent->before) {
+    if (!extent->is_free) {
       below = true;
     } else if (below) {
-      found.hole_bytes += run->size * kPage;
-      found.largest_hole_bytes = std::max(found.largest_hole_bytes, run->size * kPage);
+      found.hole_bytes += extent->size * kPage;
+      found.largest_hole_bytes = std::max(found.largest_hole_bytes, extent->size * kPage);
     }
   }
   return found;

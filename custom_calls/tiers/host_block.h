@@ -1,19 +1,19 @@
-// The host tier: one contiguous range of addresses of the process, and who has which part of it.
+// The host tier: one contiguous range of addresses of the process, and what of it is in use.
 //
-// Two-level segregated fit (Masmano et al., ECRTS 2004): free runs in lists by size, a bitmap tells
-// which lists have any, so taking and giving back take the same few steps whatever is in there.
-// Neighbours are joined at once. What the allocator knows of a run is kept outside the range, so
-// that the pages of free runs can be given back, and a stray write cannot corrupt it.
+// The block is divided into extents, each in use or free: a two-level segregated fit (Masmano et
+// al., ECRTS 2004). Free extents are in lists by size and a bitmap tells which lists have any, so
+// Allocate and Free take the same few steps however many there are. Free neighbours are joined at
+// once. What the allocator knows is kept outside the range: pages of free extents can be given
+// back, and a stray write cannot corrupt it.
 //
-// Fresh pages cost a fault each (about 0.1 ms a MiB, more than copying it), so those of free runs
-// are kept, up to a cap, beyond which the longest runs' go back to the system. A plan says what its
-// runs will take, and as much is kept for it whatever the cap is. On a machine with
-// several memory nodes a page comes from the node of the thread that first touches it, which is the
-// lane that copies to it: nothing better is known here.
+// Fresh pages cost a fault each (about 0.1 ms a MiB, more than copying it), so free extents keep
+// theirs up to a cap; beyond it the longest give theirs back first. A plan tells how many bytes its
+// runs take (Expect), and so many are kept even beyond the cap. On a machine with several memory
+// nodes a page comes from the node of the thread that first touches it: the lane that copies to it.
 //
-// Where a device copies from and to the tier by itself, PinWith has ranges of kPinBytes pinned as
-// soon as a place in one is taken; one is let go when its pages are given back. Pages of a range
-// that cannot be let go stay: the device would go on using them when others are at their addresses.
+// Where a device copies by itself, PinWith has ranges of kPinBytes pinned as soon as a place in one
+// is taken. A range is unpinned before its pages are given back. Where that fails they stay: the
+// device would go on using them when others are at their addresses.
 
 #ifndef JAXOFFLOAD_TIERS_HOST_BLOCK_H_
 #define JAXOFFLOAD_TIERS_HOST_BLOCK_H_
@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "tiers/address_range.h"
 
 namespace jaxoffload {
 
@@ -36,7 +37,7 @@ class HostBlock {
   struct Stats {
     int64_t in_use_bytes = 0;
     int64_t peak_bytes = 0;  // the most that was in use at once
-    int64_t kept_bytes = 0;  // of free runs, probably resident
+    int64_t kept_bytes = 0;  // of free extents, probably resident
     int64_t hole_bytes = 0;  // free below the highest place in use
     int64_t largest_hole_bytes = 0;
     int64_t num_allocated = 0;
@@ -78,9 +79,9 @@ class HostBlock {
   // Whether all of it is in the block and pinned.
   bool IsPinned(const char* place, int64_t bytes) const EXCLUDES(mutex_);
 
-  // Gives the pages of free runs back to the system.
+  // Gives the pages of free extents back to the system.
   void ReleaseFree() EXCLUDES(mutex_);
-  // How many bytes of free runs may stay resident.
+  // How many bytes of free extents may stay resident.
   void SetCap(int64_t cap_bytes) EXCLUDES(mutex_);
   Stats stats() const EXCLUDES(mutex_);
 
@@ -93,26 +94,26 @@ class HostBlock {
   static constexpr int kSecond = 16;
   static constexpr int kFirst = 32;
 
-  struct Run {
-    int64_t start;
-    int64_t size;
-    bool is_free;
-    int64_t kept;  // pages that were touched and not given back: the first ones, mostly
-    Run* before;   // neighbours by address
-    Run* after;
-    Run* previous;  // in the list of free runs
-    Run* next;
+  struct Extent {
+    int64_t start = 0;
+    int64_t size = 0;
+    bool is_free = true;
+    int64_t kept = 0;          // pages that were touched and not given back: the first ones, mostly
+    Extent* before = nullptr;  // neighbours by address
+    Extent* after = nullptr;
+    Extent* previous = nullptr;  // in its list of free extents
+    Extent* next = nullptr;
   };
 
   static void ListOf(int64_t size, int* first, int* second);
-  Run* FindFree(int64_t size) REQUIRES(mutex_);
-  void Insert(Run* run) REQUIRES(mutex_);
-  void Remove(Run* run) REQUIRES(mutex_);
-  // Cuts a run that is in no list behind its first `size` pages; the rest becomes free.
-  void Split(Run* run, int64_t size) REQUIRES(mutex_);
-  // Joins a run that is in no list with its free neighbours; returns what became of it.
-  Run* Join(Run* run) REQUIRES(mutex_);
-  void Discard(Run* run) REQUIRES(mutex_);
+  Extent* FindFree(int64_t size) REQUIRES(mutex_);
+  void Insert(Extent* extent) REQUIRES(mutex_);
+  void Remove(Extent* extent) REQUIRES(mutex_);
+  // Cuts an extent that is in no list behind its first `size` pages; the rest becomes free.
+  void Split(Extent* extent, int64_t size) REQUIRES(mutex_);
+  // Joins an extent that is in no list with its free neighbours; returns what became of it.
+  Extent* Join(Extent* extent) REQUIRES(mutex_);
+  void Discard(Extent* extent) REQUIRES(mutex_);
   void ShrinkTo(int64_t pages) REQUIRES(mutex_);
   int64_t KeepPages() const REQUIRES(mutex_);
 
@@ -123,8 +124,10 @@ class HostBlock {
   // Makes the pages up to there usable. Throws std::bad_alloc.
   void GrowTo(int64_t pages) REQUIRES(mutex_);
 
-  char* base_ = nullptr;
-  int64_t pages_ = 0;
+  char* base() const { return range_.base(); }
+
+  const AddressRange range_;
+  const int64_t pages_;
 
   mutable Mutex mutex_;
   int64_t cap_pages_ GUARDED_BY(mutex_);
@@ -133,9 +136,9 @@ class HostBlock {
   int64_t kept_pages_ GUARDED_BY(mutex_) = 0;
   uint64_t first_map_ GUARDED_BY(mutex_) = 0;
   std::array<uint32_t, kFirst> second_map_ GUARDED_BY(mutex_){};
-  std::array<std::array<Run*, kSecond>, kFirst> lists_ GUARDED_BY(mutex_){};
-  std::unordered_map<int64_t, std::unique_ptr<Run>> runs_ GUARDED_BY(mutex_);  // by start
-  Run* last_ GUARDED_BY(mutex_) = nullptr;
+  std::array<std::array<Extent*, kSecond>, kFirst> lists_ GUARDED_BY(mutex_){};
+  std::unordered_map<int64_t, std::unique_ptr<Extent>> extents_ GUARDED_BY(mutex_);  // by start
+  Extent* last_ GUARDED_BY(mutex_) = nullptr;
   Stats stats_ GUARDED_BY(mutex_);
   Pin pin_ GUARDED_BY(mutex_);
   Unpin unpin_ GUARDED_BY(mutex_);

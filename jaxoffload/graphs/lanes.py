@@ -1,22 +1,20 @@
-"""Lanes: which there are, and how the runtime numbers them.
+"""Lanes: which there are, and how they are numbered, as the C++ runtime has them.
 
 A lane does one kind of work, one vertex at a time. Every device has one for kernels and one for
 each direction of copies; the disk's two belong to all devices together. They are numbered device by
-device in the order of `LANES`, the disk's after those of the last device
-(custom_calls/plan/loaded_plan.h counts alike).
+device in the order of `LANES`, the disk's after those of the last device.
 """
 
 import numpy as np
 
+from jaxoffload import _native
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 
-LANES = ("compute", "host to device", "device to host", "disk to host", "host to disk")
-DEVICE_LANES = 3
+LANES: tuple[str, ...] = _native.lane_names
+DEVICE_LANES: int = _native.device_lanes
 """Of these every device has its own."""
-LANE_OF_KIND = np.zeros(len(Kind), dtype=np.int64)
+LANE_OF_KIND = _native.lane_of(np.array(Kind, np.uint8), np.zeros(len(Kind), np.int32), 1)
 """Position in `LANES`, by Kind; transfers go by the lane towards their device."""
-LANE_OF_KIND[[Kind.RELOAD, Kind.TRANSFER]] = 1
-LANE_OF_KIND[[Kind.OFFLOAD, Kind.LOAD, Kind.STORE]] = 2, 3, 4
 
 
 def lane_names(num_devices: int) -> list[tuple[int | None, str]]:
@@ -26,6 +24,5 @@ def lane_names(num_devices: int) -> list[tuple[int | None, str]]:
 
 
 def lane_numbers(memgraph: MemGraph, num_devices: int) -> np.ndarray:
-    """The lane of each vertex, int64[N]."""
-    lane = LANE_OF_KIND[memgraph.kind]
-    return lane + DEVICE_LANES * np.where(lane < DEVICE_LANES, memgraph.device, num_devices - 1)
+    """The lane of each vertex, int32[N]."""
+    return _native.lane_of(memgraph.kind, memgraph.device, num_devices)

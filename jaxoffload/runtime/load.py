@@ -66,7 +66,7 @@ def load(
         client=client,
         executables=list(executables),
         kind=memgraph.kind,
-        lane=lane_numbers(memgraph, client.num_devices).astype(np.int32),
+        lane=lane_numbers(memgraph, client.num_devices),
         priority=best_priority(memgraph, machine=machine) if priority is None else priority,
         executable=executable,
         succ_offsets=_offsets(counts),

@@ -32,7 +32,7 @@ def library():
     """The driver and the plugin, built if a source is newer, and loaded."""
     made = ROOT / "build" / "fakes" / "libfake_cuda.so"
     sources = [FAKES / "fake_cuda.cc", FAKES / "fake_plugin.cc"]
-    inputs = [*sources, FAKES / "fake_cuda.h"]
+    inputs = [*sources, FAKES / "fake_cuda.h", FAKES.parent / "pjrt" / "item_bytes.h"]
     if not made.exists() or made.stat().st_mtime < max(s.stat().st_mtime for s in inputs):
         made.parent.mkdir(parents=True, exist_ok=True)
         include = next(iter(plugin_package.__path__)) + "/include"

@@ -17,11 +17,12 @@ SHARED = {Kind.LOAD: "disk to host", Kind.STORE: "host to disk"}
 def test_each_device_has_three_lanes_and_all_together_the_disks_two():
     devices = 2
     pairs = [(kind, device) for kind in Kind for device in range(devices)]
-    kind, device = (np.array(column, dtype=np.uint8) for column in zip(*pairs, strict=True))
+    kind = np.array([kind for kind, _ in pairs], np.uint8)
+    device = np.array([device for _, device in pairs], np.int32)
     numbers = lane_numbers(types.SimpleNamespace(kind=kind, device=device), devices)
     names = lane_names(devices)
     for (of, where), number in zip(pairs, numbers.tolist(), strict=True):
         assert names[number] == ((where, OWN[of]) if of in OWN else (None, SHARED[of]))
     assert len(names) == 3 * devices + 2 and set(numbers.tolist()) == set(range(len(names)))
-    # custom_calls/plan/loaded_plan.h: the device of a lane is its number over three.
+    # custom_calls/plan/lanes.h: the device of a lane is its number over three.
     assert all(device == number // 3 for number, (device, _) in enumerate(names[: 3 * devices]))

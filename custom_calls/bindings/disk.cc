@@ -1,0 +1,119 @@
+// The disk tier: stores, extents, and files of the user's.
+
+#include <atomic>
+#include <cerrno>
+
+#include "bindings/bindings.h"
+#include "bindings/gil.h"
+#include "tiers/disk_file.h"
+#include "tiers/disk_store.h"
+
+namespace jaxoffload {
+namespace {
+
+[[noreturn]] void ThrowOsError(int code, const std::string& what) {
+  PyErr_SetObject(PyExc_OSError, nb::make_tuple(code, what).ptr());
+  throw nb::python_error();
+}
+
+// What `call` returns; a DiskError of it becomes an OSError.
+template <typename F>
+auto WithOsErrors(F&& call) {
+  try {
+    return call();
+  } catch (const DiskError& e) {
+    ThrowOsError(e.code(), e.what());
+  }
+}
+
+template <typename T>
+using Bytes = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Calls `transfer(abort, &error)` without the GIL for so many bytes of a source.
+template <typename F>
+void Transfer(const DiskSource& source, int64_t offset, size_t bytes, F&& transfer) {
+  if (offset < 0 || static_cast<int64_t>(bytes) > source.bytes() - offset) {
+    throw std::invalid_argument("offset=" + std::to_string(offset) + " and " +
+                                std::to_string(bytes) + " bytes reach beyond the " +
+                                std::to_string(source.bytes()) + " that are there.");
+  }
+  std::string error;
+  bool ok;
+  {
+    const WithoutGil without_gil;
+    const std::atomic<bool> abort{false};
+    ok = transfer(abort, &error);
+  }
+  if (!ok) ThrowOsError(EIO, error);
+}
+
+void ReadInto(const DiskSource& source, const Bytes<uint8_t>& buffer, int64_t offset) {
+  Transfer(source, offset, buffer.size(), [&](const std::atomic<bool>& abort, std::string* error) {
+    return source.Read(offset, reinterpret_cast<char*>(buffer.data()), buffer.size(), abort, error);
+  });
+}
+
+void WriteFrom(DiskExtent& extent, const Bytes<const uint8_t>& buffer, int64_t offset) {
+  Transfer(extent, offset, buffer.size(), [&](const std::atomic<bool>& abort, std::string* error) {
+    return extent.Write(offset, reinterpret_cast<const char*>(buffer.data()), buffer.size(), abort,
+                        error);
+  });
+}
+
+}  // namespace
+
+void BindDisk(nb::module_& m) {
+  nb::class_<DiskSource>(m, "DiskSource", nb::is_weak_referenceable())
+      .def_prop_ro("bytes", &DiskSource::bytes)
+      .def("read_into", &ReadInto, "buffer"_a, "offset"_a = 0);
+  nb::class_<DiskExtent, DiskSource>(m, "DiskExtent")
+      .def("write", &WriteFrom, "buffer"_a, "offset"_a = 0);
+  nb::class_<FileRange, DiskSource>(m, "FileRange");
+  nb::class_<DiskFile>(m, "DiskFile", nb::is_weak_referenceable(), nb::type_slots(only_made))
+      .def(nb::new_([](const std::string& path) {
+             return WithOsErrors([&] { return DiskFile::Open(path); });
+           }),
+           "path"_a)
+      .def_prop_ro("bytes", &DiskFile::bytes)
+      .def(
+          "range",
+          [](DiskFile& file, int64_t offset, int64_t bytes) {
+            return WithOsErrors([&] { return file.Range(offset, bytes); });
+          },
+          "offset"_a, "bytes"_a);
+  nb::class_<DiskStore>(m, "DiskStore", nb::is_weak_referenceable(), nb::type_slots(only_made))
+      .def(nb::new_([](const std::vector<std::string>& paths, const std::string& engine,
+                       int queue_depth, int64_t request_bytes) {
+             DiskOptions options;
+             options.engine = engine;
+             options.queue_depth = queue_depth;
+             options.request_bytes = request_bytes;
+             return WithOsErrors([&] { return DiskStore::Open(paths, options); });
+           }),
+           "paths"_a, nb::kw_only(), "engine"_a = "auto",
+           "queue_depth"_a = DiskOptions().queue_depth,
+           "request_bytes"_a = DiskOptions().request_bytes)
+      .def_prop_ro("engine", &DiskStore::engine)
+      .def_prop_ro("engine_reason", &DiskStore::reason)
+      .def_prop_ro("direct", &DiskStore::direct)
+      .def("stats",
+           [](const DiskStore& store) {
+             const DiskStore::Stats stats = store.stats();
+             nb::dict found;
+             found["reserved_bytes"] = stats.reserved_bytes;
+             found["bytes_read"] = stats.bytes_read;
+             found["bytes_written"] = stats.bytes_written;
+             return found;
+           })
+      .def(
+          "reserve",
+          [](DiskStore& store, int64_t bytes) {
+            return WithOsErrors([&] {
+              const WithoutGil without_gil;
+              return store.Reserve(bytes);
+            });
+          },
+          "bytes"_a);
+}
+
+}  // namespace jaxoffload

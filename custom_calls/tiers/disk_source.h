@@ -1,0 +1,66 @@
+// What a run reads from disk, whatever it is: an extent of a store or a range of a user's file.
+
+#ifndef JAXOFFLOAD_TIERS_DISK_SOURCE_H_
+#define JAXOFFLOAD_TIERS_DISK_SOURCE_H_
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+namespace jaxoffload {
+
+// What could not be done with a folder or a file, and errno.
+class DiskError : public std::runtime_error {
+ public:
+  DiskError(int code, const std::string& what) : std::runtime_error(what), code_(code) {}
+  int code() const { return code_; }
+
+ private:
+  const int code_;
+};
+
+// Throws DiskError with errno's words behind `what`.
+[[noreturn]] void ThrowDiskError(int code, const std::string& what);
+
+// Bytes that are somewhere on disk.
+class DiskSource {
+ public:
+  virtual ~DiskSource() = default;
+  virtual int64_t bytes() const = 0;
+  // Reads [offset, offset + bytes), which must be inside. Fastest where `to` is aligned to 4096 and
+  // `offset` to a block. False, with *error set, on failure. Any number of threads at once.
+  virtual bool Read(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
+                    std::string* error) const = 0;
+  // Start of a range of numbers, as long as the source, that no other source has: what the live
+  // range checker takes for an address.
+  char* tag() const { return tag_; }
+
+ protected:
+  explicit DiskSource(int64_t bytes);
+
+ private:
+  char* const tag_;
+};
+
+// Most bytes of a transfer that go through a buffer at once.
+constexpr int64_t kDiskWindow = int64_t{8} << 20;
+
+// Page-aligned memory for what cannot go directly to or from a caller's.
+class DiskBuffer {
+ public:
+  // Throws std::bad_alloc.
+  explicit DiskBuffer(int64_t bytes);
+  ~DiskBuffer() { std::free(data_); }
+  DiskBuffer(const DiskBuffer&) = delete;
+  DiskBuffer& operator=(const DiskBuffer&) = delete;
+  char* get() const { return data_; }
+
+ private:
+  char* const data_;
+};
+
+}  // namespace jaxoffload
+
+#endif  // JAXOFFLOAD_TIERS_DISK_SOURCE_H_
