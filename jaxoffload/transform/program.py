@@ -1,0 +1,210 @@
+"""One signature of an offloaded function: its trace, its plan, and what its runs taught.
+
+Takes the function, a signature and options; gives plans and results. Offloaded (offload.py) has one
+for each signature that it is called with.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.trace import trace
+from jaxoffload.capture.whole import must_run_whole
+from jaxoffload.errors import PlanError, warn
+from jaxoffload.graphs.taskgraph import TensorKind
+from jaxoffload.once import Once
+from jaxoffload.options import Options, format_bytes
+from jaxoffload.runtime import backends
+from jaxoffload.runtime.plan import Plan
+from jaxoffload.runtime.profile import Profile
+from jaxoffload.runtime.request import Request, make_request
+from jaxoffload.runtime.run import Run, run_plan
+from jaxoffload.search.tuner import Tuner
+from jaxoffload.search.whole import (
+    Whole,
+    WholePlan,
+    WholeRun,
+    is_always_cut,
+    make_plan,
+    may_run_whole,
+)
+from jaxoffload.transform.primitive import Derived
+from jaxoffload.transform.signature import Signature, shapes_of
+
+
+class Program:
+    """One signature of an offloaded function: traced once, planned once.
+
+    Args:
+      asked: whether the user named the budget.
+      profile: takes what calls measure.
+      argument_names: what the user calls each leaf.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        signature: Signature,
+        options: Options,
+        asked: bool,
+        profile: Profile,
+        argument_names: tuple[str, ...],
+    ):
+        self._profile, self._argument_names = profile, argument_names
+        self._tuner = Tuner(profile, options)
+        self.traced = trace(call, shapes_of(signature), signature.codes, signature.tree)
+        self._derived = Derived()
+        self.options, self._asked = options, asked
+        self._name, self._signature = name, signature
+        self._first = Once()
+        self._whole: Whole | None = None
+        if may_run_whole(options, signature.tiers):
+            self._whole = Whole(self.traced.jaxpr, self.params()["donated"], name)
+        self._plan: Plan | None = None  # another one than the first, once that is known
+        self._tuning = threading.Lock()
+        self.verified = False
+
+    def params(self) -> dict[str, Any]:
+        """What the primitive takes beside operands and jaxpr."""
+        more = len(self.traced.captured)
+        return {
+            "derived": self._derived.link,
+            "name": self._name,
+            "argument_names": self._argument_names,
+            "kinds": self._signature.kinds + (TensorKind.WEIGHT,) * more,
+            "donated": self._signature.donated + (False,) * more,
+            "options": self.options,
+        }
+
+    def request(self) -> Request:
+        """What is planned for direct calls."""
+        params = self.params()
+        return make_request(
+            self.traced.jaxpr,
+            self._name,
+            params["kinds"],
+            params["donated"],
+            self.options,
+            self._signature.tiers,
+            self._argument_names,
+        )
+
+    @property
+    def whole(self) -> Whole | None:
+        """The function as it is, where that is how it runs and it is clear that it fits."""
+        budget = self.options.device_memory
+        assert budget is None or isinstance(budget, int)
+        if self._whole is None or not self._whole.surely_fits(budget):
+            return None
+        return None if is_always_cut(self.options) and not self._must_run_whole else self._whole
+
+    @functools.cached_property
+    def _must_run_whole(self) -> bool:
+        return must_run_whole(self.traced.jaxpr)
+
+    def plan(self) -> Plan:
+        return self._plan or self._first.get(self._make_plan)
+
+    def plans_inside(self) -> list[Plan]:
+        """Plans of calls inside a transformation."""
+        return self._derived.made_plans()
+
+    def _make_plan(self) -> Plan:
+        plan = make_plan(self.request(), self._whole)
+        self._say_if_idle(plan)
+        self._say_if_host_is_short(plan)
+        return self._tuner.start(plan)
+
+    def run(self, operands: Sequence[Any], device: Any) -> tuple[list[Any], Run | WholeRun]:
+        """Calls the plan; measures, and may change the plan for the next call.
+
+        Args:
+          device: to which results are committed, or None.
+        """
+        plan, donated = self.plan(), self._signature.donated
+        if isinstance(plan, WholePlan):
+            return list(plan.whole.run(*self.as_given(operands))), WholeRun()
+        before = plan.backend.used_memory() if self._tuner.measures else None
+        results, run = run_plan(plan, operands, self.options, donated, device)
+        results = [
+            compat.weakly_typed(x) if weak and isinstance(x, jax.Array) else x
+            for x, weak in zip(results, self.traced.out_weak_types, strict=True)
+        ]
+        # One call at a time is measured; what runs beside it would tell nothing.
+        if self._tuning.acquire(blocking=False):
+            try:
+                if self.plan() is plan:
+                    if before is not None:
+                        after = plan.backend.used_memory()
+                        self._profile.add_memory(before, after, plan.planned_bytes)
+                    self._plan = self._tuner.next(plan, run)
+            finally:
+                self._tuning.release()
+        return results, run
+
+    def run_spread(self, operands: Sequence[Any], name: str) -> tuple[list[Any], WholeRun]:
+        """Runs whole on arrays that are spread over several devices, as jit would.
+
+        Args:
+          name: of such an argument.
+
+        Raises:
+          PlanError: that takes more of each device than the budget.
+        """
+        budget, arguments = self.options.device_memory, self.as_given(operands)
+        assert budget is None or isinstance(budget, int)
+        if self._whole is None:
+            raise PlanError(
+                f"offload({self._name}): {name} is spread over several devices, and a plan that "
+                "has arguments or results in a lower tier is for one. Put it on one with "
+                "jax.device_put, or in host memory with jaxoffload.host_put."
+            )
+        if not self._whole.surely_fits(budget):
+            needed = self._whole.needed_bytes_for(arguments)
+            assert budget is not None
+            if needed > budget:
+                raise PlanError(
+                    f"offload({self._name}): {name} is spread over several devices, and plans are "
+                    f"for one. The function as it is takes {format_bytes(needed)} of each, and "
+                    f"device_memory is {format_bytes(budget)}. Pass device_memory={needed} or "
+                    "more, put the argument on one device with jax.device_put, or offload what "
+                    "each device computes: jax.shard_map(offload(f), ...)."
+                )
+        return list(self._whole.run(*arguments)), WholeRun()
+
+    def as_given(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves, numbers of Python's as such again: under jit they give way in promotions."""
+        return [
+            x.item() if weak and isinstance(x, np.ndarray) else x
+            for x, (_, _, weak) in zip(leaves, self._signature.avals, strict=True)
+        ]
+
+    def _say_if_idle(self, plan: Plan) -> None:
+        if plan.resident and plan.budget is not None and self._asked:
+            # What a function that runs whole needs is known once it is compiled, and it is not yet.
+            needs = "" if isinstance(plan, WholePlan) else format_bytes(plan.peak_device_bytes)
+            warn(
+                f"offload({self._name}) has no effect: everything fits. "
+                + (f"It needs {needs} and " if needs else "")
+                + f"device_memory is {format_bytes(plan.budget)}, so nothing is moved."
+            )
+
+    def _say_if_host_is_short(self, plan: Plan) -> None:
+        """Warns while there is time: where memory runs out, the system kills a process."""
+        if plan.resident or self.options.host_memory is not None:
+            return
+        if plan.host_bytes > (free := backends.free_host_memory()):
+            warn(
+                f"offload({self._name}) keeps {format_bytes(plan.host_bytes)} in host memory, of "
+                f"which {format_bytes(free)} are free. Pass host_memory={format_bytes(free / 2)!r} "
+                "or so, and disk= for the rest."
+            )
+
+
+compat.hide_frames_of(__file__)
