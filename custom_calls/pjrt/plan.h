@@ -53,7 +53,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   std::shared_ptr<const RunReport> last_report_ GUARDED_BY(mutex_);
 };
 
-// An argument that no operand of the custom call brings: it is below the device.
+// An argument that no operand of the custom call brings: it is in a lower tier.
 struct BoundArgument {
   bool is_bound = false;
   char* address = nullptr;             // in host memory

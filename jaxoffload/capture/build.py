@@ -182,7 +182,7 @@ class _Builder:
                     gathered=gathered_inputs(cluster.inputs, cluster.equations),
                     flops=sum(cost.flops(e) for e in cluster.equations),
                     traffic=float(sum(v.num_bytes() for v in (*cluster.inputs, *cluster.outputs))),
-                    recomputed=_share_again(cluster.equations, seconds),
+                    recomputed=_share_recomputed(cluster.equations, seconds),
                 )
             )
         for parts in self.program.results:
@@ -295,9 +295,9 @@ def _described(aval: Any) -> tuple[tuple[int, ...], str, str]:
     return shape, dtype.name, aval.str_short(short_dtypes=True)
 
 
-def _share_again(equations: Sequence[Equation], seconds: Sequence[float]) -> float:
-    again = sum(s for e, s in zip(equations, seconds, strict=True) if e.again)
-    return again / sum(seconds) if again else 0.0
+def _share_recomputed(equations: Sequence[Equation], seconds: Sequence[float]) -> float:
+    recomputed = sum(s for e, s in zip(equations, seconds, strict=True) if e.recomputed)
+    return recomputed / sum(seconds) if recomputed else 0.0
 
 
 def _carried_into(equation: Equation, out: Value) -> Sequence[Any]:

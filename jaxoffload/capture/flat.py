@@ -106,7 +106,7 @@ class Equation:
 
     Attributes:
       segment: id of the innermost scan iteration that it belongs to, 0 outside every scan.
-      again: whether it repeats another one, so that its result need not be kept until here.
+      recomputed: whether it repeats another one, so that its result need not be kept until here.
       flops, traffic: kept by `cost`; below 0 until it is asked.
     """
 
@@ -114,7 +114,7 @@ class Equation:
     inputs: tuple[Operand, ...]
     outputs: tuple[Value, ...]
     segment: int = 0
-    again: bool = False
+    recomputed: bool = False
     flops: float = dataclasses.field(default=-1.0, init=False, repr=False)
     traffic: int = dataclasses.field(default=-1, init=False, repr=False)
     _values: tuple[Value, ...] | None = dataclasses.field(default=None, init=False, repr=False)

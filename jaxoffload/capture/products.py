@@ -168,12 +168,12 @@ def _product(
     if params.get("out_sharding") is not None:
         params["out_sharding"] = None
     operation = Operation(old.operation.eqn, params)
-    return Equation(operation, factors, (output,), old.segment, old.again)
+    return Equation(operation, factors, (output,), old.segment, old.recomputed)
 
 
 def _transposition(old: Equation, operand: Any, order: tuple[int, ...], output: Value) -> Equation:
     operation = Operation(old.operation.eqn, {"permutation": order})
-    return Equation(operation, (operand,), (output,), old.segment, old.again)
+    return Equation(operation, (operand,), (output,), old.segment, old.recomputed)
 
 
 def _aval(value: Any, shape: Sequence[int]) -> Any:

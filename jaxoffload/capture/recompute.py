@@ -1,9 +1,10 @@
-"""Recomputation: values made again where they are next read, rather than kept or moved.
+"""Recomputation (rematerialisation): values made again where they are next read, rather than kept
+or moved.
 
 Takes an ordered program and says which of its values would not stay on the device between two
-readers: those with more traffic in between than `reach`. Of these the ones with most bytes for
-their cost are made again just before the later reader, from arguments and from values that are
-there anyway. The result is another ordered program, cut and planned like any.
+readers: those with more traffic in between than `reuse_distance`. Of these the ones with most
+bytes for their cost are made again just before the later reader, from arguments and from values
+that are there anyway. The result is another ordered program, cut and planned like any.
 
 It is `jax.checkpoint` chosen value by value, and for a budget: how many bytes are made again is the
 `share` that the planner varies, comparing simulated times (Fuyou's swap benefit factor, eq. 6, as
@@ -31,7 +32,7 @@ _CHECKPOINT = 0.25
 
 
 @dataclasses.dataclass(slots=True)
-class _Late:
+class _Reuse:
     """A value that is read again long after it was made or last read.
 
     Attributes:
@@ -47,17 +48,17 @@ class _Late:
 
 
 def recompute(
-    ordered: Ordered, reach: float, share: float, seconds: Callable[[Equation], float]
+    ordered: Ordered, reuse_distance: float, share: float, seconds: Callable[[Equation], float]
 ) -> Ordered:
-    """The same program with some values made again where they are read late.
+    """The same program with some values made again where their reuse distance is long.
 
     Args:
-      reach: bytes read and written between two readers of a value from which on it will not have
-        stayed on the device: about the budget.
+      reuse_distance: bytes read and written between two readers of a value from which on it will
+        not have stayed on the device: about the budget.
       share: of the bytes of all such values, how much is made again: 0 to 1.
       seconds: time of an operation.
     """
-    return _Recomputer(ordered, reach, seconds).run(share)
+    return _Recomputer(ordered, reuse_distance, seconds).run(share)
 
 
 def _is_priced(equation: Equation) -> bool:
@@ -78,8 +79,10 @@ def _checkpoints(equation: Equation) -> tuple[Value, ...]:
 
 
 class _Recomputer:
-    def __init__(self, ordered: Ordered, reach: float, seconds: Callable[[Equation], float]):
-        self.program, self.reach, self.seconds = ordered.program, reach, seconds
+    def __init__(
+        self, ordered: Ordered, reuse_distance: float, seconds: Callable[[Equation], float]
+    ):
+        self.program, self.reuse_distance, self.seconds = ordered.program, reuse_distance, seconds
         self.equations = ordered.equations
         self.producer = {v: i for i, e in enumerate(self.equations) for v in e.outputs}
         self.results = self.program.result_values()
@@ -100,25 +103,25 @@ class _Recomputer:
             self.reads.append(read)
             for v in read:
                 self.uses.setdefault(v, []).append(i)
-        self.late = self._find_late()
+        self.far = self._find_far()
         self.checkpoints = {v for e in self.equations for v in _checkpoints(e)}
 
     def gap(self, before: int, after: int) -> float:
         """Bytes read and written between two positions."""
         return self.traffic[after] - self.traffic[min(before + 1, after)]
 
-    def _find_late(self) -> dict[Value, _Late]:
-        late = {}
+    def _find_far(self) -> dict[Value, _Reuse]:
+        far = {}
         for value, readers in self.uses.items():
             last = self.producer.get(value)
             if last is None or value in self.results:
                 continue
             for reader in readers:
-                if self.gap(last, reader) > self.reach:
-                    late[value] = _Late(value, reader)
+                if self.gap(last, reader) > self.reuse_distance:
+                    far[value] = _Reuse(value, reader)
                     break
                 last = reader
-        return late
+        return far
 
     def run(self, share: float) -> Ordered:
         chosen = self._choose(share)
@@ -126,41 +129,42 @@ class _Recomputer:
             return Ordered(self.equations, self.program)
         return Ordered(_Rewriter(self, chosen).run(), self.program)
 
-    def _choose(self, share: float) -> list[_Late]:
+    def _choose(self, share: float) -> list[_Reuse]:
         """The values to make again, by the place where they are needed."""
         known = []
-        for late in self.late.values():
-            late.repeated = self._repeated(late)
-            if late.repeated:
-                spent = sum(self.seconds(self.equations[i]) for i in late.repeated)
-                late.worth = self._made_with(late.value) / max(spent, 1e-12)
-                known.append(late)
-        known.sort(key=lambda late: (-late.worth, late.position))
-        wanted = share * sum(late.value.num_bytes() for late in self.late.values())
-        taken: dict[Value, _Late] = {}
+        for reuse in self.far.values():
+            reuse.repeated = self._repeated(reuse)
+            if reuse.repeated:
+                spent = sum(self.seconds(self.equations[i]) for i in reuse.repeated)
+                reuse.worth = self._made_with(reuse.value) / max(spent, 1e-12)
+                known.append(reuse)
+        known.sort(key=lambda reuse: (-reuse.worth, reuse.position))
+        wanted = share * sum(reuse.value.num_bytes() for reuse in self.far.values())
+        taken: dict[Value, _Reuse] = {}
         # What is made again needs what it is made from: at about the same time, or kept.
-        sources: dict[Value, list[_Late]] = {}
+        sources: dict[Value, list[_Reuse]] = {}
         total = 0
-        for late in known:
+        for reuse in known:
             if total >= wanted:
                 break
             needed = [
-                taken[v] for i in late.repeated for v in self.reads[i] if v in taken
-            ] + sources.get(late.value, [])
-            if any(abs(self.traffic[late.position] - self.traffic[o.position]) > self.reach
-                   for o in needed):  # fmt: skip
+                taken[v] for i in reuse.repeated for v in self.reads[i] if v in taken
+            ] + sources.get(reuse.value, [])
+            here = self.traffic[reuse.position]
+            gaps = (abs(here - self.traffic[other.position]) for other in needed)
+            if max(gaps, default=0.0) > self.reuse_distance:
                 continue
-            taken[late.value] = late
-            total += late.value.num_bytes()
-            for i in late.repeated:
+            taken[reuse.value] = reuse
+            total += reuse.value.num_bytes()
+            for i in reuse.repeated:
                 for v in self.reads[i]:
-                    sources.setdefault(v, []).append(late)
-        return sorted(taken.values(), key=lambda late: late.position)
+                    sources.setdefault(v, []).append(reuse)
+        return sorted(taken.values(), key=lambda reuse: reuse.position)
 
-    def _repeated(self, late: _Late) -> tuple[int, ...]:
+    def _repeated(self, reuse: _Reuse) -> tuple[int, ...]:
         """Operations that make a value from what is there; empty where they are too many."""
         found: dict[int, None] = {}
-        stack = [self.producer[late.value]]
+        stack = [self.producer[reuse.value]]
         while stack:
             i = stack.pop()
             if i in found:
@@ -169,21 +173,23 @@ class _Recomputer:
             if len(found) > MOST_OPERATIONS or not _is_priced(self.equations[i]):
                 return ()
             for v in self.reads[i]:
-                if v in self.producer and not self._is_there(v, late.position):
+                if v in self.producer and not self._is_there(v, reuse.position):
                     stack.append(self.producer[v])
         return tuple(found)
 
     def _made_with(self, value: Value) -> int:
-        """Bytes of the late values that making one again makes again."""
+        """Bytes of the values to recompute that recomputing one makes."""
         made = self.equations[self.producer[value]].outputs
-        return sum(v.num_bytes() for v in made if v in self.late)
+        return sum(v.num_bytes() for v in made if v in self.far)
 
     def _is_there(self, value: Value, position: int) -> bool:
         """Whether a value is read about there anyway, or was made shortly before."""
-        if value in self.late or value in self.checkpoints:
+        if value in self.far or value in self.checkpoints:
             return True
         last = self.uses[value][-1]
-        return value in self.results or self.gap(min(last, position), position) <= self.reach
+        return (
+            value in self.results or self.gap(min(last, position), position) <= self.reuse_distance
+        )
 
 
 _T = TypeVar("_T")
@@ -210,11 +216,11 @@ def _finished(steps: "_Steps[_T]") -> _T:
 
 
 class _Rewriter:
-    """Puts copies of operations before late readers, which then read those."""
+    """Puts copies of operations before far readers, which then read those."""
 
-    def __init__(self, source: _Recomputer, chosen: Sequence[_Late]):
+    def __init__(self, source: _Recomputer, chosen: Sequence[_Reuse]):
         self.source = source
-        self.starts = {late.value: late.position for late in chosen}
+        self.starts = {reuse.value: reuse.position for reuse in chosen}
         self.chosen = chosen
         self.depth = 0  # of copies that are being made for the sake of one another
         self.copies: dict[int, list[tuple[int, dict[Value, Value]]]] = {}  # by position: where
@@ -222,8 +228,8 @@ class _Rewriter:
         self.original: dict[int, Equation] = {}  # by the identity of its copy
 
     def run(self) -> list[Equation]:
-        for late in self.chosen:
-            _finished(self._copy(self.source.producer[late.value], late.position))
+        for reuse in self.chosen:
+            _finished(self._copy(self.source.producer[reuse.value], reuse.position))
         rewritten: list[Equation] = []
         for i, equation in enumerate(self.source.equations):
             is_view = equation.outputs[0] in self.source.view_of
@@ -236,7 +242,7 @@ class _Rewriter:
         """The outputs of equation i made again before a position."""
         source = self.source
         for where, made in self.copies.get(i, ()):
-            if 0 <= source.traffic[position] - source.traffic[where] <= source.reach:
+            if 0 <= source.traffic[position] - source.traffic[where] <= source.reuse_distance:
                 return made
         equation = source.equations[i]
         self.depth += 1
@@ -245,7 +251,7 @@ class _Rewriter:
         outputs = tuple(Value(v.aval) for v in equation.outputs)
         made = dict(zip(equation.outputs, outputs, strict=True))
         copied = dataclasses.replace(
-            copied, outputs=outputs, segment=source.equations[position].segment, again=True
+            copied, outputs=outputs, segment=source.equations[position].segment, recomputed=True
         )
         self.before.setdefault(position, []).append(copied)
         self.original[id(copied)] = equation
@@ -297,6 +303,6 @@ class _Rewriter:
         for equation in kept:
             first = self.original.get(id(equation))
             if first is not None and first.outputs[0] not in made:
-                equation.again = False
+                equation.recomputed = False
                 made.update(first.outputs)
         return kept

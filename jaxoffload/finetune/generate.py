@@ -72,7 +72,7 @@ def generate(
     """Continues a prompt.
 
     Args:
-      params: the weights, adapters attached or merged; arrays below the device are brought there
+      params: the weights, adapters attached or merged; arrays in a lower tier are brought there
         first, unless there is a `transform`.
       prompt: token ids, at least one.
       max_tokens: new tokens at most.

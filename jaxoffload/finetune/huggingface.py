@@ -183,7 +183,7 @@ def save_model(
 ) -> None:
     """Writes a folder that `open_model`, and transformers' `from_pretrained`, can open.
 
-    The folder is there whole or not at all. Arrays below the device are read layer by layer, packed
+    The folder is there whole or not at all. Arrays in a lower tier are read layer by layer, packed
     ones become plain.
 
     Args:

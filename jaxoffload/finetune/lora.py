@@ -210,7 +210,7 @@ def merge(params: Params, adapters: Mapping[str, Any], lora_config: LoraConfig) 
     """The weights with the updates added in, for use without LoRA.
 
     Added in float32 or wider, then rounded to each matrix's own dtype. Quantized matrices become
-    plain ones. Arrays below the device are worked on row by row and become NumPy arrays.
+    plain ones. Arrays in a lower tier are worked on row by row and become NumPy arrays.
 
     Raises:
       ValueError: as `attach`.

@@ -1,6 +1,6 @@
 """Writes safetensors files, the format of Hugging Face's checkpoints.
 
-`jaxoffload.open_safetensors` reads them. Arrays below the device are read piece by piece, so that
+`jaxoffload.open_safetensors` reads them. Arrays in a lower tier are read piece by piece, so that
 what is saved need not fit in memory.
 """
 
@@ -27,7 +27,7 @@ _NAMES: Mapping[np.dtype, str] = {
     }.items()
 }  # fmt: skip
 _PIECE = 64 * 2**20
-"""Bytes of an array below the device that are read at once, or one row of it if that is more."""
+"""Bytes of an array in a lower tier that are read at once, or one row of it if that is more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -139,7 +139,7 @@ def test_less_is_held_the_more_is_computed_again():
         peak_of(recompute(ordered, reach, share, seconds), len(leaves)) for share in (0.0, 0.5, 1.0)
     ]
     assert peaks[0] > 1.3 * peaks[2] and peaks[0] >= peaks[1] >= peaks[2]
-    again = [e for e in recompute(ordered, reach, 1.0, seconds).equations if e.again]
+    again = [e for e in recompute(ordered, reach, 1.0, seconds).equations if e.recomputed]
     assert {e.operation.name for e in again} >= {"tanh", "dot_general"}
     assert recompute(ordered, reach, 0.0, seconds).equations == ordered.equations
     assert recompute(ordered, float("inf"), 1.0, seconds).equations == ordered.equations
@@ -148,7 +148,7 @@ def test_less_is_held_the_more_is_computed_again():
 def test_loops_and_sorts_are_not_repeated():
     function, args, _ = dropout()
     _, ordered = ordered_program(function, args)
-    again = [e for e in recompute(ordered, 0, 1.0, seconds).equations if e.again]
+    again = [e for e in recompute(ordered, 0, 1.0, seconds).equations if e.recomputed]
     names = {e.operation.name for e in ordered.equations}
     assert again and names >= {"while", "sort"}
     assert not {e.operation.name for e in again} & {"while", "sort"}
@@ -162,7 +162,7 @@ def test_of_what_is_made_twice_one_is_again():
         sum(not is_view(e) for e in equations) for equations in (ordered.equations, made)
     )
     more = after - before
-    assert more > 0 and sum(e.again for e in made) == more
+    assert more > 0 and sum(e.recomputed for e in made) == more
 
 
 def test_a_short_link_is_spared_and_results_agree(monkeypatch):
@@ -215,6 +215,6 @@ def test_what_a_repeated_operation_reads_is_made_again_too_where_it_is_out_of_re
     _, ordered = ordered_program(function, args)
     size = 16 * 16 * 4
     again = recompute(ordered, 8 * size, 1.0, seconds).equations
-    assert {e.operation.name for e in again if e.again} == {"sin", "exp"}
+    assert {e.operation.name for e in again if e.recomputed} == {"sin", "exp"}
     near = recompute(ordered, 1000 * size, 1.0, seconds).equations
-    assert not any(e.again for e in near)
+    assert not any(e.recomputed for e in near)
