@@ -21,6 +21,10 @@ MAX_EQUATIONS = 12
 gave 0.53 to 0.59 of the scanned jit on 2 cores, 24 gave 0.69, 48 gave 0.72, 100 gave 0.77."""
 SECONDS_OF_A_CUT = 20e-6
 """What a cut costs beside the bytes that cross it: a vertex's launch, XLA's own start and end."""
+_FUSED, _FUSED_AT_AN_END, _THROUGH_MEMORY = 1.0, 0.2, 0.1
+"""What a byte counts that crosses a cut: of a value that is made and read by operations that XLA
+fuses; of one that is made or read by such an operation; of one that products or other heavy
+operations make and read, which goes through memory anyway, and counts for the arena's sake only."""
 SEGMENT_SECONDS = 100e-6
 """A scan iteration estimated below this is not worth a vertex of its own."""
 
@@ -174,25 +178,22 @@ def _best_cuts(
 
 
 def _crossing_bytes(run: Sequence[Equation], reads: Sequence[list[Value]]) -> list[float]:
-    """For each position, bytes written before and read after it that a fusion would have spared.
-
-    What a product or another heavy operation writes or reads goes through memory anyway; such
-    bytes count a tenth, for the arena's sake.
-    """
+    """For each position, bytes written before and read after it that a fusion would have spared."""
     made: dict[Value, int] = {}
     change = [0.0] * (len(run) + 2)
     until: dict[Value, int] = {}
     weight: dict[Value, float] = {}
     for i, equation in enumerate(run):
-        fuses = operations.of(equation).is_elementwise
+        known = operations.of(equation)
         for v in reads[i]:
             if v in made:
                 until[v] = i
-                if fuses or equation.operation.name.startswith("reduce_"):
-                    weight[v] = max(weight[v], 1.0 if weight[v] > 0.1 else 0.2)
+                if known.fuses_operand:
+                    at_an_end = weight[v] == _THROUGH_MEMORY
+                    weight[v] = _FUSED_AT_AN_END if at_an_end else _FUSED
         for v in equation.outputs:
             made[v] = i
-            weight[v] = 0.2 if fuses else 0.1
+            weight[v] = _FUSED_AT_AN_END if known.is_elementwise else _THROUGH_MEMORY
     for v, last in until.items():
         price = 2 * weight[v] * v.num_bytes()
         change[made[v] + 1] += price

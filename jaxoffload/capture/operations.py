@@ -1,8 +1,8 @@
 """What is known of each operation, in one table: `TABLE`.
 
-To teach capture a primitive is to add an entry, and a case to tests/capture/test_operations.py.
-What has no entry runs all the same: as a vertex that fuses with nothing, is not split and not made
-again.
+To teach capture a primitive is to add an entry, and a case to tests/capture/test_operations.py; and
+a rule to along.py where none there says how it works along a dimension. What has no entry runs all
+the same: XLA may fuse it within its vertex, but it is not split and not recomputed.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ class Known:
 
     Attributes:
       is_elementwise: each element of the output needs the operands' same element; it fuses.
+      fuses_operand: what makes its operand is fused into it, as into anything elementwise.
       is_light: it takes no longer than to read its operands, so that where it stands is no matter.
       is_priced: `cost` tells its time, as its operands' bytes and `flops` say; only what is priced
         is made again. A `while` or a sort takes longer.
@@ -39,6 +40,7 @@ class Known:
     """
 
     is_elementwise: bool = False
+    fuses_operand: bool = False
     is_light: bool = False
     is_priced: bool = False
     is_view: bool | Callable[[Equation], bool] = False
@@ -84,6 +86,7 @@ def _polynomial_flops(equation: Equation) -> float:
 _NOTHING = Known()
 _ELEMENTWISE = Known(
     is_elementwise=True,
+    fuses_operand=True,
     is_light=True,
     is_priced=True,
     overwrites="all",
@@ -96,6 +99,7 @@ _LIGHT = Known(is_light=True, is_priced=True)
 
 def _reduction(joins: Callable) -> Known:
     return Known(
+        fuses_operand=True,
         is_light=True,
         is_priced=True,
         joins=joins,
@@ -122,7 +126,6 @@ TABLE: dict[str, Known] = {
     ),
     "polynomial": dataclasses.replace(_ELEMENTWISE, flops=_polynomial_flops),
     "convert_element_type": dataclasses.replace(_ELEMENTWISE, is_view=_widens),
-    "copy": Known(ways=along.elementwise),
     # Views.
     "broadcast_in_dim": dataclasses.replace(_VIEW, ways=along.broadcast),
     "reshape": dataclasses.replace(_VIEW, ways=along.reshape),
@@ -142,7 +145,7 @@ TABLE: dict[str, Known] = {
         """
         reduce_xor reduce_window reduce_window_sum reduce_window_max reduce_window_min
         """.split(),
-        _LIGHT,
+        dataclasses.replace(_LIGHT, fuses_operand=True),
     ),
     **dict.fromkeys(("argmax", "argmin"), Known(ways=along.reduction(None))),
     **dict.fromkeys("cumsum cumprod cummax cummin cumlogsumexp".split(), _along("axis")),
@@ -165,7 +168,7 @@ TABLE: dict[str, Known] = {
     **dict.fromkeys(
         ("scatter-add", "scatter-sub"), dataclasses.replace(_UPDATE, ways=along.scatter)
     ),
-    # Made by capture itself: see the end of slicing.py.
+    # Made by capture itself: see slicing.py.
     "start": Known(is_priced=True),
     "slice[": _LIGHT,
     "combine[": Known(is_light=True, is_priced=True, overwrites="all"),

@@ -96,7 +96,7 @@ class _Splitter:
                 heapq.heappush(stay, (-size, id(equation)))
             else:
                 heapq.heappush(stay, (-group.working_set(), id(self._replace(group))))
-        return Ordered(self._without_needless_outputs(), self.program)
+        return Ordered(self._without_unused_outputs(), self.program)
 
     def _best_group(self, seed: int) -> Group | None:
         """The group of the smallest working set, of those that grow from an equation."""
@@ -139,7 +139,7 @@ class _Splitter:
         self.positions.replace(members, behind, made)
         return made
 
-    def _without_needless_outputs(self) -> list[Equation]:
+    def _without_unused_outputs(self) -> list[Equation]:
         """All equations; what copies have taken the place of need not be there."""
         needed = set(self.search.results)
         kept = []

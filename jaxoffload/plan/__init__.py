@@ -1,1 +1,1 @@
-"""Stage 2: a TaskGraph and a budget in, a MemGraph out. NumPy only: no JAX, no runtime."""
+"""Stage 2: a TaskGraph and a budget in, a MemGraph out. It asks nothing of JAX or the runtime."""

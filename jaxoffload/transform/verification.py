@@ -148,11 +148,12 @@ _BITS = frozenset({"bitcast_convert_type", "nextafter"})
 """Operations that mean something else in another dtype."""
 _SCATTERS = {
     "scatter-add": lax.scatter_add,
-    "scatter_add": lax.scatter_add,
-    "scatter_mul": lax.scatter_mul,
-    "scatter_min": lax.scatter_min,
-    "scatter_max": lax.scatter_max,
+    "scatter-sub": lax.scatter_sub,
+    "scatter-mul": lax.scatter_mul,
+    "scatter-min": lax.scatter_min,
+    "scatter-max": lax.scatter_max,
 }
+"""Their params hold a jaxpr of their own dtype."""
 
 
 def in_float64(jaxpr: Any, leaves: Sequence[Any]) -> list[np.ndarray] | None:
@@ -217,13 +218,18 @@ def _apply(eqn: Any, operands: list[Any]) -> list[Any]:
         return _CONTROL[name](eqn, operands)
     if name == "reduce_precision":
         return operands
-    if name not in _BITS:
+    if name not in _BITS and not _applies_function(eqn):
         try:
             return _apply_wide(eqn, operands)
         except Exception:  # there is no such operation in float64
             pass
     narrow = [_as(x, atom.aval.dtype) for x, atom in zip(operands, eqn.invars, strict=True)]
     return compat.evaluate(eqn, narrow, params)
+
+
+def _applies_function(eqn: Any) -> bool:
+    """Whether it is a scatter by a function of the user's, as a jaxpr of its own dtype."""
+    return eqn.params.get("update_jaxpr") is not None and eqn.primitive.name not in _SCATTERS
 
 
 def _apply_wide(eqn: Any, operands: list[Any]) -> list[Any]:

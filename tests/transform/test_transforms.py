@@ -243,7 +243,7 @@ def test_frozen_weights_are_never_written_back():
 
 def test_verify_passes_and_a_wrong_result_is_caught(monkeypatch):
     jo.offload(f, device_memory=None, verify=True)(X)
-    module = sys.modules["jaxoffload.transform.offload"]
+    module = sys.modules["jaxoffload.transform.program"]
     run = module.run_plan
     monkeypatch.setattr(module, "run_plan", lambda *a: ([x + 1 for x in run(*a)[0]], run(*a)[1]))
     with pytest.raises(jo.VerificationError, match="result 0 differs"):

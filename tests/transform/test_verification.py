@@ -44,7 +44,7 @@ def test_a_sum_that_stands_still_is_seen(monkeypatch):
     "dtype, off", [(jnp.bfloat16, 0.1), (jnp.float16, 0.1), (np.float32, 1e-4)]
 )
 def test_a_wrong_kernel_is_seen(monkeypatch, dtype, off):
-    module = sys.modules["jaxoffload.transform.offload"]
+    module = sys.modules["jaxoffload.transform.program"]
     run = module.run_plan
 
     def wrong(*args):
@@ -117,3 +117,29 @@ def test_what_float64_cannot_judge_has_a_bound():
     halves = verification.Expected([x.astype(jnp.bfloat16)], lambda: None)
     with pytest.raises(jo.VerificationError):
         halves.check("f", [(x * 1.1).astype(jnp.bfloat16)])
+
+
+UPDATES = {
+    name: (lambda x, u, name=name: getattr(x.at[jnp.array([1, 1, 3, 1])], name)(u))
+    for name in ("set", "add", "subtract", "multiply", "min", "max")
+} | {"apply": lambda x, u: x.at[jnp.array([1, 1, 3, 1])].apply(jnp.sin)}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_scatters_are_judged_in_float64(name):
+    x = np.linspace(1, 2, 12, dtype=np.float32).reshape(6, 2)
+    u = np.full((4, 2), 0.1, np.float32)
+    (got,) = in_float64(jax.make_jaxpr(UPDATES[name])(x, u), [x, u])
+    assert got.dtype == np.float64
+    if name == "apply":  # a function of the user's is applied in its own dtype
+        np.testing.assert_allclose(got, UPDATES[name](jnp.asarray(x), u), rtol=1e-6)
+        return
+    want = x.astype(np.float64)
+    by = {"set": None, "add": np.add, "subtract": np.subtract, "multiply": np.multiply,
+          "min": np.minimum, "max": np.maximum}[name]  # fmt: skip
+    for row, update in zip([1, 1, 3, 1], u.astype(np.float64), strict=True):
+        if name == "set":
+            want[row] = update
+        else:
+            by(want[row], update, out=want[row])
+    np.testing.assert_allclose(got, want, rtol=1e-15)
