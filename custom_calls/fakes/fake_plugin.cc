@@ -286,9 +286,28 @@ PJRT_Error* Describe(PJRT_LoadedExecutable* executable, Program* program) {
   return nullptr;
 }
 
+// What is known of each executable that there is.
+struct Programs {
+  std::mutex mutex;
+  std::map<PJRT_LoadedExecutable*, std::shared_ptr<Program>> known;
+};
+
+Programs& AllPrograms() {
+  static auto* const programs = new Programs;
+  return *programs;
+}
+
+PJRT_Error* ExecutableDestroy(PJRT_LoadedExecutable_Destroy_Args* args) {
+  {
+    // Another one may come to have its address.
+    Programs& programs = AllPrograms();
+    const std::lock_guard<std::mutex> lock(programs.mutex);
+    programs.known.erase(args->executable);
+  }
+  return Translate(real->PJRT_LoadedExecutable_Destroy(args));
+}
+
 PJRT_Error* Execute(PJRT_LoadedExecutable_Execute_Args* args) {
-  static std::mutex mutex;
-  static auto* const programs = new std::map<PJRT_LoadedExecutable*, std::shared_ptr<Program>>();
   const int number = ++num_executions;
   if (number == Setting("FAKE_CUDA_FAIL_EXECUTE", -1)) {
     return NewError("RESOURCE_EXHAUSTED: no memory for scratch",
@@ -297,8 +316,9 @@ PJRT_Error* Execute(PJRT_LoadedExecutable_Execute_Args* args) {
   const bool fails_late = number == Setting("FAKE_CUDA_FAIL_LATE", -1);
   std::shared_ptr<Program> program;
   {
-    const std::lock_guard<std::mutex> lock(mutex);
-    std::shared_ptr<Program>& entry = (*programs)[args->executable];
+    Programs& programs = AllPrograms();
+    const std::lock_guard<std::mutex> lock(programs.mutex);
+    std::shared_ptr<Program>& entry = programs.known[args->executable];
     if (entry == nullptr) {
       entry = std::make_shared<Program>();
       if (PJRT_Error* const error = Describe(args->executable, entry.get())) {
@@ -392,6 +412,7 @@ const PJRT_Api* MakeApi() {
   api.PJRT_Buffer_Destroy = &BufferDestroy;
   api.PJRT_Buffer_UnsafePointer = &UnsafePointer;
   api.PJRT_Buffer_OpaqueDeviceMemoryDataPointer = &DataPointer;
+  api.PJRT_LoadedExecutable_Destroy = &ExecutableDestroy;
   api.PJRT_LoadedExecutable_Execute = &Execute;
   api.PJRT_Device_LocalHardwareId = &LocalHardwareId;
   return &api;
