@@ -120,6 +120,13 @@ def _without(dims: Sequence[int], gone: int) -> tuple[int, ...]:
     return tuple(d - (d > gone) for d in dims if d != gone)
 
 
+def _renumbered(
+    param: str, dims: Sequence[int], gone: int
+) -> Callable[[int | None], Changes | None]:
+    """Changes of a param that names the operand's dimensions, of which a slice has one less."""
+    return lambda size: {} if size is not None else {param: _without(dims, gone)}
+
+
 def elementwise(equation: Equation) -> Iterator[Way]:
     """Operands are scalars, or have the output's dimensions, of which some may be 1."""
     shape = _shape(equation.outputs[0])
@@ -190,21 +197,13 @@ def squeeze(equation: Equation) -> Iterator[Way]:
     gone = [d % rank for d in equation.operation.params["dimensions"]]
     kept = [k for k in range(rank) if k not in gone]
     for d in _dims(equation.outputs[0]):
-
-        def changes(size: int | None, k: int = kept[d]) -> Changes | None:
-            return {} if size is not None else {"dimensions": _without(gone, k)}
-
-        yield Way((kept[d],), (d,), changes)
+        yield Way((kept[d],), (d,), _renumbered("dimensions", gone, kept[d]))
 
 
 def transpose(equation: Equation) -> Iterator[Way]:
     order = tuple(equation.operation.params["permutation"])
     for d in _dims(equation.outputs[0]):
-
-        def changes(size: int | None, k: int = order[d]) -> Changes | None:
-            return {} if size is not None else {"permutation": _without(order, k)}
-
-        yield Way((order[d],), (d,), changes)
+        yield Way((order[d],), (d,), _renumbered("permutation", order, order[d]))
 
 
 def reduction(combine: Callable[[Any, Any], Any] | None) -> Rule:
@@ -216,19 +215,15 @@ def reduction(combine: Callable[[Any, Any], Any] | None) -> Rule:
         axes = tuple(equation.operation.params["axes"])
         kept = [k for k in range(len(_shape(equation.inputs[0]))) if k not in axes]
         for d in _dims(equation.outputs[0]):
-            yield Way((kept[d],), (d,), _fewer_axes(axes, kept[d]))
+            yield Way((kept[d],), (d,), _renumbered("axes", axes, kept[d]))
         if combine is None:
             return
         widened = "operands" if combine in ROUNDED else ""
         for k in _dims(equation.inputs[0]):
             if k in axes:
-                yield Way((k,), (None,), _fewer_axes(axes, k), combine, widened)
+                yield Way((k,), (None,), _renumbered("axes", axes, k), combine, widened)
 
     return rule
-
-
-def _fewer_axes(axes: Sequence[int], gone: int) -> Callable[[int | None], Changes | None]:
-    return lambda size: {} if size is not None else {"axes": _without(axes, gone)}
 
 
 def _product_part(contract: tuple[int, int]) -> Way:
