@@ -105,12 +105,8 @@ std::shared_ptr<Run> Submit(const BoundPlan& bound, ffi::RemainingArgs operands,
                             ffi::RemainingRets results, const Wishes& wishes,
                             const std::function<void(const RunReport&, const Plan&)>& done) {
   const std::shared_ptr<Plan>& plan = bound.plan;
-  if (wishes.policy < 0 || wishes.policy > 2) {
-    throw std::invalid_argument("jaxoffload_run: policy=" + std::to_string(wishes.policy) +
-                                " is unknown");
-  }
   RunOptions options;
-  options.policy = static_cast<Policy>(wishes.policy);
+  options.policy = PolicyOf(wishes.policy);
   options.seed = static_cast<uint64_t>(wishes.seed);
   options.max_delay_us = wishes.max_delay_us;
   options.check = wishes.check != 0;

@@ -415,6 +415,9 @@ def set_host_callback(
 def host_callback_handler() -> Any:
     """The call's FFI handler, for `Client.register_ffi_handlers`."""
 
+policy_names: tuple[str, ...]
+"""What launch policies are called, by their numbers."""
+
 lane_names: tuple[str, ...]
 """What lanes are called: `device_lanes` that every device has, then the disk's."""
 

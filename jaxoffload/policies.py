@@ -2,13 +2,15 @@
 
 import dataclasses
 
+from jaxoffload import _native
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaunchPolicy:
     """A launch policy; make one with the functions below.
 
     Attributes:
-      name: "work-conserving", "fixed" or "random".
+      name: one of `NAMES`.
       seed: of the random choices and delays.
       max_delay_seconds: the longest delay injected before a vertex (random only).
     """
@@ -23,7 +25,7 @@ class LaunchPolicy:
         return NAMES.index(self.name)
 
 
-NAMES = ("work-conserving", "fixed", "random")
+NAMES: tuple[str, ...] = _native.policy_names
 
 
 def work_conserving() -> LaunchPolicy:

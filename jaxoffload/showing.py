@@ -6,6 +6,7 @@ here, and `report/` says what those are.
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 
@@ -40,6 +41,13 @@ def trace(shown: Any) -> str:
     raise TypeError(f"trace: {shown!r} is a {type(shown).__name__}, which has no lanes.")
 
 
+FORMATS: dict[str, Callable[[Any], str]] = {
+    ".html": functools.partial(page, is_file=True),
+    ".json": trace,
+}
+"""What makes the text of a file, by the ending of its name."""
+
+
 class Shown:
     """Prints as words, shows itself in notebooks, and saves itself as a page."""
 
@@ -52,17 +60,21 @@ class Shown:
         return page(self, is_file=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes one page that needs nothing beside it: memory and time, to look into.
+        """Writes a file that needs nothing beside it: memory and time, to look into.
 
         Args:
-          path: of the file to write, "plan.html". What was there is replaced once all is written.
+          path: of the file to write; `FORMATS` has the endings. "plan.json": a trace, as
+            `to_perfetto` writes it; "plan.html" and any other: a page. What was there is replaced
+            once all is written.
 
         Raises:
-          TypeError: the path is none. OSError: the file cannot be written.
+          TypeError: the path is none, or of what has no lanes a trace is asked for. OSError: the
+            file cannot be written.
         """
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"save: path={path!r} is a {type(path).__name__}. Pass a file's path.")
-        write_text(path, page(self, is_file=True))
+        ending = os.path.splitext(os.fspath(path))[1].lower()
+        write_text(path, FORMATS.get(ending, FORMATS[".html"])(self))
 
 
 class ShownMemory(Shown):

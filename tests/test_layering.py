@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "jaxoffload"
 ORDER = ["errors", "showing", "graphs", "once", "garbage", "sources", "_jax_compat", "identity",
-         "capture", "plan", "compile", "policies", "options", "runtime", "search", "report",
+         "capture", "policies", "plan", "compile", "options", "runtime", "search", "report",
          "transform", "doctor", "command", "finetune"]  # fmt: skip
 STAGES = {"capture": {"plan", "compile", "runtime"}, "plan": {"capture", "compile", "runtime"},
           "compile": {"plan", "runtime"}, "runtime": {"capture"}}  # fmt: skip

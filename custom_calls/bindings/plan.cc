@@ -14,17 +14,13 @@ namespace jaxoffload {
 namespace {
 
 RunOptions MakeOptions(int32_t policy, uint64_t seed, int64_t max_delay_us, bool check) {
-  if (policy < 0 || policy > 2) {
-    throw std::invalid_argument("run: policy=" + std::to_string(policy) +
-                                " is unknown. Use 0 (work conserving), 1 (fixed) or 2 (random).");
-  }
   constexpr int64_t kHour = int64_t{3600} * 1000000;
   if (max_delay_us < 0 || max_delay_us > kHour) {
     throw std::invalid_argument("run: max_delay_us=" + std::to_string(max_delay_us) +
                                 " is not between 0 and an hour.");
   }
   RunOptions options;
-  options.policy = static_cast<Policy>(policy);
+  options.policy = PolicyOf(policy);
   options.seed = seed;
   options.max_delay_us = max_delay_us;
   options.check = check;
@@ -228,6 +224,9 @@ void BindPlan(nb::module_& m) {
       .def(nb::new_(&NewRegistration), "plan"_a,
            "bound"_a = std::vector<std::pair<int32_t, nb::object>>())
       .def_prop_ro("key", &PlanRegistration::key);
+  nb::list policies;
+  for (const char* name : kPolicyNames) policies.append(name);
+  m.attr("policy_names") = nb::tuple(policies);
   m.def("num_registered_plans", &NumRegisteredPlans);
 }
 

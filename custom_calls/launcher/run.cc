@@ -47,7 +47,7 @@ Run::Run(std::shared_ptr<const LoadedPlan> plan, std::shared_ptr<Backend> backen
   }
   ready_.reserve(plan_->lanes().size());
   for (int32_t lane = 0; lane < plan_->lanes().size(); ++lane) {
-    ready_.emplace_back(*plan_, lane, options_);
+    ready_.emplace_back(*plan_, lane, options_.policy, options_.seed);
   }
   draft_->lane_busy_ns.assign(plan_->lanes().size(), 0);
   draft_->lane.resize(plan_->num_vertices());

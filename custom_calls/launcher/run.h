@@ -19,7 +19,7 @@
 #include "launcher/callback_threads.h"
 #include "launcher/inbox.h"
 #include "launcher/live_ranges.h"
-#include "launcher/ready_queue.h"
+#include "launcher/policy.h"
 #include "launcher/run_options.h"
 #include "plan/loaded_plan.h"
 

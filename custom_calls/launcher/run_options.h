@@ -5,17 +5,9 @@
 
 #include <cstdint>
 
-namespace jaxoffload {
+#include "launcher/policy.h"
 
-// Which of a lane's ready vertices starts first.
-enum class Policy : int32_t {
-  // The largest priority; ties in serial order. No lane waits while it has a ready vertex.
-  kWorkConserving = 0,
-  // A lane runs its vertices strictly in serial order and waits for the next one: the ablation.
-  kFixed = 1,
-  // Any ready vertex, all equally likely: for tests, together with delays.
-  kRandom = 2,
-};
+namespace jaxoffload {
 
 struct RunOptions {
   Policy policy = Policy::kWorkConserving;

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "launcher/inbox.h"
-#include "launcher/ready_queue.h"
+#include "launcher/policy.h"
 #include "plan/lanes.h"
 #include "plan/loaded_plan.h"
 #include "planner/place_intervals.h"
@@ -71,11 +71,9 @@ TEST(ReadyQueueRandomPolicyIsUniform) {
     maker.Kernel({argument}, {maker.Version(Space::kDevice, 0, 64 * i, 64)});
   }
   const auto plan = maker.Load();
-  RunOptions options;
-  options.policy = Policy::kRandom;
   std::vector<int> first(4, 0);
-  for (options.seed = 0; options.seed < 4000; ++options.seed) {
-    ReadyQueue queue(*plan, 0, options);
+  for (uint64_t seed = 0; seed < 4000; ++seed) {
+    ReadyQueue queue(*plan, 0, Policy::kRandom, seed);
     for (int32_t v = 0; v < 4; ++v) queue.Push(v);
     ++first[queue.Pop()];
   }

@@ -263,6 +263,15 @@ def test_runs_are_seen_under_jaxs_own_profiler(step, tmp_path):
     assert any(str(e.get("name")).startswith("jaxoffload_function.") for e in events)
 
 
+def test_a_file_that_ends_in_json_is_a_trace(step, tmp_path):
+    step.last_run.to_perfetto(tmp_path / "named.json")
+    step.last_run.save(tmp_path / "by_ending.JSON")
+    step.last_run.save(tmp_path / "page.html")
+    named, by_ending = ((tmp_path / n).read_text() for n in ("named.json", "by_ending.JSON"))
+    assert json.loads(by_ending)["traceEvents"] and by_ending == named
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+
+
 @pytest.mark.runs_whole
 def test_what_has_no_lanes_or_no_path_is_refused(step, tmp_path):
     with pytest.raises(TypeError, match="to_perfetto: path=None is a NoneType"):

@@ -12,12 +12,13 @@ import heapq
 
 import numpy as np
 
+from jaxoffload import policies
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.plan.cost.machines import SMALL_SERVER, Machine
 from jaxoffload.plan.cost.priority import critical_path
 
-POLICIES = ("work-conserving", "fixed", "random", "levelwise")
-"""The launcher's three, and bulk-synchronous: all vertices of one depth, then those of the next."""
+POLICIES = (*policies.NAMES, "levelwise")
+"""The launcher's, and bulk-synchronous: all vertices of one depth, then those of the next."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
