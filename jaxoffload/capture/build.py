@@ -68,7 +68,7 @@ def order_program(program: Program) -> Ordered:
     results = program.result_values()
     equations = live_equations(program.equations, results)
     equations = live_equations(with_small_transpositions(equations, results), results)
-    return Ordered(serial_order(equations, program.parents), program)
+    return Ordered(serial_order(equations, program.parents, results, program.updates), program)
 
 
 def _materialize(literal: Any, program: Program) -> Value:
@@ -107,6 +107,7 @@ def build_taskgraph(
         ordered.equations,
         program.parents,
         {v for v in results if v.argument is None},
+        program.updates,
         rates=program.rates,
         max_bytes=max_bytes,
         max_equations=max_equations,

@@ -9,7 +9,7 @@ Only contiguous runs of the given order are considered.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from jaxoffload.capture import cost, operations
 from jaxoffload.capture.flat import Equation, Value
@@ -19,6 +19,9 @@ from jaxoffload.capture.views import roots
 MAX_EQUATIONS = 12
 """Operations of a cluster, views not counted. On the training step of benchmarks/ratios.py 6 to 16
 gave 0.53 to 0.59 of the scanned jit on 2 cores, 24 gave 0.69, 48 gave 0.72, 100 gave 0.77."""
+MAX_UPDATE = 32
+"""The same of an update, whose operations read and write arrays of one shape element by element:
+AdamW has 15 to 20."""
 SECONDS_OF_A_CUT = 20e-6
 """What a cut costs beside the bytes that cross it: a vertex's launch, XLA's own start and end."""
 _FUSED, _FUSED_AT_AN_END, _THROUGH_MEMORY = 1.0, 0.2, 0.1
@@ -47,6 +50,7 @@ def cut(
     equations: Sequence[Equation],
     parents: Sequence[int],
     results: set[Value],
+    updates: Set[int] = frozenset(),
     *,
     rates: cost.Rates,
     max_bytes: float = float("inf"),
@@ -58,6 +62,8 @@ def cut(
       equations: in serial order.
       parents: the enclosing segment of each segment.
       results: values that must reach memory.
+      updates: see `Program.updates`. A cluster has equations of one update at most, so that those
+        of equal arrays share executables.
       rates: of the device, by which it is judged what a cut costs.
       max_bytes: the largest working set of a cluster, where single equations allow it.
       max_equations: the most operations of a cluster.
@@ -68,7 +74,7 @@ def cut(
     if max_equations == 1:
         runs = [(i, i + 1) for i in range(len(solid))]
         return _assemble(equations, solid, reads, view_of, runs, results)
-    segments = _segments_worth_a_cut(solid, parents, rates)
+    segments = _segments_worth_a_cut(solid, parents, updates, rates)
     last_reader = dict.fromkeys(results, len(solid))
     for i, values in enumerate(reads):
         for v in values:
@@ -79,15 +85,17 @@ def cut(
     for i in range(1, len(solid) + 1):
         if i == len(solid) or segments[i] != segments[start]:
             stretch = _Stretch(solid, reads, last_reader, start, i)
-            if stretch.key not in memo:
-                memo[stretch.key] = _best_cuts(stretch, bytes_of_a_cut, max_bytes, max_equations)
-            runs += [(start + a, start + b) for a, b in memo[stretch.key]]
+            most = max(max_equations, MAX_UPDATE if segments[start] in updates else 0)
+            if (stretch.key, most) not in memo:
+                found = _best_cuts(stretch, bytes_of_a_cut, max_bytes, most)
+                memo[stretch.key, most] = found
+            runs += [(start + a, start + b) for a, b in memo[stretch.key, most]]
             start = i
     return _assemble(equations, solid, reads, view_of, runs, results)
 
 
 def _segments_worth_a_cut(
-    solid: Sequence[Equation], parents: Sequence[int], rates: cost.Rates
+    solid: Sequence[Equation], parents: Sequence[int], updates: Set[int], rates: cost.Rates
 ) -> list[int]:
     """The segment of each equation, small segments counted to the one around them."""
     weight = [0.0] * len(parents)
@@ -99,7 +107,8 @@ def _segments_worth_a_cut(
     # Chunks of a scan share an executable only as vertices of their own.
     loops = {equation.segment for equation in solid if equation.operation.repeats is not None}
     for segment in range(1, len(parents)):
-        if weight[segment] < SEGMENT_SECONDS and segment not in loops:
+        least = SECONDS_OF_A_CUT if segment in updates else SEGMENT_SECONDS
+        if weight[segment] < least and segment not in loops:
             kept[segment] = kept[parents[segment]]
     return [kept[equation.segment] for equation in solid]
 

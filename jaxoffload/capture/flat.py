@@ -105,7 +105,7 @@ class Equation:
     """One operation applied to operands.
 
     Attributes:
-      segment: id of the innermost scan iteration that it belongs to, 0 outside every scan.
+      segment: id of the innermost scan iteration or update that it belongs to, 0 outside all.
       recomputed: whether it repeats another one, so that its result need not be kept until here.
       flops, traffic: kept by `cost`; below 0 until it is asked.
     """
@@ -136,6 +136,8 @@ class Program:
       results: for each flat result, the parts that make it up and their first bytes in it.
       parents: the enclosing segment of each segment id; parents[0] is 0.
       rates: of the device that it is captured for, a `cost.Rates`.
+      updates: segments that make the new value of one argument and what belongs to it: a parameter
+        and its optimizer's state.
       is_divisible: whether some scan could be cut into smaller pieces than it is.
     """
 
@@ -144,6 +146,7 @@ class Program:
     results: list[list[tuple[Operand, int]]]
     parents: list[int]
     rates: Any
+    updates: set[int] = dataclasses.field(default_factory=set)
     is_divisible: bool = False
 
     def result_values(self) -> set[Value]:

@@ -4,12 +4,15 @@ JAX writes an optimizer stage by stage over all parameters, and slice-by-slice w
 operation over all slices; cut into runs, that order would need everything at once. Here the cheap
 equations outside every scan move: as early as their operands allow (so an update follows the layer
 that made its gradient, as in Fuyou's overlapped optimizer), or, when they read only arguments, just
-before their first reader; and equations of one parameter stay together.
+before their first reader; and equations of one parameter stay together. Those that make its new
+value and its optimizer's state are given a segment of their own.
 
 All other equations keep the program's order. The result is a valid serial order.
 """
 
+import dataclasses
 import heapq
+import itertools
 from collections.abc import Sequence
 
 from jaxoffload.capture import operations
@@ -27,12 +30,15 @@ def live_equations(equations: Sequence[Equation], results: set[Value]) -> list[E
     return kept[::-1]
 
 
-def serial_order(equations: list[Equation], parents: list[int]) -> list[Equation]:
+def serial_order(
+    equations: list[Equation], parents: list[int], results: set[Value], updates: set[int]
+) -> list[Equation]:
     """A serial order of the same equations; see the head of this file.
 
     Args:
       equations: in program order.
-      parents: the enclosing segment of each segment.
+      parents: the enclosing segment of each segment; gets those of updates.
+      updates: gets the segments of updates.
     """
     producer = {out: i for i, eqn in enumerate(equations) for out in eqn.outputs}
     outermost = _outermost(parents)
@@ -51,9 +57,35 @@ def serial_order(equations: list[Equation], parents: list[int]) -> list[Equation
             segment = outermost[equations[j].segment]
             at = position[j] if moves[j] else end_of_segment[segment] if segment else j
             position[i] = max(position[i], at)
-    _delay_those_that_read_only_arguments(equations, producer, moves, position)
+    waiting = _wait_for_readers(equations, producer, moves, position)
     chain = _chains(equations, moves)
-    return _sort(equations, producer, [(position[i], chain[i], i) for i in range(len(equations))])
+    key = [(position[i], chain[i], i) for i in range(len(equations))]
+    reads = [{producer[v] for v in eqn.values() if v in producer} for eqn in equations]
+    _keep_iterations_whole(equations, reads, waiting)
+    order: list[int] = []
+    for i in _sort({i for i in range(len(equations)) if i not in waiting}, reads, key):
+        taken = _taken_from(waiting, i, reads)
+        # Of these, too, what reads nothing of the others comes just before its first reader.
+        first = {j for j in taken if not reads[j] & taken}
+        for j in (*_sort(taken - first, reads, key), i):
+            order += [*sorted(reads[j] & first), j]
+            first -= reads[j]
+    ordered = []
+    for number, run in itertools.groupby(order, chain.__getitem__):
+        together = [equations[i] for i in run]
+        if number >= 0 and _is_update(together, results):
+            updates.add(len(parents))
+            together = [dataclasses.replace(e, segment=len(parents)) for e in together]
+            parents.append(0)
+        ordered += together
+    return ordered
+
+
+def _is_update(equations: Sequence[Equation], results: set[Value]) -> bool:
+    """Whether equations read an array that is an argument and make one of its shape a result."""
+    shapes = {v.shape for e in equations for v in e.values() if v.argument is not None}
+    made = {v.shape for e in equations for v in e.outputs if v in results}
+    return bool(shapes & made - {()})
 
 
 def _outermost(parents: list[int]) -> list[int]:
@@ -63,17 +95,40 @@ def _outermost(parents: list[int]) -> list[int]:
     return found
 
 
-def _delay_those_that_read_only_arguments(
+def _wait_for_readers(
     equations: list[Equation], producer: dict[Value, int], moves: list[bool], position: list[int]
-) -> None:
-    first_reader = [len(equations)] * len(equations)
-    for i in range(len(equations) - 1, -1, -1):
+) -> set[int]:
+    """Equations that read only arguments and come just before their first reader; those of them
+    that only the caller reads come last. Scalars made of scalars alone come first of all: what they
+    take of memory is nothing, and amid the first update that reads them they would make it unlike
+    the others."""
+    read = {producer[v] for eqn in equations for v in eqn.values() if v in producer}
+    waiting: set[int] = set()
+    for i, eqn in enumerate(equations):
         if moves[i] and position[i] < 0:
-            position[i] = first_reader[i]
-        for value in equations[i].values():
-            j = producer.get(value)
-            if j is not None:
-                first_reader[j] = min(first_reader[j], position[i])
+            is_scalar = not any(v.shape for v in (*eqn.values(), *eqn.outputs))
+            if not is_scalar or any(producer.get(v) in waiting for v in eqn.values()):
+                waiting.add(i)
+    for i in waiting - read:
+        position[i] = len(equations)
+    return waiting & read
+
+
+def _keep_iterations_whole(
+    equations: list[Equation], reads: list[set[int]], waiting: set[int]
+) -> None:
+    """Has what waits and several iterations read come before the first of them, not within it: the
+    first would be cut otherwise than the others, and not share their executables."""
+    segments: dict[int, set[int]] = {}
+    first: dict[int, int] = {}
+    for i, eqn in enumerate(equations):
+        if eqn.segment:
+            first.setdefault(eqn.segment, i)
+            for j in reads[i] & waiting:
+                segments.setdefault(j, set()).add(eqn.segment)
+    for j, found in segments.items():
+        if len(found) > 1:
+            reads[min(map(first.__getitem__, found))].add(j)
 
 
 def _chains(equations: list[Equation], moves: list[bool]) -> list[int]:
@@ -110,21 +165,35 @@ def _chains(equations: list[Equation], moves: list[bool]) -> list[int]:
     return chain
 
 
+def _taken_from(waiting: set[int], reader: int, reads: Sequence[set[int]]) -> set[int]:
+    """What an equation reads, directly or not, of those that wait; they wait no longer."""
+    found, stack = set(), [reader]
+    while stack:
+        new = reads[stack.pop()] & waiting
+        waiting -= new
+        found |= new
+        stack += new
+    return found
+
+
 def _sort(
-    equations: list[Equation], producer: dict[Value, int], key: list[tuple[int, int, int]]
-) -> list[Equation]:
-    readers: list[list[int]] = [[] for _ in equations]
-    missing = [0] * len(equations)
-    for i, eqn in enumerate(equations):
-        for j in {producer[v] for v in eqn.values() if v in producer}:
+    which: set[int], reads: Sequence[set[int]], key: Sequence[tuple[int, int, int]]
+) -> list[int]:
+    """Some equations in an order in which each follows those of them that it reads: of those that
+    may come next, the one of the lowest key."""
+    readers: dict[int, list[int]] = {i: [] for i in which}
+    missing = {}
+    for i in which:
+        producers = reads[i] & which
+        missing[i] = len(producers)
+        for j in producers:
             readers[j].append(i)
-            missing[i] += 1
-    ready = [key[i] for i in range(len(equations)) if not missing[i]]
+    ready = [key[i] for i in which if not missing[i]]
     heapq.heapify(ready)
     order = []
     while ready:
         i = heapq.heappop(ready)[2]
-        order.append(equations[i])
+        order.append(i)
         for j in readers[i]:
             missing[j] -= 1
             if not missing[j]:

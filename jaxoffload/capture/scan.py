@@ -35,6 +35,9 @@ from jaxoffload.graphs.taskgraph import Span
 
 _SHARED = 3
 """Chunks from which on it is worth a vertex that they all have one executable, the first, too."""
+_JOINED_AT_ONCE = 64
+"""Up to so many scalars, of the slices of a stack, are joined by one operation: an optimizer that
+clips by a norm has one for each slice of each parameter."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -406,17 +409,20 @@ class _Unroller:
     ) -> Operand:
         """A reduction over the pieces of a stack, in a dtype wide enough for so many."""
         operation, out = equation.operation, equation.outputs[0].aval
-        combine = slicing.combine_operation(operation.name, mapped.combine, operation.eqn)
+        assert mapped.combine is not None
         rounds = mapped.combine in sums.ROUNDED
         dtype = sums.wider(out.dtype) if rounds else out.dtype
         aval = compat.ShapedArray(out.shape, dtype)
         columns = [[self._converted(x, dtype, operation.eqn) for x in columns[0]]]
         parts = self._rows(equation, rows, columns, [aval] * len(columns[0]))
 
-        def join(total: Operand, row: Operand) -> Operand:
-            return self.emit(combine, (total, row), aval)
-
-        total = sums.add_up(parts, join) if rounds else functools.reduce(join, parts)
+        join = functools.partial(slicing.combine_operation, operation, mapped.combine, rounds)
+        if not out.shape and 1 < len(columns[0]) <= _JOINED_AT_ONCE:
+            together = tuple(parts)
+            total = self.emit(join(len(together)), together, aval)
+        else:
+            pair = join(2)
+            total = sums.joined(parts, lambda a, b: self.emit(pair, (a, b), aval), rounds)
         return self._converted(total, out.dtype, operation.eqn)
 
     def _converted(self, operand: Operand, dtype: Any, eqn: Any) -> Operand:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from jaxoffload.capture import sums
 from jaxoffload.capture.flat import Operation
 
 
@@ -51,9 +52,15 @@ def start_operation(aval: Any, eqn: Any) -> Operation:
     )
 
 
-def combine_operation(name: str, function: Any, eqn: Any) -> Operation:
-    """The operation that joins two slices' reductions."""
-    return Operation.of_function(f"combine[{name}]", function, eqn)
+def combine_operation(operation: Operation, join: Any, rounds: bool, count: int) -> Operation:
+    """The operation that joins so many slices' reductions."""
+    return Operation.of_function(
+        f"combine[{operation.name}]",
+        lambda *parts: sums.joined(parts, join, rounds),
+        operation.eqn,
+        count,
+        rounds,
+    )
 
 
 def conversion(dtype: Any, new: Any, eqn: Any) -> Operation:

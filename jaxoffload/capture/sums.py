@@ -5,6 +5,7 @@ the dtype's rounding. Sums and products of halves and float8 are kept in float32
 complete.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -47,6 +48,11 @@ def add_up(parts: Iterable[Any], add: Callable[[Any, Any], Any]) -> Any:
     while runs:
         total = add(runs.pop()[0], total)
     return total
+
+
+def joined(parts: Iterable[Any], join: Callable[[Any, Any], Any], rounds: bool) -> Any:
+    """Parts joined two by two: by `add_up` where that rounds, else one after another."""
+    return add_up(parts, join) if rounds else functools.reduce(join, parts)
 
 
 def converted(x: Any, dtype: Any) -> Any:
