@@ -217,6 +217,7 @@ def test_recomputation_goes_deeper_than_the_stack():
 
     def f(x):
         early = jnp.tanh(x)
+        x = early
         for _ in range(20):
             x = jnp.sin(x) + 1
         view = early
