@@ -395,6 +395,38 @@ def reaches(
       ValueError: one does not, or names no vertex.
     """
 
+class Successors:
+    """The edges of a MemGraph, for what runs along them; see plan/cost/simulate.py.
+
+    Args:
+      tail, head: int32, one entry for each edge, from smaller vertices to larger ones.
+
+    Raises:
+      ValueError: an edge points backwards or names no vertex; here and below, an array has not one
+        entry for each vertex.
+    """
+
+    def __init__(self, num_vertices: int, tail: np.ndarray, head: np.ndarray) -> None: ...
+    def longest_paths(self, seconds: np.ndarray) -> np.ndarray:
+        """The longest path from the start of each vertex, in seconds, float64."""
+
+    def simulate(
+        self,
+        seconds: np.ndarray,
+        lane: np.ndarray,
+        num_lanes: int,
+        priority: np.ndarray,
+        fixed: bool,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """When each vertex starts and ends, float64.
+
+        Args:
+          seconds, priority: float64; of the vertices that are ready on a lane that of the largest
+            priority starts first, of equal ones that of the smallest number.
+          lane: int32.
+          fixed: a lane takes its vertices in their order only.
+        """
+
 def host_release() -> None:
     """Gives the free pages of the host tier back to the system."""
 

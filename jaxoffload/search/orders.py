@@ -145,6 +145,7 @@ def _held(graph: TaskGraph, vertex: Vertex) -> int:
 
 def _by_critical_path(before: list[set[int]], seconds: list[float]) -> list[int]:
     """Always the ready vertex with the longest way to the end: list scheduling."""
-    edges = ((u, v) for v in range(len(before) - 1, -1, -1) for u in before[v])
-    rest = longest_paths(seconds, edges)
+    tail = [u for needed in before for u in needed]
+    head = [v for v, needed in enumerate(before) for _ in needed]
+    rest = longest_paths(seconds, tail, head).tolist()
     return _scheduled(before, lambda v: -rest[v])
