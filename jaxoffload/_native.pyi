@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxoffload.graphs.taskgraph import Columns
+
 class Client:
     """A PJRT client of our own, with the arenas and lanes that its plans share. Thread-safe.
 
@@ -394,6 +396,40 @@ def reaches(
     Raises:
       ValueError: one does not, or names no vertex.
     """
+
+def build_memgraph(
+    columns: Columns,
+    capacity: Sequence[int],
+    host_capacity: int | None,
+    disk: bool,
+    in_place_io: bool,
+    cheapest: bool,
+    lookahead: int | None,
+    places: Sequence[int],
+    unreduced: bool,
+) -> dict[str, np.ndarray] | int:
+    """The arrays of a MemGraph by their names there, or the tensor for which the host tier has no
+    room; see plan/alloc/build.py.
+
+    Args:
+      columns: a TaskGraph that `check` accepts, with the working set of each of its vertices within
+        `capacity`.
+      capacity: bytes of each device's arena.
+      host_capacity: bytes of the host tier, None for no limit.
+      cheapest: victims are the cheapest window, else the furthest.
+      places: of each tensor, -1 for any; or empty.
+
+    Raises:
+      ValueError: a column or an option has the wrong length, or names what is not there.
+    """
+
+def in_place(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
+    """Whether each entry of `inputs` is read where the caller has it, and whether each of `outputs`
+    is written there, with in_place_io="always"; uint8."""
+
+def overwritten(columns: Columns) -> np.ndarray:
+    """Pairs (tensor, argument tensor), flattened: a result part of the one takes memory of the
+    other."""
 
 class Successors:
     """The edges of a MemGraph, for what runs along them; see plan/cost/simulate.py.
