@@ -423,9 +423,13 @@ def build_memgraph(
       ValueError: a column or an option has the wrong length, or names what is not there.
     """
 
-def in_place(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
+def in_place(columns: Columns, in_place_io: bool) -> tuple[np.ndarray, np.ndarray]:
     """Whether each entry of `inputs` is read where the caller has it, and whether each of `outputs`
-    is written there, with in_place_io="always"; uint8."""
+    is written there; uint8.
+
+    Args:
+      in_place_io: as in build_memgraph; if not, only rows that are gathered are read there.
+    """
 
 def overwritten(columns: Columns) -> np.ndarray:
     """Pairs (tensor, argument tensor), flattened: a result part of the one takes memory of the

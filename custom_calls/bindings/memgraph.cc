@@ -121,10 +121,10 @@ nb::object Build(nb::handle columns, std::vector<int64_t> capacity,
   return ToDict(std::move(found));
 }
 
-nb::tuple InPlace(nb::handle columns) {
+nb::tuple InPlace(nb::handle columns, bool in_place_io) {
   const Columns arrays(columns);
   const TaskTable table(arrays.found());
-  const CallersMemory callers(table, /*in_place_io=*/true);
+  const CallersMemory callers(table, in_place_io);
   return nb::make_tuple(Owned(callers.read_in_place()), Owned(callers.written_in_place()));
 }
 
@@ -148,7 +148,7 @@ nb::object Overwritten(nb::handle columns) {
 void BindMemGraph(nb::module_& m) {
   m.def("build_memgraph", &Build, "columns"_a, "capacity"_a, "host_capacity"_a.none(), "disk"_a,
         "in_place_io"_a, "cheapest"_a, "lookahead"_a.none(), "places"_a, "unreduced"_a);
-  m.def("in_place", &InPlace, "columns"_a);
+  m.def("in_place", &InPlace, "columns"_a, "in_place_io"_a);
   m.def("overwritten", &Overwritten, "columns"_a);
 }
 

@@ -8,8 +8,9 @@ import dataclasses
 
 import numpy as np
 
+from jaxoffload import _native
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
-from jaxoffload.graphs.taskgraph import IN_PLACE_ALIGNMENT, TaskGraph
+from jaxoffload.graphs.taskgraph import TaskGraph
 
 
 def align(count: int) -> int:
@@ -62,22 +63,17 @@ def num_devices(graph: TaskGraph) -> int:
 def _places(graph: TaskGraph) -> tuple[np.ndarray, np.ndarray]:
     """(vertex, tensor) of all tensors that must have places of their own while a vertex runs."""
     columns = graph.columns
-    vertex = np.arange(len(graph.vertices))
-    reads = np.repeat(vertex, np.diff(columns.input_offsets))
-    writes = np.repeat(vertex, np.diff(columns.output_offsets))
-    read, fresh = ~_gathers(graph), ~_is_over(graph)
+    read, written = _native.in_place(columns, in_place_io=False)
+    reads, fresh = read == 0, (written == 0) & ~_is_over(graph)
     return (
-        np.concatenate([reads[read], writes[fresh]]),
-        np.concatenate([columns.inputs[read], columns.outputs[fresh]]),
+        np.concatenate([_rows(columns.input_offsets)[reads], _rows(columns.output_offsets)[fresh]]),
+        np.concatenate([columns.inputs[reads], columns.outputs[fresh]]),
     )
 
 
-def _gathers(graph: TaskGraph) -> np.ndarray:
-    """`TaskGraph.gathers` of each entry of `Columns.inputs`."""
-    columns = graph.columns
-    readable = (columns.argument >= 0) & (columns.argument_offset % IN_PLACE_ALIGNMENT == 0)
-    readable &= ~np.isin(columns.argument, columns.disk_arguments)
-    return columns.gathered.astype(bool) & readable[columns.inputs]
+def _rows(offsets: np.ndarray) -> np.ndarray:
+    """The row of each entry of a CSR array."""
+    return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
 
 
 def _is_over(graph: TaskGraph) -> np.ndarray:
@@ -115,7 +111,8 @@ def least_whole(graph: TaskGraph) -> int:
     largest argument that is not gathered, in memory whole."""
     columns = graph.columns
     callers = (columns.argument >= 0) | (np.diff(columns.result_offsets) > 0)
-    touched = np.concatenate([columns.inputs[~_gathers(graph)], columns.outputs])
+    read, _ = _native.in_place(columns, in_place_io=False)
+    touched = np.concatenate([columns.inputs[read == 0], columns.outputs])
     return int(_aligned(columns.bytes[touched[callers[touched]]]).max(initial=0))
 
 
@@ -150,16 +147,14 @@ def live_ranges(graph: TaskGraph) -> LiveRanges:
     count, columns = len(graph.vertices), graph.columns
     parts = np.diff(columns.result_offsets)
     is_callers = (columns.argument >= 0) | (parts > 0)
-    of_tensor = np.repeat(np.arange(len(parts)), parts)
     paired = np.isin(columns.result, columns.donated[1::2])
     copies = (columns.argument >= 0).astype(np.int64)
-    np.add.at(copies, of_tensor[~paired], 1)
+    np.add.at(copies, _rows(columns.result_offsets)[~paired], 1)
     copies[~is_callers] = 1
     first, last = np.zeros((2, len(parts)), dtype=np.int64)
-    vertex = np.arange(count)
-    writes = np.repeat(vertex, np.diff(columns.output_offsets))
+    writes = _rows(columns.output_offsets)
     first[columns.outputs], last[columns.outputs] = writes + _is_over(graph), writes
-    np.maximum.at(last, columns.inputs, np.repeat(vertex, np.diff(columns.input_offsets)))
+    np.maximum.at(last, columns.inputs, _rows(columns.input_offsets))
     first[is_callers], last[is_callers] = 0, count - 1
     return LiveRanges(first, last, _aligned(columns.bytes) * copies, is_callers)
 

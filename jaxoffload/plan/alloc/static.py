@@ -64,7 +64,8 @@ def static_places(graph: TaskGraph, capacity: int) -> list[int] | None:
     Args:
       capacity: bytes of the arena of the one device that there is.
     """
-    read_in_place, written_in_place = map(np.ndarray.tolist, _native.in_place(graph.columns))
+    flags = _native.in_place(graph.columns, True)
+    read_in_place, written_in_place = map(np.ndarray.tolist, flags)
     input_offsets, output_offsets = graph.columns.input_offsets, graph.columns.output_offsets
     count = len(graph.tensors)
     # An output over an operand takes its place on: both have the place of one owner.
