@@ -420,7 +420,8 @@ def build_memgraph(
       places: of each tensor, -1 for any; or empty.
 
     Raises:
-      ValueError: a column or an option has the wrong length, or names what is not there.
+      ValueError: a column or an option has the wrong length or names what is not there, or the
+        order is none; of a graph with working sets beyond `capacity` it is RuntimeError.
     """
 
 def in_place(columns: Columns, in_place_io: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "planner/callers_memory.h"
@@ -39,16 +40,27 @@ void Force(SimulatedMemory& memory, Victims& victims, int64_t vertex) {
   throw std::logic_error("a working set that fits was not placed in empty memory");
 }
 
+void Check(const TaskTable& table, const BuildOptions& options) {
+  const auto refuse = [](const char* what) {
+    throw std::invalid_argument(std::string("build_memgraph: ") + what);
+  };
+  const auto is_negative = [](int64_t bytes) { return bytes < 0; };
+  if (static_cast<int64_t>(options.capacity.size()) != table.num_devices() ||
+      std::any_of(options.capacity.begin(), options.capacity.end(), is_negative)) {
+    refuse("capacity has not one entry for each device, none of them negative");
+  }
+  if (options.host_capacity && *options.host_capacity < 0) refuse("host_capacity is negative");
+  if (!options.places.empty() &&
+      (static_cast<int64_t>(options.places.size()) != table.num_tensors() ||
+       *std::max_element(options.places.begin(), options.places.end()) > kMostBytes)) {
+    refuse("places has not one entry for each tensor, none of them beyond all memory");
+  }
+}
+
 }  // namespace
 
 MemGraphColumns BuildMemGraph(const TaskTable& table, const BuildOptions& options) {
-  if (static_cast<int64_t>(options.capacity.size()) != table.num_devices()) {
-    throw std::invalid_argument("build_memgraph: capacity has not one entry for each device");
-  }
-  if (!options.places.empty() &&
-      static_cast<int64_t>(options.places.size()) != table.num_tensors()) {
-    throw std::invalid_argument("build_memgraph: places has not one entry for each tensor");
-  }
+  Check(table, options);
   const CallersMemory callers(table, options.in_place_io);
   SimulatedMemory memory(table, callers, options);
   Victims victims(memory, options.victims, table.num_vertices());

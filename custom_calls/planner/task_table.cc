@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace jaxoffload {
 namespace {
@@ -17,8 +18,12 @@ std::vector<bool> SetOf(const std::vector<int32_t>& indices) {
   return found;
 }
 
-[[noreturn]] void Refuse(int64_t vertex, const char* what) {
+[[noreturn]] void RefuseVertex(int64_t vertex, const char* what) {
   throw std::invalid_argument("task table: vertex " + std::to_string(vertex) + " " + what);
+}
+
+[[noreturn]] void RefuseTensor(int64_t tensor, const char* what) {
+  throw std::invalid_argument("task table: tensor " + std::to_string(tensor) + " " + what);
 }
 
 }  // namespace
@@ -62,24 +67,55 @@ bool TaskTable::Stays(int64_t tensor, int64_t part) const {
 }
 
 void TaskTable::Check() const {
-  for (int64_t t = 0; t < num_tensors(); ++t) {
-    if (columns_.tensor_device[t] < 0 || columns_.bytes[t] < 0) {
-      throw std::invalid_argument("task table: tensor " + std::to_string(t) +
-                                  " has a negative device or size");
+  const TaskColumns& c = columns_;
+  int64_t total = 0;
+  for (int64_t t = 0; t < c.num_tensors; ++t) {
+    if (c.tensor_device[t] < 0) RefuseTensor(t, "has a negative device");
+    if (c.bytes[t] < 0 || c.bytes[t] > kMostBytes || (total += c.bytes[t]) > kMostBytes) {
+      RefuseTensor(t, "has a negative size, or all have more bytes than can be added up");
+    }
+    if (c.argument_offset[t] < 0 || c.argument_offset[t] > kMostBytes) {
+      RefuseTensor(t, "starts outside its argument");
+    }
+    for (int64_t p = c.result_offsets[t]; p < c.result_offsets[t + 1]; ++p) {
+      if (c.result[p] < 0 || c.result_offset[p] < 0 || c.result_offset[p] > kMostBytes) {
+        RefuseTensor(t, "starts outside its result");
+      }
     }
   }
+  CheckOrder();
+}
+
+void TaskTable::CheckOrder() const {
+  std::vector<bool> is_there(num_tensors());
+  for (int64_t t = 0; t < num_tensors(); ++t) is_there[t] = is_argument(t);
+  std::vector<bool> was_written = is_there;
+  std::vector<int64_t> read_by(num_tensors(), -1);
   for (int64_t v = 0; v < num_vertices(); ++v) {
-    if (columns_.vertex_device[v] < 0) Refuse(v, "has a negative device");
+    if (columns_.vertex_device[v] < 0) RefuseVertex(v, "has a negative device");
     for (const Row row : {inputs(v), outputs(v)}) {
       for (const int32_t t : row) {
-        if (t < 0 || t >= num_tensors()) Refuse(v, "names a tensor that is none");
+        if (t < 0 || t >= num_tensors()) RefuseVertex(v, "names a tensor that is none");
       }
     }
+    for (const int32_t t : inputs(v)) {
+      if (!is_there[t]) RefuseVertex(v, "reads what is not there");
+      if (std::exchange(read_by[t], v) == v) RefuseVertex(v, "names an input twice");
+    }
+    std::vector<bool> is_over(outputs(v).size(), false);
     for (int64_t k = 0; k < num_overwrites(v); ++k) {
       const auto [read, write] = overwrite(v, k);
-      if (read < 0 || read >= inputs(v).size() || write < 0 || write >= outputs(v).size()) {
-        Refuse(v, "overwrites what it has not");
+      if (read < 0 || read >= inputs(v).size() || write < 0 || write >= outputs(v).size() ||
+          !is_there[inputs(v)[read]] || is_over[write] ||
+          columns_.bytes[inputs(v)[read]] != columns_.bytes[outputs(v)[write]]) {
+        RefuseVertex(v, "overwrites what it has not, or what has another size");
       }
+      is_over[write] = true;
+      is_there[inputs(v)[read]] = false;
+    }
+    for (const int32_t t : outputs(v)) {
+      if (was_written[t]) RefuseVertex(v, "writes what has been written");
+      is_there[t] = was_written[t] = true;
     }
   }
 }

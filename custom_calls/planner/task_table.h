@@ -43,6 +43,9 @@ constexpr int64_t kInPlaceAlignment = 64;
 // Every place starts at a multiple of this many bytes (PLACE_ALIGNMENT).
 constexpr int64_t kPlaceAlignment = 256;
 
+// What all tensors may have together, and where parts may start: sums and costs fit into 64 bits.
+constexpr int64_t kMostBytes = int64_t{1} << 57;
+
 inline int64_t RoundUp(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 // A row of a CSR array.
@@ -57,7 +60,8 @@ struct Row {
 
 class TaskTable {
  public:
-  // Throws std::invalid_argument where an id or a position is out of range.
+  // Throws std::invalid_argument where a column names what is not there, at that point of the
+  // order.
   explicit TaskTable(TaskColumns columns);
 
   const TaskColumns& columns() const { return columns_; }
@@ -111,7 +115,9 @@ class TaskTable {
   static Row Slice(const int64_t* offsets, const int32_t* values, int64_t row) {
     return {values + offsets[row], values + offsets[row + 1]};
   }
+  // What TaskGraph.check asks, as far as the planner could otherwise reach outside its arrays.
   void Check() const;
+  void CheckOrder() const;
 
   TaskColumns columns_;
   int32_t num_devices_ = 1;

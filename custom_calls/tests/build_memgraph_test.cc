@@ -205,15 +205,35 @@ TEST(BuildMemGraphRefusesOptionsOfAnotherGraph) {
   BuildOptions options;
   CHECK_THROWS(BuildMemGraph(table, options), "capacity has not one entry for each device");
   options.capacity = Budget(table, 0);
+  options.host_capacity = -1;
+  CHECK_THROWS(BuildMemGraph(table, options), "host_capacity is negative");
+  options.host_capacity.reset();
   options.places = {0};
   CHECK_THROWS(BuildMemGraph(table, options), "places has not one entry for each tensor");
 }
 
-TEST(TaskTableRefusesWhatNamesNoTensor) {
-  std::mt19937 random(13);
-  Draft draft = RandomGraph(random, 1, 9);
-  draft.outputs[0] = static_cast<int32_t>(draft.bytes.size());
-  CHECK_THROWS(TaskTable(draft.Columns()), "vertex 0 names a tensor that is none");
+TEST(TaskTableRefusesWhatIsNoSerialOrder) {
+  const auto refused = [](const std::vector<int32_t>& reads, const std::vector<int32_t>& writes,
+                          bool overwrites, int64_t size = kUnit) {
+    Draft draft;
+    draft.AddTensor(kUnit, 0, 0);
+    draft.AddTensor(kUnit, 0);
+    draft.AddTensor(size, 0);
+    draft.AddVertex(0, {0}, {1}, /*overwrites_first=*/true);
+    draft.AddVertex(0, reads, writes, overwrites);
+    draft.AddResults({false, false, false}, 1);
+    return TaskTable(draft.Columns()).num_vertices();
+  };
+  CHECK_EQ(refused({1}, {2}, true), 2);
+  CHECK_THROWS(refused({1}, {3}, false), "vertex 1 names a tensor that is none");
+  CHECK_THROWS(refused({2}, {2}, false), "vertex 1 reads what is not there");
+  CHECK_THROWS(refused({0}, {2}, false), "vertex 1 reads what is not there");
+  CHECK_THROWS(refused({1, 1}, {2}, false), "vertex 1 names an input twice");
+  CHECK_THROWS(refused({1}, {1}, false), "vertex 1 writes what has been written");
+  CHECK_THROWS(refused({}, {2}, true), "vertex 1 overwrites what it has not");
+  CHECK_THROWS(refused({1}, {2}, true, 2 * kUnit), "what has another size");
+  CHECK_THROWS(refused({1}, {2}, false, -1), "tensor 2 has a negative size");
+  CHECK_THROWS(refused({1}, {2}, false, kMostBytes), "more bytes than can be added up");
 }
 
 }  // namespace

@@ -85,6 +85,8 @@ def test_results_overwrite_the_arguments_that_share_their_bytes():
         ("overwrites", [1, 0], "vertex 1 overwrites what it has not"),
         ("vertex_device", [0, -1], "vertex 1 has a negative device"),
         ("disk_arguments", [-1], "a negative argument or result"),
+        ("bytes", [64, 2**62, 64], "more bytes than can be added up"),
+        ("argument_offset", [2**62, 0, 0], "tensor 0 starts outside its argument"),
     ],
 )
 def test_columns_that_do_not_fit_together_are_refused(name, value, message):

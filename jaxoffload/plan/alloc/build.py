@@ -57,7 +57,7 @@ QUICK_VARIANTS: tuple[dict[str, Any], ...] = (
 )
 """The two that differ most."""
 _BOTH_RULES = 3000
-"""Up to so many vertices of a TaskGraph both rules for victims are tried: some tenths of a
+"""Up to so many vertices of a TaskGraph both rules for victims are tried: some hundredths of a
 second."""
 
 
