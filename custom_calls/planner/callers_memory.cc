@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <limits>
+#include <stdexcept>
+#include <string>
 
 namespace jaxoffload {
 namespace {
@@ -54,9 +56,12 @@ bool CallersMemory::IsAlias(int64_t part, int32_t tensor) const {
 }
 
 int64_t CallersMemory::AliasOf(int32_t output, int32_t operand) const {
-  int64_t part = table_.columns().result_offsets[output];
-  while (!IsAlias(part, operand)) ++part;  // `read_in_place` has found one
-  return part;
+  const int64_t* parts = table_.columns().result_offsets + output;
+  for (int64_t part = parts[0]; part < parts[1]; ++part) {
+    if (IsAlias(part, operand)) return part;
+  }
+  throw std::invalid_argument("task table: tensor " + std::to_string(output) +
+                              " overwrites an argument of which rows are gathered");
 }
 
 void CallersMemory::Overwritten(int64_t part, int32_t tensor, std::vector<int32_t>* found) const {

@@ -8,11 +8,13 @@
 namespace jaxoffload {
 namespace {
 
+bool IsDevice(int32_t device) { return device >= 0 && device < kMostDevices; }
+
 std::vector<bool> SetOf(const std::vector<int32_t>& indices) {
   std::vector<bool> found;
   for (const int32_t index : indices) {
     if (index < 0) throw std::invalid_argument("task table: a negative argument or result");
-    if (index >= static_cast<int64_t>(found.size())) found.resize(index + 1);
+    if (index >= static_cast<int64_t>(found.size())) found.resize(int64_t{index} + 1);
     found[index] = true;
   }
   return found;
@@ -70,7 +72,7 @@ void TaskTable::Check() const {
   const TaskColumns& c = columns_;
   int64_t total = 0;
   for (int64_t t = 0; t < c.num_tensors; ++t) {
-    if (c.tensor_device[t] < 0) RefuseTensor(t, "has a negative device");
+    if (!IsDevice(c.tensor_device[t])) RefuseTensor(t, "is on no device");
     if (c.bytes[t] < 0 || c.bytes[t] > kMostBytes || (total += c.bytes[t]) > kMostBytes) {
       RefuseTensor(t, "has a negative size, or all have more bytes than can be added up");
     }
@@ -92,7 +94,7 @@ void TaskTable::CheckOrder() const {
   std::vector<bool> was_written = is_there;
   std::vector<int64_t> read_by(num_tensors(), -1);
   for (int64_t v = 0; v < num_vertices(); ++v) {
-    if (columns_.vertex_device[v] < 0) RefuseVertex(v, "has a negative device");
+    if (!IsDevice(columns_.vertex_device[v])) RefuseVertex(v, "is on no device");
     for (const Row row : {inputs(v), outputs(v)}) {
       for (const int32_t t : row) {
         if (t < 0 || t >= num_tensors()) RefuseVertex(v, "names a tensor that is none");

@@ -45,6 +45,7 @@ constexpr int64_t kPlaceAlignment = 256;
 
 // What all tensors may have together, and where parts may start: sums and costs fit into 64 bits.
 constexpr int64_t kMostBytes = int64_t{1} << 57;
+constexpr int32_t kMostDevices = 1 << 16;
 
 inline int64_t RoundUp(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
