@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxoffload.graphs.taskgraph import Columns
+
 class Client:
     """A PJRT client of our own, with the arenas and lanes that its plans share. Thread-safe.
 
@@ -394,6 +396,77 @@ def reaches(
     Raises:
       ValueError: one does not, or names no vertex.
     """
+
+def build_memgraph(
+    columns: Columns,
+    capacity: Sequence[int],
+    host_capacity: int | None,
+    disk: bool,
+    in_place_io: bool,
+    cheapest: bool,
+    lookahead: int | None,
+    places: Sequence[int],
+    unreduced: bool,
+) -> dict[str, np.ndarray] | int:
+    """The arrays of a MemGraph by their names there, or the tensor for which the host tier has no
+    room; see plan/alloc/build.py.
+
+    Args:
+      columns: a TaskGraph that `check` accepts, with the working set of each of its vertices within
+        `capacity`.
+      capacity: bytes of each device's arena.
+      host_capacity: bytes of the host tier, None for no limit.
+      cheapest: victims are the cheapest window, else the furthest.
+      places: of each tensor, -1 for any; or empty.
+
+    Raises:
+      ValueError: a column or an option has the wrong length or names what is not there, or the
+        order is none; of a graph with working sets beyond `capacity` it is RuntimeError.
+    """
+
+def in_place(columns: Columns, in_place_io: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Whether each entry of `inputs` is read where the caller has it, and whether each of `outputs`
+    is written there; uint8.
+
+    Args:
+      in_place_io: as in build_memgraph; if not, only rows that are gathered are read there.
+    """
+
+def overwritten(columns: Columns) -> np.ndarray:
+    """Pairs (tensor, argument tensor), flattened: a result part of the one takes memory of the
+    other."""
+
+class Successors:
+    """The edges of a MemGraph, for what runs along them; see plan/cost/simulate.py.
+
+    Args:
+      tail, head: int32, one entry for each edge, from smaller vertices to larger ones.
+
+    Raises:
+      ValueError: an edge points backwards or names no vertex; here and below, an array has not one
+        entry for each vertex.
+    """
+
+    def __init__(self, num_vertices: int, tail: np.ndarray, head: np.ndarray) -> None: ...
+    def longest_paths(self, seconds: np.ndarray) -> np.ndarray:
+        """The longest path from the start of each vertex, in seconds, float64."""
+
+    def simulate(
+        self,
+        seconds: np.ndarray,
+        lane: np.ndarray,
+        num_lanes: int,
+        priority: np.ndarray,
+        fixed: bool,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """When each vertex starts and ends, float64.
+
+        Args:
+          seconds, priority: float64; of the vertices that are ready on a lane that of the largest
+            priority starts first, of equal ones that of the smallest number.
+          lane: int32.
+          fixed: a lane takes its vertices in their order only.
+        """
 
 def host_release() -> None:
     """Gives the free pages of the host tier back to the system."""

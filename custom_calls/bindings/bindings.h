@@ -7,6 +7,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -30,6 +31,7 @@ using nb::literals::operator""_a;
 void BindClient(nb::module_& m);
 void BindPlan(nb::module_& m);
 void BindPlanner(nb::module_& m);
+void BindMemGraph(nb::module_& m);
 void BindHost(nb::module_& m);
 void BindDisk(nb::module_& m);
 

@@ -80,6 +80,7 @@ NB_MODULE(_native, m) {
   BindClient(m);
   BindPlan(m);
   BindPlanner(m);
+  BindMemGraph(m);
   BindHost(m);
   BindDisk(m);
   m.def("cuda_driver", &DescribeCudaDriver, "path"_a = "");

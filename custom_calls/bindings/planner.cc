@@ -6,10 +6,64 @@
 #include "plan/lanes.h"
 #include "planner/order_check.h"
 #include "planner/place_intervals.h"
+#include "planner/simulate.h"
 
 namespace jaxoffload {
+namespace {
+
+void RequireOneEach(const char* what, const Successors& self, size_t count) {
+  if (static_cast<int64_t>(count) == self.num_vertices()) return;
+  throw std::invalid_argument(std::string("Successors: ") + what + " has " + std::to_string(count) +
+                              " entries, there are " + std::to_string(self.num_vertices()) +
+                              " vertices");
+}
+
+void BindSuccessors(nb::module_& m) {
+  nb::class_<Successors>(m, "Successors")
+      .def(
+          "__init__",
+          [](Successors* self, int64_t num_vertices, const Array<int32_t>& tail,
+             const Array<int32_t>& head) {
+            RequireEqualSizes("Successors", tail, head);
+            const WithoutGil without_gil;
+            new (self) Successors(
+                {num_vertices, static_cast<int64_t>(tail.size()), tail.data(), head.data()});
+          },
+          "num_vertices"_a, "tail"_a, "head"_a)
+      .def(
+          "longest_paths",
+          [](const Successors& self, const Array<double>& seconds) {
+            RequireOneEach("seconds", self, seconds.size());
+            std::vector<double> found;
+            {
+              const WithoutGil without_gil;
+              found = LongestPaths(self, seconds.data());
+            }
+            return Owned(std::move(found));
+          },
+          "seconds"_a)
+      .def(
+          "simulate",
+          [](const Successors& self, const Array<double>& seconds, const Array<int32_t>& lane,
+             int32_t num_lanes, const Array<double>& priority, bool fixed) {
+            RequireOneEach("seconds", self, seconds.size());
+            RequireOneEach("lane", self, lane.size());
+            RequireOneEach("priority", self, priority.size());
+            Times times;
+            {
+              const WithoutGil without_gil;
+              times =
+                  Simulate(self, seconds.data(), {lane.data(), priority.data(), num_lanes, fixed});
+            }
+            return nb::make_tuple(Owned(std::move(times.start)), Owned(std::move(times.end)));
+          },
+          "seconds"_a, "lane"_a, "num_lanes"_a, "priority"_a, "fixed"_a);
+}
+
+}  // namespace
 
 void BindPlanner(nb::module_& m) {
+  BindSuccessors(m);
   m.def(
       "place_intervals",
       [](const std::vector<int64_t>& lower, const std::vector<int64_t>& upper,

@@ -124,7 +124,7 @@ class MemGraph:
 
     def tensor_bytes(self) -> np.ndarray:
         """Bytes of each tensor, int64."""
-        return np.array([t.bytes for t in self.taskgraph.tensors], dtype=np.int64)
+        return self.taskgraph.columns.bytes
 
     def version_bytes(self) -> np.ndarray:
         """Bytes of each version, int64[M]."""

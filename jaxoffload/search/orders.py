@@ -10,8 +10,8 @@ import dataclasses
 import heapq
 from collections.abc import Callable
 
+from jaxoffload import _native
 from jaxoffload.graphs.taskgraph import TaskGraph, Vertex
-from jaxoffload.plan.alloc.aliases import CallersMemory
 from jaxoffload.plan.cost.priority import longest_paths
 
 
@@ -44,12 +44,9 @@ def _predecessors(graph: TaskGraph) -> list[set[int]]:
     for v, vertex in enumerate(graph.vertices):
         for read, _ in vertex.overwrites:
             before[v].update(r for r in readers[vertex.inputs[read]] if r != v)
-    callers = CallersMemory(graph, in_place_io=False)
-    for t, tensor in enumerate(graph.tensors):
-        v = producer[t]
-        for span in tensor.results if v >= 0 else ():
-            for other in callers.overwritten(span, t):
-                before[v].update(r for r in readers[other] if r != v)
+    for t, other in _native.overwritten(graph.columns).reshape(-1, 2).tolist():
+        if (v := producer[t]) >= 0:
+            before[v].update(r for r in readers[other] if r != v)
     return before
 
 
@@ -145,6 +142,7 @@ def _held(graph: TaskGraph, vertex: Vertex) -> int:
 
 def _by_critical_path(before: list[set[int]], seconds: list[float]) -> list[int]:
     """Always the ready vertex with the longest way to the end: list scheduling."""
-    edges = ((u, v) for v in range(len(before) - 1, -1, -1) for u in before[v])
-    rest = longest_paths(seconds, edges)
+    tail = [u for needed in before for u in needed]
+    head = [v for v, needed in enumerate(before) for _ in needed]
+    rest = longest_paths(seconds, tail, head).tolist()
     return _scheduled(before, lambda v: -rest[v])

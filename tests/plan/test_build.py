@@ -14,7 +14,6 @@ from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexK
 from jaxoffload.graphs.verify import VerifyError, verify
 from jaxoffload.plan.alloc.build import build_memgraph
 from jaxoffload.plan.alloc.limits import min_budget, resident_peak
-from jaxoffload.plan.alloc.memory import SimulatedMemory
 from tests.plan.execute import arguments_of, check, execute, straightforward
 from tests.plan.strategies import taskgraphs
 
@@ -271,21 +270,28 @@ def _donated():
     return TaskGraph(tensors, vertices, donated=((0, 1),))
 
 
-def test_what_is_evicted_for_nothing_is_not_copied_back(monkeypatch):
-    """Its bytes are where they were, so that the copy up is spared: over random graphs."""
+def reloads_to_where_the_bytes_are(memgraph):
+    """Reloads of tensors whose last place has not been given to another since."""
+    begin, end = memgraph.offset, memgraph.offset + memgraph.version_bytes()
+    placed: list[int] = []  # versions in the arena
+    found = 0
+    for version in memgraph.outputs[memgraph.space[memgraph.outputs] == Space.DEVICE].tolist():
+        is_mine = memgraph.tensor[placed] == memgraph.tensor[version]
+        if is_mine.any():  # it can only be reloaded: none is transferred
+            at = int(np.flatnonzero(is_mine)[-1])
+            since, last = np.array(placed[at + 1 :], dtype=np.int64), placed[at]
+            found += not ((begin[since] < end[last]) & (begin[last] < end[since])).any()
+        placed.append(version)
+    return found
 
-    def reloaded():
-        found = []
-        for seed in range(100):
-            graph = random_layers(seed)
-            for slack in (1.0, 1.3):
-                memgraph = build_memgraph(graph, int(min_budget(graph)[0] * slack))
-                check(graph, memgraph, seeds=1)
-                found.append(memgraph.moved_bytes(Kind.RELOAD))
-        return found
 
-    spared = reloaded()
-    monkeypatch.setattr(SimulatedMemory, "_is_still_there", lambda self, tensor_id: False)
-    copied = reloaded()
-    assert sum(a < b for a, b in zip(spared, copied, strict=True)) > 10
-    assert sum(spared) < sum(copied)
+@pytest.mark.parametrize(
+    "seed, slack",
+    [(20, 1.3), (25, 1.3), (44, 1.0), (79, 1.0), (92, 1.0), (109, 1.3), (131, 1.0), (132, 1.0)],
+)
+def test_what_is_evicted_for_nothing_is_not_copied_back(seed, slack):
+    """Its bytes are where they were, so that the copy up is spared: graphs in which that occurs."""
+    graph = random_layers(seed)
+    memgraph = build_memgraph(graph, int(min_budget(graph)[0] * slack))
+    check(graph, memgraph, seeds=1)
+    assert not reloads_to_where_the_bytes_are(memgraph)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from jaxoffload.graphs.memgraph import Kind, Space
-from jaxoffload.plan.alloc.build import build_memgraph
+from jaxoffload.plan.alloc.build import CHOICES, build_memgraph
 from jaxoffload.plan.alloc.limits import HOST_PAGE, min_budget, min_host_memory
-from jaxoffload.plan.alloc.victims import CHOICES
 from tests.plan.execute import check
 from tests.plan.strategies import random_taskgraph
 from tests.plan.test_tiers import on_disk

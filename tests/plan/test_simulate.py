@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+from jaxoffload import _native
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 from jaxoffload.plan.alloc.build import build_memgraph
@@ -125,6 +126,19 @@ def test_an_unknown_policy_is_refused():
     graph = build_memgraph(chain(1, 1), [SLOT])
     with pytest.raises(ValueError, match="policy='greedy' is unknown"):
         simulate(graph, policy="greedy")
+
+
+def test_arrays_that_do_not_fit_together_are_refused():
+    edges = np.array([[0], [1]], dtype=np.int32)
+    successors = _native.Successors(2, *edges)
+    lane, ones = np.zeros(2, dtype=np.int32), np.ones(2)
+    assert successors.simulate(ones, lane, 1, ones, False)[1].tolist() == [1, 2]
+    with pytest.raises(ValueError, match="seconds has 1 entries, there are 2 vertices"):
+        successors.longest_paths(np.ones(1))
+    with pytest.raises(ValueError, match="vertex 0 is on lane 0 of 0"):
+        successors.simulate(ones, lane, 0, ones, False)
+    with pytest.raises(ValueError, match="leads from vertex 0 to 1 of 1"):
+        _native.Successors(1, *edges)
 
 
 def test_priorities_are_the_better_of_two():

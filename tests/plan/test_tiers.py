@@ -14,9 +14,8 @@ from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import EdgeKind, Kind, Space
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 from jaxoffload.graphs.verify import Law, VerifyError, verify
-from jaxoffload.plan.alloc.build import build_memgraph
+from jaxoffload.plan.alloc.build import CHOICES, build_memgraph
 from jaxoffload.plan.alloc.limits import HOST_PAGE, min_budget, min_host_memory
-from jaxoffload.plan.alloc.victims import CHOICES
 from tests.plan.execute import check
 from tests.plan.strategies import random_taskgraph, taskgraphs
 

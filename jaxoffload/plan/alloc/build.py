@@ -13,36 +13,38 @@ Differences from the paper:
   point backwards).
 - Arguments start in the caller's memory and are clean. A clean tensor is evicted without a copy; a
   tensor is offloaded at most once.
-- Victims are windows of neighbours, chosen by what their copies cost (victims.py).
+- Victims are windows of neighbours, chosen by what their copies cost.
 - What the alloc horizon gives out is held from then on, and large outputs of vertices that run much
   later leave no memory for reloads. A `lookahead` limits by how many vertices the alloc horizon is
   ahead of the exec horizon. A third one, the fetch horizon, goes on from there for reloads alone,
-  into memory that no vertex before needs (forecast.py).
+  into memory that no vertex before needs.
 - Memory may be so fragmented that a vertex's operands block one another. Then more is evicted, its
   operands too, until its working set can be placed, in the end in empty memory. So any budget that
   holds the largest working set works.
+
+The simulation is in C++ (custom_calls/planner, from build_memgraph.h on): here are what is asked of
+it and what is refused.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxoffload import garbage
+import numpy as np
+
+from jaxoffload import _native
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import COPIES, PLACE_ALIGNMENT, MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph
-from jaxoffload.plan.alloc.forecast import Forecast
 from jaxoffload.plan.alloc.limits import (
     min_budget,
     min_budgets,
     min_host_memory,
     num_devices,
     reserved_workspace,
-    working_set,
 )
-from jaxoffload.plan.alloc.memory import SimulatedMemory
-from jaxoffload.plan.alloc.victims import CHOICES, Victims
 
+CHOICES = ("cheapest", "furthest")
+"""Rules by which victims are chosen (custom_calls/planner/victims.h)."""
 VARIANTS: tuple[dict[str, Any], ...] = tuple(
     {"victims": victims, "lookahead": lookahead}
     for lookahead in (None, 3, 16)
@@ -55,7 +57,7 @@ QUICK_VARIANTS: tuple[dict[str, Any], ...] = (
 )
 """The two that differ most."""
 _BOTH_RULES = 3000
-"""Up to so many vertices of a TaskGraph both rules for victims are tried: some tenths of a
+"""Up to so many vertices of a TaskGraph both rules for victims are tried: some hundredths of a
 second."""
 
 
@@ -119,60 +121,46 @@ def build_memgraph(
     # A plan that knows the host tier's limit fails on the first tensor that finds it full. One that
     # knows no limit often stays within it all the same.
     tiers = [host_memory, *([None] if host_memory is not None and not disk else [])]
-    plans, refusals, enough = [], [], []
-    with garbage.paused():
-        for rule in rules:
-            for tier in tiers:
-                memory = SimulatedMemory(
-                    graph, capacity, in_place_io == "always", tier, disk, places
-                )
-                try:
-                    _simulate(memory, Victims(memory, rule), lookahead)
-                    plan = memory.finish(workspace, unreduced)
-                except PlanError as error:
-                    refusals.append(error)
-                    continue
-                if host_memory is None or plan.host_bytes() <= host_memory:
-                    limit = -1 if host_memory is None else host_memory
-                    plans.append(dataclasses.replace(plan, host_capacity=limit))
-                    break
-                enough.append(plan.host_bytes())
+    plans, refused, enough = [], [], []
+    for rule in rules:
+        for tier in tiers:
+            found = _native.build_memgraph(
+                graph.columns, capacity, tier, disk, in_place_io == "always", rule == "cheapest",
+                lookahead, places or [], unreduced,
+            )  # fmt: skip
+            if isinstance(found, int):
+                refused.append(found)
+                continue
+            plan = MemGraph(
+                taskgraph=graph,
+                capacity=np.array(capacity, dtype=np.int64),
+                workspace=np.array(workspace, dtype=np.int64),
+                host_capacity=-1 if host_memory is None else host_memory,
+                **found,
+            )
+            if host_memory is None or plan.host_bytes() <= host_memory:
+                plans.append(plan)
+                break
+            enough.append(plan.host_bytes())
     if not plans:
-        remedy = f" Pass {min(enough, default=0)} or more, or disk='/path' to go on from there."
-        raise PlanError(f"{refusals[0]}{'' if disk else remedy}")
+        raise _no_room(graph, refused[0], host_memory, disk, min(enough, default=0))
     return min(plans, key=lambda plan: sum(plan.moved_bytes(kind) for kind in COPIES))
 
 
-def _simulate(memory: SimulatedMemory, victims: Victims, lookahead: int | None) -> None:
-    """The loop of figure 8."""
-    alloc = execute = fetch = 0
-    count = len(memory.graph.vertices)
-    most = count if lookahead is None else lookahead
-    forecast = None if lookahead is None else Forecast(memory)
-    while execute < count:
-        make_room = victims.room_maker(alloc) if alloc == execute else None
-        if alloc < count and alloc - execute < most and memory.place(alloc, make_room):
-            alloc += 1
-        elif alloc == execute:
-            _force(memory, victims, alloc)
-            alloc += 1
-        else:
-            fetch = max(fetch, alloc)
-            if forecast is not None:
-                fetch = forecast.fetch(execute, alloc, fetch)
-            memory.execute(execute)
-            execute += 1
-    memory.finish_arguments()
-
-
-def _force(memory: SimulatedMemory, victims: Victims, vertex_id: int) -> None:
-    """Places a vertex at the exec horizon, whatever has to be evicted."""
-    if memory.place(vertex_id, victims.room_maker(vertex_id)):
-        return
-    for device in working_set(memory.graph, vertex_id):
-        if memory.evict_until_placed(device, vertex_id):
-            return
-    raise AssertionError("a working set that fits was not placed in empty memory")
+def _no_room(
+    graph: TaskGraph, tensor_id: int, host_memory: int | None, disk: bool, enough: int
+) -> PlanError:
+    """No place was found for a tensor in the host tier; with so many bytes a plan was."""
+    tensor = graph.tensors[tensor_id]
+    source = f" at {tensor.source}" if tensor.source else ""
+    remedy = (
+        "Pass more." if disk else f"Pass {enough} or more, or disk='/path' to go on from there."
+    )
+    return PlanError(
+        f"build_memgraph: host_memory={host_memory} bytes cannot hold what the device cannot: "
+        f"there is no room for {tensor.name or f'tensor {tensor_id}'} of {tensor.bytes} "
+        f"bytes{source}. {remedy}"
+    )
 
 
 def _refuse_if_too_small(graph: TaskGraph, budgets: list[int]) -> None:

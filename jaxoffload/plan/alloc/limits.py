@@ -5,12 +5,12 @@ counted here only: the planner, its refusals and the reports ask here.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
+from jaxoffload import _native
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
-from jaxoffload.graphs.taskgraph import TaskGraph, Vertex, VertexKind
+from jaxoffload.graphs.taskgraph import TaskGraph
 
 
 def align(count: int) -> int:
@@ -37,11 +37,11 @@ def min_host_memory(graph: TaskGraph, disk: bool) -> tuple[int, int]:
     """
     if not disk and not (graph.disk_arguments or graph.disk_results):
         return 0, -1
-    readers = graph.readers()
+    is_read = np.bincount(graph.columns.inputs, minlength=len(graph.tensors)) > 0
     moving = (
         (host_place(t.bytes), i)
         for i, t in enumerate(graph.tensors)
-        if t.argument is None or readers[i] or not all(graph.stays(t, s) for s in t.results)
+        if t.argument is None or is_read[i] or not all(graph.stays(t, s) for s in t.results)
     )
     return max(moving, default=(0, -1))
 
@@ -49,33 +49,40 @@ def min_host_memory(graph: TaskGraph, disk: bool) -> tuple[int, int]:
 def reserved_workspace(graph: TaskGraph, num_devices: int) -> list[int]:
     """Bytes of each device reserved for workspace: the largest of any vertex, as a compute lane
     runs one kernel at a time."""
-    found = [0] * num_devices
-    for vertex in graph.vertices:
-        if vertex.kind is VertexKind.KERNEL:
-            found[vertex.device] = max(found[vertex.device], vertex.workspace_bytes)
-    return [align(count) for count in found]
+    found = np.zeros(num_devices, dtype=np.int64)
+    np.maximum.at(found, graph.columns.vertex_device, graph.columns.workspace)
+    return [align(count) for count in found.tolist()]
 
 
 def num_devices(graph: TaskGraph) -> int:
     """One more than the highest device that the graph names."""
-    return 1 + max((x.device for x in (*graph.tensors, *graph.vertices)), default=0)
+    columns = graph.columns
+    return 1 + int(max(x.max(initial=0) for x in (columns.tensor_device, columns.vertex_device)))
 
 
-def working_set(graph: TaskGraph, vertex_id: int) -> dict[int, int]:
-    """Bytes of places that a vertex needs at once, by device."""
-    need: dict[int, int] = {}
-    for tensor_id in _with_places(graph, graph.vertices[vertex_id]):
-        tensor = graph.tensors[tensor_id]
-        need[tensor.device] = need.get(tensor.device, 0) + align(tensor.bytes)
-    return need
+def _places(graph: TaskGraph) -> tuple[np.ndarray, np.ndarray]:
+    """(vertex, tensor) of all tensors that must have places of their own while a vertex runs."""
+    columns = graph.columns
+    read, written = _native.in_place(columns, in_place_io=False)
+    reads, fresh = read == 0, (written == 0) & ~_is_over(graph)
+    return (
+        np.concatenate([_rows(columns.input_offsets)[reads], _rows(columns.output_offsets)[fresh]]),
+        np.concatenate([columns.inputs[reads], columns.outputs[fresh]]),
+    )
 
 
-def _with_places(graph: TaskGraph, vertex: Vertex) -> Sequence[int]:
-    """The tensors that must have places of their own while a vertex runs."""
-    if not vertex.gathered:
-        return (*vertex.inputs, *vertex.fresh_outputs)
-    read = [t for t in vertex.inputs if not graph.gathers(vertex, t)]
-    return [*read, *vertex.fresh_outputs]
+def _rows(offsets: np.ndarray) -> np.ndarray:
+    """The row of each entry of a CSR array."""
+    return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+
+
+def _is_over(graph: TaskGraph) -> np.ndarray:
+    """Whether each entry of `Columns.outputs` overwrites an operand."""
+    columns = graph.columns
+    first = np.repeat(columns.output_offsets[:-1], np.diff(columns.overwrite_offsets))
+    found = np.zeros(len(columns.outputs), dtype=bool)
+    found[first + columns.overwrites[1::2]] = True
+    return found
 
 
 def min_budget(graph: TaskGraph) -> tuple[int, int]:
@@ -85,34 +92,28 @@ def min_budget(graph: TaskGraph) -> tuple[int, int]:
 
 def min_budgets(graph: TaskGraph) -> list[tuple[int, int]]:
     """The same for each device by itself."""
-    devices = num_devices(graph)
-    found = [(0, 0)] * devices
-    size, device = [align(t.bytes) for t in graph.tensors], [t.device for t in graph.tensors]
-    for vertex_id, vertex in enumerate(graph.vertices):
-        need = [0] * devices
-        for tensor_id in _with_places(graph, vertex):
-            need[device[tensor_id]] += size[tensor_id]
-        for where, count in enumerate(need):
-            if count > found[where][0]:
-                found[where] = (count, vertex_id)
-    return [
-        (need + spare, vertex_id)
-        for (need, vertex_id), spare in zip(found, reserved_workspace(graph, devices), strict=True)
-    ]
+    columns, devices = graph.columns, num_devices(graph)
+    vertex, tensor = _places(graph)
+    need = np.zeros((devices, len(graph.vertices) or 1), dtype=np.int64)
+    np.add.at(need, (columns.tensor_device[tensor], vertex), _aligned(columns.bytes)[tensor])
+    where = need.argmax(axis=1)
+    most = need[np.arange(devices), where]
+    spare = reserved_workspace(graph, devices)
+    return [(m + s, v) for m, s, v in zip(most.tolist(), spare, where.tolist(), strict=True)]
+
+
+def _aligned(count: np.ndarray) -> np.ndarray:
+    return -(-count // PLACE_ALIGNMENT) * PLACE_ALIGNMENT
 
 
 def least_whole(graph: TaskGraph) -> int:
     """Bytes that any cut of the same program needs: some vertex has its largest result, or its
     largest argument that is not gathered, in memory whole."""
-    least = 0
-    for vertex in graph.vertices:
-        for tensor_id in (*vertex.inputs, *vertex.outputs):
-            tensor = graph.tensors[tensor_id]
-            if tensor.argument is None and not tensor.results:
-                continue
-            if not (tensor_id in vertex.inputs and graph.gathers(vertex, tensor_id)):
-                least = max(least, align(tensor.bytes))
-    return least
+    columns = graph.columns
+    callers = (columns.argument >= 0) | (np.diff(columns.result_offsets) > 0)
+    read, _ = _native.in_place(columns, in_place_io=False)
+    touched = np.concatenate([columns.inputs[read == 0], columns.outputs])
+    return int(_aligned(columns.bytes[touched[callers[touched]]]).max(initial=0))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class LiveRanges:
     def live_bytes(self, graph: TaskGraph) -> np.ndarray:
         """Bytes of each device while each vertex runs, int64[devices, vertices]."""
         change = np.zeros((num_devices(graph), len(graph.vertices) + 1), dtype=np.int64)
-        device = np.array([t.device for t in graph.tensors], dtype=np.int64)
+        device = graph.columns.tensor_device
         np.add.at(change, (device, self.first), self.bytes)
         np.add.at(change, (device, self.last + 1), -self.bytes)
         return np.cumsum(change, axis=1)[:, :-1]
@@ -143,24 +144,19 @@ class LiveRanges:
 def live_ranges(graph: TaskGraph) -> LiveRanges:
     """Arguments and results are there all the way; a result that takes a donated argument's memory
     takes none of its own, nor does an output over an operand before that vertex is done."""
-    count, tensors = len(graph.vertices), graph.tensors
-    paired = {result for _, result in graph.donated}
-    first, last = np.zeros((2, len(tensors)), dtype=np.int64)
-    is_callers = np.array([t.argument is not None or bool(t.results) for t in tensors], dtype=bool)
-    copies = [
-        (t.argument is not None) + sum(s.index not in paired for s in t.results)
-        if is_callers[i]
-        else 1
-        for i, t in enumerate(tensors)
-    ]
-    for vertex_id, vertex in enumerate(graph.vertices):
-        last[list(vertex.inputs)] = vertex_id
-        over = {write for _, write in vertex.overwrites}
-        for k, tensor_id in enumerate(vertex.outputs):
-            first[tensor_id], last[tensor_id] = vertex_id + (k in over), vertex_id
+    count, columns = len(graph.vertices), graph.columns
+    parts = np.diff(columns.result_offsets)
+    is_callers = (columns.argument >= 0) | (parts > 0)
+    paired = np.isin(columns.result, columns.donated[1::2])
+    copies = (columns.argument >= 0).astype(np.int64)
+    np.add.at(copies, _rows(columns.result_offsets)[~paired], 1)
+    copies[~is_callers] = 1
+    first, last = np.zeros((2, len(parts)), dtype=np.int64)
+    writes = _rows(columns.output_offsets)
+    first[columns.outputs], last[columns.outputs] = writes + _is_over(graph), writes
+    np.maximum.at(last, columns.inputs, _rows(columns.input_offsets))
     first[is_callers], last[is_callers] = 0, count - 1
-    size = np.array([align(t.bytes) for t in tensors], dtype=np.int64)
-    return LiveRanges(first, last, size * np.array(copies, dtype=np.int64), is_callers)
+    return LiveRanges(first, last, _aligned(columns.bytes) * copies, is_callers)
 
 
 def resident_peak(graph: TaskGraph) -> int:
@@ -179,8 +175,9 @@ def intermediates_peak(graph: TaskGraph) -> int:
 
 def _fixed_and_live(graph: TaskGraph) -> tuple[list[int], list[int]]:
     """Bytes of arguments and results, and the most that intermediates take, of each device."""
-    found, fixed = live_ranges(graph), [0] * num_devices(graph)
-    for tensor_id in np.flatnonzero(found.is_callers):
-        fixed[graph.tensors[tensor_id].device] += int(found.bytes[tensor_id])
+    found = live_ranges(graph)
+    fixed = np.zeros(num_devices(graph), dtype=np.int64)
+    mine = found.is_callers
+    np.add.at(fixed, graph.columns.tensor_device[mine], found.bytes[mine])
     own = dataclasses.replace(found, bytes=np.where(found.is_callers, 0, found.bytes))
-    return fixed, own.live_bytes(graph).max(axis=1, initial=0).tolist()
+    return fixed.tolist(), own.live_bytes(graph).max(axis=1, initial=0).tolist()

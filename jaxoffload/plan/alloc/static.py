@@ -5,9 +5,11 @@ memory would just do, but fragments when tensors are placed one after another, p
 all tensors beforehand (static placement, placement.py).
 """
 
+import numpy as np
+
+from jaxoffload import _native
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT, MemGraph, Space
 from jaxoffload.graphs.taskgraph import TaskGraph
-from jaxoffload.plan.alloc.aliases import CallersMemory
 from jaxoffload.plan.alloc.build import build_memgraph
 from jaxoffload.plan.alloc.limits import (
     align,
@@ -62,21 +64,24 @@ def static_places(graph: TaskGraph, capacity: int) -> list[int] | None:
     Args:
       capacity: bytes of the arena of the one device that there is.
     """
-    callers = CallersMemory(graph, in_place_io=True)
+    flags = _native.in_place(graph.columns, True)
+    read_in_place, written_in_place = map(np.ndarray.tolist, flags)
+    input_offsets, output_offsets = graph.columns.input_offsets, graph.columns.output_offsets
     count = len(graph.tensors)
     # An output over an operand takes its place on: both have the place of one owner.
     first, last, owner = [-1] * count, [-1] * count, list(range(count))
     for v, vertex in enumerate(graph.vertices):
-        for t in vertex.inputs:
+        for entry, t in enumerate(vertex.inputs, int(input_offsets[v])):
             if first[owner[t]] >= 0:
                 last[owner[t]] = v
-            elif not callers.read_in_place(t, v):
+            elif not read_in_place[entry]:
                 first[t] = last[t] = v  # an argument that is reloaded
-        for t in vertex.fresh_outputs:
-            if callers.written_in_place(t, v) is None:
+        over = {vertex.outputs[write]: vertex.inputs[read] for read, write in vertex.overwrites}
+        for entry, t in enumerate(vertex.outputs, int(output_offsets[v])):
+            if t in over:
+                owner[t] = owner[over[t]]
+            elif not written_in_place[entry]:
                 first[t] = last[t] = v
-        for read, write in vertex.overwrites:
-            owner[vertex.outputs[write]] = owner[vertex.inputs[read]]
     owners = [t for t in range(count) if first[t] >= 0 and graph.tensors[t].bytes]
     offsets = place_intervals(
         [first[t] for t in owners],

@@ -4,10 +4,11 @@ Takes a MemGraph and the seconds of its vertices; gives a number for each. Of th
 ready on a lane the launcher starts the one with the largest: list scheduling by critical path.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 
+from jaxoffload import _native
 from jaxoffload.graphs.memgraph import MemGraph
 
 
@@ -17,21 +18,25 @@ def critical_path(memgraph: MemGraph, seconds: np.ndarray) -> np.ndarray:
     Args:
       seconds: time of each vertex.
     """
-    order = np.argsort(-memgraph.edge_head, kind="stable")
-    tails, heads = memgraph.edge_tail[order].tolist(), memgraph.edge_head[order].tolist()
-    own = seconds.astype(np.float64).tolist()
-    return np.array(longest_paths(own, zip(tails, heads, strict=True)))
+    return successors(memgraph).longest_paths(floats(seconds))
 
 
-def longest_paths(seconds: list[float], edges: Iterable[tuple[int, int]]) -> list[float]:
+def longest_paths(seconds: Sequence[float], tail: Sequence[int], head: Sequence[int]) -> np.ndarray:
     """The same for any graph.
 
     Args:
-      edges: (tail, head), from smaller numbers to larger ones, those with the largest heads first.
+      tail, head: the edges; each points from a smaller number to a larger one.
     """
-    longest = list(seconds)
-    for tail, head in edges:
-        path = seconds[tail] + longest[head]
-        if path > longest[tail]:
-            longest[tail] = path
-    return longest
+    edges = np.array([tail, head], dtype=np.int32)
+    return _native.Successors(len(seconds), *edges).longest_paths(floats(seconds))
+
+
+def successors(memgraph: MemGraph) -> _native.Successors:
+    """The edges of a MemGraph."""
+    edges = (np.ascontiguousarray(e, np.int32) for e in (memgraph.edge_tail, memgraph.edge_head))
+    return _native.Successors(memgraph.num_vertices, *edges)
+
+
+def floats(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Numbers as C++ takes them."""
+    return np.ascontiguousarray(values, dtype=np.float64)

@@ -4,18 +4,17 @@ Takes a MemGraph, and a machine or the seconds of each vertex; gives a `Timeline
 one compute lane and one copy lane in each direction; loads from disk and stores to it have one lane
 each; transfers have a lane for each pair of devices. Copy lanes of several devices may be one
 (`Machine.links`), and so may both directions (`Machine.duplex`). Of the vertices that are ready on
-a lane the policy says which goes first.
+a lane the policy says which goes first. The event loop is in C++ (custom_calls/planner/simulate.h).
 """
 
 import dataclasses
-import heapq
 
 import numpy as np
 
 from jaxoffload import policies
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.plan.cost.machines import SMALL_SERVER, Machine
-from jaxoffload.plan.cost.priority import critical_path
+from jaxoffload.plan.cost.priority import floats, successors
 
 POLICIES = (*policies.NAMES, "levelwise")
 """The launcher's, and bulk-synchronous: all vertices of one depth, then those of the next."""
@@ -89,12 +88,16 @@ def lanes_of(
         other[moved] = device[moved]
         device = device.copy()
         device[moved] = [tensors[t].device for t in origin]
-    keys = np.stack([kind, device, other])
-    unique, lane_of = np.unique(keys, axis=1, return_inverse=True)
+    devices, others = (int(x.max(initial=0)) + 1 for x in (device, other))
+    code = (kind * devices + device) * others + other
+    found = np.flatnonzero(np.bincount(code, minlength=1))
+    number = np.zeros(int(code.max(initial=0)) + 1, dtype=np.int32)
+    number[found] = np.arange(len(found))
     names = []
-    for k, d, o in unique.T.tolist():
+    for c in found.tolist():
+        k, d, o = c // others // devices, c // others % devices, c % others
         names.append((k, d, o) if k == Kind.TRANSFER else (k, d))
-    return lane_of.reshape(-1), tuple(names)
+    return number[code], tuple(names)
 
 
 def simulate(
@@ -130,18 +133,19 @@ def simulate(
         # The mean stays what it was.
         normal = np.random.default_rng(seed).standard_normal(count)
         took = seconds * np.exp(jitter * normal - jitter**2 / 2)
-    lane_of, lanes = lanes_of(memgraph, machine)
     if policy == "levelwise":
-        start, end = _levelwise(memgraph, took, lane_of, len(lanes))
-    else:
-        if policy == "work-conserving":
-            rank = _rank_of(
-                best_priority(memgraph, seconds, machine) if priority is None else priority
-            )
-        else:
-            rank = _ranks(count, policy, seed)
-        start, end = _event_driven(memgraph, took, lane_of, len(lanes), rank, policy == "fixed")
-    return Timeline(start, end, lane_of, lanes)
+        lane_of, lanes = lanes_of(memgraph, machine)
+        return Timeline(*_levelwise(memgraph, took, lane_of, len(lanes)), lane_of, lanes)
+    runs = _Runs(memgraph, machine)
+    if policy == "work-conserving":
+        if priority is None:
+            priority, best = runs.best(seconds)
+            if took is seconds:
+                return best
+        return runs.run(took, priority)
+    if policy == "fixed":
+        return runs.run(took, np.zeros(count), fixed=True)
+    return runs.run(took, -np.random.default_rng(seed + 1).permutation(count))
 
 
 def best_priority(
@@ -154,100 +158,35 @@ def best_priority(
     """
     if seconds is None:
         seconds = (machine or SMALL_SERVER).vertex_seconds(memgraph)
-    count = memgraph.num_vertices
-    critical = critical_path(memgraph, seconds)
-    if count > _MAX_SIMULATED:
-        return critical
-    lane_of, lanes = lanes_of(memgraph, machine)
-
-    def ends(rank: np.ndarray) -> float:
-        run = _event_driven(memgraph, seconds, lane_of, len(lanes), rank, fixed=False)
-        return float(run[1].max(initial=0.0))
-
-    serial = np.arange(count)
-    by_path = _rank_of(critical)
-    return critical if ends(by_path) <= ends(serial) else -serial.astype(np.float64)
+    return _Runs(memgraph, machine).best(seconds)[0]
 
 
-_MAX_SIMULATED = 300_000
-"""Above so many vertices the critical path is taken without comparing: simulating both takes a
-second."""
+class _Runs:
+    """Runs of a MemGraph in which a lane starts its best ready vertex as soon as it is free."""
 
+    def __init__(self, memgraph: MemGraph, machine: Machine | None):
+        self._lane_of, self._lanes = lanes_of(memgraph, machine)
+        self._successors = successors(memgraph)
 
-def _ranks(count: int, policy: str, seed: int) -> np.ndarray:
-    """The rank of each vertex: of those that are ready the lowest goes first."""
-    if policy == "fixed":
-        return np.arange(count)
-    return np.random.default_rng(seed + 1).permutation(count)
+    def run(self, seconds: np.ndarray, priority: np.ndarray, fixed: bool = False) -> Timeline:
+        """One run.
 
+        Args:
+          priority: of each vertex; of those that are ready the largest goes first, of equal ones
+            the first.
+          fixed: a lane starts its very next vertex only.
+        """
+        times = self._successors.simulate(
+            floats(seconds), self._lane_of, len(self._lanes), floats(priority), fixed
+        )
+        return Timeline(*times, self._lane_of, self._lanes)
 
-def _rank_of(priority: np.ndarray) -> np.ndarray:
-    count = len(priority)
-    order = np.argsort(-priority, kind="stable")
-    rank = np.empty(count, dtype=np.int64)
-    rank[order] = np.arange(count)
-    return rank
-
-
-def _event_driven(
-    memgraph: MemGraph,
-    took: np.ndarray,
-    lane_of: np.ndarray,
-    num_lanes: int,
-    rank: np.ndarray,
-    fixed: bool,
-) -> tuple[np.ndarray, np.ndarray]:
-    """A lane starts its best ready vertex as soon as it is free; if fixed, only its very next."""
-    count = memgraph.num_vertices
-    waits = np.bincount(memgraph.edge_head, minlength=count).tolist()
-    order = np.argsort(memgraph.edge_tail, kind="stable")
-    heads = memgraph.edge_head[order].tolist()
-    bounds = np.searchsorted(memgraph.edge_tail[order], np.arange(count + 1)).tolist()
-    lane, work, first = lane_of.tolist(), took.tolist(), rank.tolist()
-    by_rank = np.argsort(rank).tolist()
-    ready: list[list[int]] = [[] for _ in range(num_lanes)]  # ranks
-    upcoming: list[list[int]] = [[] for _ in range(num_lanes)]
-    if fixed:
-        for vertex in range(count - 1, -1, -1):
-            upcoming[lane[vertex]].append(vertex)
-    idle = [True] * num_lanes
-    start, end = [0.0] * count, [0.0] * count
-    events: list[tuple[float, int]] = []
-    push, pop = heapq.heappush, heapq.heappop
-    for vertex in range(count):
-        if not waits[vertex]:
-            push(ready[lane[vertex]], first[vertex])
-    touched = list(range(num_lanes))
-    now = 0.0
-    while True:
-        for which in touched:
-            queue = ready[which]
-            if not queue or not idle[which]:
-                continue
-            if fixed:
-                if by_rank[queue[0]] != upcoming[which][-1]:
-                    continue
-                upcoming[which].pop()
-            vertex = by_rank[pop(queue)]
-            idle[which] = False
-            start[vertex] = now
-            done = end[vertex] = now + work[vertex]
-            push(events, (done, vertex))
-        if not events:
-            break
-        now, vertex = pop(events)
-        own = lane[vertex]
-        idle[own] = True
-        touched = [own]
-        for head in heads[bounds[vertex] : bounds[vertex + 1]]:
-            left = waits[head] - 1
-            waits[head] = left
-            if not left:
-                target = lane[head]
-                push(ready[target], first[head])
-                if target != own:
-                    touched.append(target)
-    return np.array(start), np.array(end)
+    def best(self, seconds: np.ndarray) -> tuple[np.ndarray, Timeline]:
+        """`best_priority`'s, and the run with them."""
+        critical = self._successors.longest_paths(floats(seconds))
+        serial = -np.arange(len(seconds), dtype=np.float64)
+        runs = [(priority, self.run(seconds, priority)) for priority in (critical, serial)]
+        return min(runs, key=lambda found: found[1].seconds)
 
 
 def levels(memgraph: MemGraph) -> np.ndarray:

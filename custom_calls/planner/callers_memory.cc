@@ -1,0 +1,117 @@
+#include "planner/callers_memory.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+namespace jaxoffload {
+namespace {
+
+constexpr int32_t kNone = -1;
+
+}  // namespace
+
+CallersMemory::CallersMemory(const TaskTable& table, bool in_place_io)
+    : table_(table), in_place_io_(in_place_io) {
+  const TaskColumns& columns = table.columns();
+  for (const auto& [argument, result] : columns.donated) {
+    argument_of_[result] = argument;
+    parts_[argument];
+  }
+  for (int32_t t = 0; t < columns.num_tensors; ++t) {
+    const auto found = parts_.find(columns.argument[t]);
+    if (columns.argument[t] < 0 || found == parts_.end()) continue;
+    found->second.sorted.emplace_back(columns.argument_offset[t], t);
+    found->second.longest = std::max(found->second.longest, columns.bytes[t]);
+  }
+  for (auto& [argument, parts] : parts_) std::sort(parts.sorted.begin(), parts.sorted.end());
+  for (int64_t v = 0; v < columns.num_vertices; ++v) {
+    for (int64_t k = 0; k < table.num_overwrites(v); ++k) {
+      const auto [read, write] = table.overwrite(v, k);
+      overwriter_[table.inputs(v)[read]] = table.outputs(v)[write];
+    }
+  }
+  read_in_place_.resize(columns.input_offsets[columns.num_vertices]);
+  written_in_place_.resize(columns.output_offsets[columns.num_vertices]);
+  for (int64_t v = 0; v < columns.num_vertices; ++v) {
+    for (int64_t e = columns.input_offsets[v]; e < columns.input_offsets[v + 1]; ++e) {
+      read_in_place_[e] = MayReadInPlace(v, e);
+    }
+    for (int64_t e = columns.output_offsets[v]; e < columns.output_offsets[v + 1]; ++e) {
+      written_in_place_[e] = MayWriteInPlace(v, e);
+    }
+  }
+}
+
+int32_t CallersMemory::ArgumentOf(int32_t result) const {
+  const auto found = argument_of_.find(result);
+  return found == argument_of_.end() ? kNone : found->second;
+}
+
+bool CallersMemory::IsAlias(int64_t part, int32_t tensor) const {
+  const TaskColumns& columns = table_.columns();
+  return ArgumentOf(columns.result[part]) == columns.argument[tensor] &&
+         columns.result_offset[part] == columns.argument_offset[tensor];
+}
+
+int64_t CallersMemory::AliasOf(int32_t output, int32_t operand) const {
+  const int64_t* parts = table_.columns().result_offsets + output;
+  for (int64_t part = parts[0]; part < parts[1]; ++part) {
+    if (IsAlias(part, operand)) return part;
+  }
+  throw std::invalid_argument("task table: tensor " + std::to_string(output) +
+                              " overwrites an argument of which rows are gathered");
+}
+
+void CallersMemory::Overwritten(int64_t part, int32_t tensor, std::vector<int32_t>* found) const {
+  found->clear();
+  const TaskColumns& columns = table_.columns();
+  const auto parts = parts_.find(ArgumentOf(columns.result[part]));
+  if (parts == parts_.end()) return;
+  const int64_t begin = columns.result_offset[part], end = begin + columns.bytes[tensor];
+  const auto& sorted = parts->second.sorted;
+  auto at = std::lower_bound(
+      sorted.begin(), sorted.end(),
+      std::make_pair(begin - parts->second.longest, std::numeric_limits<int32_t>::min()));
+  for (; at != sorted.end() && at->first < end; ++at) {
+    if (at->first + columns.bytes[at->second] > begin) found->push_back(at->second);
+  }
+}
+
+bool CallersMemory::MayReadInPlace(int64_t vertex, int64_t entry) const {
+  const TaskColumns& columns = table_.columns();
+  const int32_t tensor = columns.inputs[entry];
+  if (table_.Gathers(entry)) return true;
+  if (!in_place_io_ || !table_.IsReadable(tensor)) return false;
+  if (!table_.is_overwritten(entry)) return true;
+  const int32_t output = overwriter_.at(tensor);
+  for (int64_t p = columns.result_offsets[output]; p < columns.result_offsets[output + 1]; ++p) {
+    if (IsAlias(p, tensor) && MayWrite(p, output, vertex, tensor)) return true;
+  }
+  return false;
+}
+
+bool CallersMemory::MayWriteInPlace(int64_t vertex, int64_t entry) const {
+  const TaskColumns& columns = table_.columns();
+  const int32_t tensor = columns.outputs[entry];
+  const int64_t first = columns.result_offsets[tensor];
+  if (!in_place_io_ || first == columns.result_offsets[tensor + 1] ||
+      columns.result_offset[first] % kInPlaceAlignment != 0 ||
+      table_.result_on_disk(columns.result[first])) {
+    return false;
+  }
+  return MayWrite(first, tensor, vertex, kNone);
+}
+
+bool CallersMemory::MayWrite(int64_t part, int32_t tensor, int64_t vertex,
+                             int32_t except_for) const {
+  std::vector<int32_t> taken;
+  Overwritten(part, tensor, &taken);
+  const Row inputs = table_.inputs(vertex);
+  return std::none_of(taken.begin(), taken.end(), [&](int32_t t) {
+    return t != except_for && std::find(inputs.begin(), inputs.end(), t) != inputs.end();
+  });
+}
+
+}  // namespace jaxoffload

@@ -1,0 +1,327 @@
+#include "planner/simulated_memory.h"
+
+#include <utility>
+
+namespace jaxoffload {
+namespace {
+
+std::vector<int64_t> Places(const TaskTable& table) {
+  std::vector<int64_t> found;
+  for (int64_t t = 0; t < table.num_tensors(); ++t) {
+    found.push_back(RoundUp(table.columns().bytes[t], kPlaceAlignment));
+  }
+  return found;
+}
+
+std::vector<int32_t> Devices(const TaskTable& table) {
+  const int32_t* devices = table.columns().tensor_device;
+  return {devices, devices + table.num_tensors()};
+}
+
+Kind KindOf(uint8_t kind) {
+  switch (static_cast<TaskKind>(kind)) {
+    case TaskKind::kInput:
+      return Kind::kInput;
+    case TaskKind::kTransfer:
+      return Kind::kTransfer;
+    default:
+      return Kind::kKernel;
+  }
+}
+
+}  // namespace
+
+SimulatedMemory::SimulatedMemory(const TaskTable& table, const CallersMemory& callers,
+                                 const BuildOptions& options)
+    : Occupancy(Places(table), {options.capacity.begin(), options.capacity.end()}, Devices(table)),
+      table_(table),
+      callers_(callers),
+      places_(options.places),
+      lower_(table, emitter_, options.host_capacity, options.disk),
+      placed_(table.num_tensors(), false),
+      version_(table.num_tensors(), -1),
+      num_read_(table.num_tensors(), 0),
+      last_touch_(table.num_tensors(), -1),
+      left_(table.num_tensors()),
+      is_reload_(table.num_tensors(), 0),
+      is_still_there_(table.num_tensors(), 0) {
+  if (!lower_.is_capped()) return;
+  for (int32_t t = 0; t < num_tensors(); ++t) lower_.NoteUse(t, UseAfter(t, 0), false);
+}
+
+// The alloc horizon ------------------------------------------------------------------------------
+
+bool SimulatedMemory::PlaceVertex(int64_t vertex, Victims* victims) {
+  const Needs& needs = NeedsOf(vertex);
+  if (victims == nullptr && LacksRoom(needs.wanted)) return false;
+  std::vector<int32_t> pending;
+  if (!PlaceAll(vertex, needs.reloads, needs.wanted, victims, &pending)) return false;
+  pending_.push_back(std::move(pending));
+  for (const int32_t t : table_.outputs(vertex)) placed_[t] = true;
+  return true;
+}
+
+const SimulatedMemory::Needs& SimulatedMemory::NeedsOf(int64_t vertex) {
+  if (needs_.vertex == vertex) return needs_;
+  const TaskColumns& columns = table_.columns();
+  needs_.vertex = vertex;
+  needs_.reloads.clear();
+  for (int64_t e = columns.input_offsets[vertex]; e < columns.input_offsets[vertex + 1]; ++e) {
+    const int32_t t = columns.inputs[e];
+    if (!placed_[t] && !callers_.read_in_place()[e]) needs_.reloads.push_back(t);
+  }
+  needs_.wanted = needs_.reloads;
+  for (int64_t e = columns.output_offsets[vertex]; e < columns.output_offsets[vertex + 1]; ++e) {
+    if (table_.is_fresh(e) && !callers_.written_in_place()[e]) {
+      needs_.wanted.push_back(columns.outputs[e]);
+    }
+  }
+  std::stable_sort(needs_.wanted.begin(), needs_.wanted.end(),
+                   [this](int32_t a, int32_t b) { return size(a) > size(b); });
+  return needs_;
+}
+
+bool SimulatedMemory::LacksRoom(const std::vector<int32_t>& wanted) const {
+  if (table_.num_devices() != 1) return false;
+  int64_t bytes = 0;
+  for (const int32_t t : wanted) bytes += size(t);
+  return bytes > arena(0).space.free();
+}
+
+bool SimulatedMemory::PlaceAll(int64_t vertex, const std::vector<int32_t>& reloads,
+                               const std::vector<int32_t>& wanted, Victims* victims,
+                               std::vector<int32_t>* pending) {
+  bool any_stays = false;
+  for (const int32_t t : reloads) {
+    is_reload_[t] = true;
+    is_still_there_[t] = IsStillThere(t);
+    any_stays |= is_still_there_[t] != 0;
+  }
+  std::vector<Taken> taken;
+  bool found = TryToPlace(vertex, wanted, any_stays, victims, &taken);
+  if (!found && any_stays) {
+    for (const int32_t t : reloads) is_still_there_[t] = false;
+    found = TryToPlace(vertex, wanted, false, victims, &taken);
+  }
+  for (const auto& [tensor, place] : taken) {
+    if (is_still_there_[tensor]) {
+      Hold(tensor, version_[tensor], place.start);
+      UpdateVictim(tensor);
+      continue;
+    }
+    const int32_t version = emitter_.Version(tensor, Space::kDevice, device(tensor), place.start);
+    Hold(tensor, version, place.start);
+    if (!is_reload_[tensor]) {
+      for (const Piece& piece : place.pieces) emitter_.AppendTo(pending, piece.after);
+      continue;
+    }
+    std::vector<int32_t> after;
+    for (const Piece& piece : place.pieces) emitter_.AppendTo(&after, piece.after);
+    const int32_t source = lower_.Fetch(tensor, vertex);
+    emitter_.Vertex(Kind::kReload, vertex, device(tensor), {source}, {version}, after);
+    UpdateVictim(tensor);
+  }
+  for (const int32_t t : reloads) is_reload_[t] = is_still_there_[t] = false;
+  return found;
+}
+
+bool SimulatedMemory::TryToPlace(int64_t vertex, std::vector<int32_t> wanted, bool stay,
+                                 Victims* victims, std::vector<Taken>* taken) {
+  if (stay) {  // first those that can be in one place only
+    std::stable_partition(wanted.begin(), wanted.end(),
+                          [this](int32_t t) { return is_still_there_[t] != 0; });
+  }
+  for (const int32_t t : wanted) {
+    AddressSpace& space = arena(device(t)).space;
+    const int64_t wish = is_still_there_[t] ? left_[t].start : places_.empty() ? -1 : places_[t];
+    std::optional<Place> found = wish < 0 ? space.Take(size(t)) : space.TakeAt(wish, size(t));
+    if (!found && victims != nullptr && victims->FreeAPlace(device(t), size(t), vertex)) {
+      found = space.Take(size(t));
+    }
+    if (!found) {
+      for (auto other = taken->rbegin(); other != taken->rend(); ++other) {
+        arena(device(other->tensor)).space.Undo(other->place, size(other->tensor));
+      }
+      taken->clear();
+      return false;
+    }
+    taken->push_back({t, *std::move(found)});
+  }
+  return true;
+}
+
+bool SimulatedMemory::IsStillThere(int32_t tensor) const {
+  const Left& left = left_[tensor];
+  return left.start >= 0 &&
+         arena(device(tensor)).space.IsUntouched(left.start, size(tensor), left.after);
+}
+
+void SimulatedMemory::Hold(int32_t tensor, int32_t version, int64_t start) {
+  version_[tensor] = version;
+  placed_[tensor] = true;
+  Occupy(tensor, start);
+}
+
+void SimulatedMemory::UpdateVictim(int32_t tensor) {
+  if (start(tensor) < 0 || size(tensor) == 0) return;
+  if (lower_.is_capped()) lower_.NoteUse(tensor, UseAfter(tensor, 1), true);
+  AllowEviction(tensor, UseAfter(tensor, 0), lower_.SpillCostOf(tensor, size(tensor)));
+}
+
+int64_t SimulatedMemory::UseAfter(int32_t tensor, int64_t count) const {
+  const Row readers = table_.readers(tensor);
+  const int64_t at = num_read_[tensor] + count;
+  return at < readers.size() ? readers[at] : kNever;
+}
+
+// The exec horizon -------------------------------------------------------------------------------
+
+void SimulatedMemory::Execute(int64_t vertex) {
+  std::vector<int32_t> after = std::move(pending_.front());
+  pending_.pop_front();
+  const Row read = table_.inputs(vertex), written = table_.outputs(vertex);
+  std::vector<int32_t> inputs, outputs;
+  for (const int32_t t : read) inputs.push_back(placed_[t] ? version_[t] : lower_.InMemory(t));
+  for (int64_t k = 0; k < table_.num_overwrites(vertex); ++k) {
+    const auto [operand, output] = table_.overwrite(vertex, k);
+    Inherit(written[output], inputs[operand], &after);
+  }
+  for (const int32_t t : written) {
+    if (version_[t] < 0) WriteResult(t, table_.columns().result_offsets[t], &after);
+    outputs.push_back(version_[t]);
+  }
+  emitter_.Vertex(KindOf(table_.columns().kind[vertex]), vertex,
+                  table_.columns().vertex_device[vertex], inputs, outputs, after);
+  for (const int32_t t : written) OffloadResults(t, vertex);
+  for (const int32_t t : read) ++num_read_[t];
+  ForgetVictimsOf(vertex);
+  lower_.ForgetVictimsOf(vertex);
+  for (const Row row : {read, written}) {
+    for (const int32_t t : row) {
+      last_touch_[t] = vertex;
+      if (UseAfter(t, 0) == kNever) {
+        Retire(t);
+      } else {
+        UpdateVictim(t);
+      }
+    }
+  }
+}
+
+void SimulatedMemory::Inherit(int32_t tensor, int32_t old, std::vector<int32_t>* after) {
+  const int32_t operand = emitter_.tensor(old);
+  if (size(tensor) > 0) emitter_.AppendReaders(after, old);
+  if (emitter_.space(old) == Space::kDevice) {
+    const int64_t place = start(operand);
+    const int32_t version = emitter_.Version(tensor, Space::kDevice, device(tensor), place);
+    Bequeath(operand);
+    placed_[operand] = false;
+    Hold(tensor, version, place);
+  } else {
+    WriteResult(tensor, callers_.AliasOf(tensor, operand), after);
+  }
+  emitter_.Over(version_[tensor], old);
+}
+
+void SimulatedMemory::WriteResult(int32_t tensor, int64_t part, std::vector<int32_t>* after) {
+  version_[tensor] = ResultVersion(tensor, part);
+  AppendReadersThere(after, part, tensor);
+  lower_.AddResult(tensor, version_[tensor]);
+}
+
+int32_t SimulatedMemory::ResultVersion(int32_t tensor, int64_t part) {
+  const TaskColumns& columns = table_.columns();
+  return emitter_.Version(tensor, Space::kResult, columns.result[part],
+                          columns.result_offset[part]);
+}
+
+void SimulatedMemory::AppendReadersThere(std::vector<int32_t>* after, int64_t part,
+                                         int32_t tensor) {
+  std::vector<int32_t> taken;
+  callers_.Overwritten(part, tensor, &taken);
+  for (const int32_t other : taken) emitter_.AppendReaders(after, lower_.argument(other));
+}
+
+void SimulatedMemory::OffloadResults(int32_t tensor, int64_t vertex) {
+  const TaskColumns& columns = table_.columns();
+  const int32_t source = version_[tensor];
+  for (int64_t p = columns.result_offsets[tensor]; p < columns.result_offsets[tensor + 1]; ++p) {
+    if (emitter_.space(source) == Space::kResult && emitter_.index(source) == columns.result[p] &&
+        emitter_.offset(source) == columns.result_offset[p]) {
+      continue;
+    }
+    std::vector<int32_t> after;
+    AppendReadersThere(&after, p, tensor);
+    if (table_.result_on_disk(columns.result[p])) {
+      lower_.StoreResult(tensor, source, p, after, vertex);
+      continue;
+    }
+    const int32_t version = ResultVersion(tensor, p);
+    emitter_.Vertex(Kind::kOffload, vertex, device(tensor), {source}, {version}, after);
+    lower_.AddResult(tensor, version);
+  }
+}
+
+void SimulatedMemory::Retire(int32_t tensor) {
+  if (start(tensor) >= 0) Leave(tensor);
+  lower_.Retire(tensor, last_touch_[tensor]);
+}
+
+void SimulatedMemory::Leave(int32_t tensor) {
+  const Dependencies after = emitter_.LastUsers(version_[tensor]);
+  if (size(tensor) > 0) left_[tensor] = {start(tensor), after};
+  Vacate(tensor, after, last_touch_[tensor]);
+  placed_[tensor] = false;
+}
+
+void SimulatedMemory::FinishArguments() {
+  const TaskColumns& columns = table_.columns();
+  const int64_t last = std::max<int64_t>(table_.num_vertices() - 1, 0);
+  for (int32_t t = 0; t < num_tensors(); ++t) {
+    if (!table_.is_argument(t)) continue;
+    std::vector<int64_t> parts;
+    for (int64_t p = columns.result_offsets[t]; p < columns.result_offsets[t + 1]; ++p) {
+      parts.push_back(p);
+    }
+    std::stable_partition(parts.begin(), parts.end(),
+                          [&](int64_t p) { return !callers_.IsAlias(p, t); });
+    for (const int64_t p : parts) {
+      if (table_.Stays(t, p)) continue;
+      std::vector<int32_t> after;
+      AppendReadersThere(&after, p, t);
+      if (table_.result_on_disk(columns.result[p])) {
+        lower_.StoreResult(t, lower_.InMemory(t), p, after, last);
+        continue;
+      }
+      const int32_t source = lower_.Fetch(t, last);
+      const int32_t version = ResultVersion(t, p);
+      if (callers_.IsAlias(p, t)) emitter_.Over(version, source);
+      emitter_.Vertex(Kind::kOffload, last, device(t), {source}, {version}, after);
+    }
+  }
+}
+
+// Eviction ---------------------------------------------------------------------------------------
+
+void SimulatedMemory::Evict(int32_t tensor, int64_t vertex) {
+  if (!lower_.HasCopy(tensor)) lower_.Offload(tensor, version_[tensor], vertex);
+  if (lower_.is_capped()) lower_.NoteUse(tensor, use(tensor), false);
+  Leave(tensor);
+}
+
+bool SimulatedMemory::EvictUntilPlaced(int64_t vertex, int32_t device) {
+  std::vector<std::pair<double, int32_t>> found;
+  for (const auto& [start, t] : arena(device).at_start) {
+    const int64_t wait = std::max(use(t), vertex) - vertex + 1;
+    found.emplace_back(static_cast<double>(spill_cost(t)) / static_cast<double>(wait), t);
+  }
+  std::sort(found.begin(), found.end());
+  for (const auto& [cost, t] : found) {
+    Evict(t, vertex);
+    needs_.vertex = -1;
+    if (PlaceVertex(vertex, nullptr)) return true;
+  }
+  return false;
+}
+
+}  // namespace jaxoffload
