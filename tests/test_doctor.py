@@ -68,9 +68,9 @@ def test_jax_compiles_for_the_runtime_and_keeps_what_it_compiled(monkeypatch):
     digest, lowered = compiler.lower(captured.kernels[0])
     assert digest == compiler.lower(captured.kernels[0])[0]
     with pytest.raises(RuntimeError, match="does not tell the PJRT executable"):
-        compiler.compile(lowered)
+        compiler.compile(digest, lowered)
     monkeypatch.setattr(compat, "executable_pointer", lambda executable: 7)
-    compiler.compile(lowered)
+    compiler.compile(digest, lowered)
     ((pointer, owner),) = adopted
     assert pointer == 7 and owner.get_compiled_memory_stats() is not None
     with pytest.raises(RuntimeError, match="does not tell the PJRT client"):
