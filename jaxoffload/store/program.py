@@ -22,6 +22,8 @@ from jaxoffload import _jax_compat as compat
 
 _IGNORED = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"})
 """Params that say how to differentiate: of no account to who evaluates, never the same twice."""
+_POLICY = frozenset({("remat2", "policy"), ("checkpoint", "policy")})
+"""So does this one, which others may have for something else."""
 _OWNERS = frozenset({"builtins", "enum", "jax", "jaxlib", "ml_dtypes", "numpy", "jaxoffload"})
 """Whose types are told by their names: versions are part of every key."""
 
@@ -175,7 +177,7 @@ class Encoder:
                 raise UnknownError(f"the primitive {eqn.primitive}, which is not JAX's own")
             yield eqn.primitive.name.encode()
             for name in sorted(eqn.params):
-                if name not in _IGNORED:
+                if name not in _IGNORED and (eqn.primitive.name, name) not in _POLICY:
                     yield name.encode()
                     yield self.value(eqn.params[name])
             yield self.value(compat.equation_context(eqn))
