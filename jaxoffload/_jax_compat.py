@@ -442,6 +442,14 @@ def cpu_custom_call_targets() -> list[tuple[str, Any]]:
     return found
 
 
+@functools.cache
+def load_lapack() -> None:
+    """Has jaxlib find LAPACK's functions, without which its handlers call address 0."""
+    from jaxlib import lapack
+
+    lapack.prepare_lapack_call("potrf_ffi", np.dtype(np.float32))
+
+
 def is_deleted(array: jax.Array) -> bool:
     """Whether an array's memory is gone. A tracer has none."""
     return not isinstance(array, Tracer) and array.is_deleted()

@@ -24,6 +24,10 @@ from jaxoffload.store import place
 
 logger = logging.getLogger(__name__)
 
+_PLAIN, _WITH_LAPACK = b"\0", b"\1"
+"""How an entry begins: JAX looks for LAPACK when it lowers a call of it, and what is loaded has
+been lowered in another process."""
+
 
 class PluginCompiler:
     """Compiles portable StableHLO on a client of a plugin that JAX does not know.
@@ -59,8 +63,10 @@ class PluginCompiler:
         kept = None if folder is None else folder.read(_name(digest))
         if kept is None:
             return None
+        if kept[:1] == _WITH_LAPACK:
+            compat.load_lapack()
         try:
-            return self._client.load(kept)
+            return self._client.load(kept[1:])
         except RuntimeError as error:  # of another plugin, whatever the name says
             logger.warning("A kept executable is compiled anew: %s", error)
             return None
@@ -72,7 +78,8 @@ class PluginCompiler:
         if called:  # a program has numbers of functions of this process
             self._called[executable] = called
         elif (folder := place.current()) is not None:
-            folder.write(_name(digest), executable.serialize())
+            needs = _WITH_LAPACK if b"lapack_" in program else _PLAIN
+            folder.write(_name(digest), needs + executable.serialize())
         return executable
 
     def is_kept(self, executable: Any) -> bool:

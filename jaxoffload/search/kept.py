@@ -93,6 +93,8 @@ class KeptPlan:
         planner, request, encode = self._planner, self._planner.request, self._encoder.value
         options = {name: getattr(request.options, name) for name in request.options.__slots__}
         options["disk"] = request.options.disk is not None
+        # Under jit an empty mesh stands where there is none outside.
+        settings = [None if compat.mean_nothing(x) else x for x in compat.trace_context()]
         made = hashlib.sha256()
         for part in (
             encode(platform.source_digest()),
@@ -106,7 +108,7 @@ class KeptPlan:
             encode(options),
             encode(request.disk_arguments),
             encode((request.reloads_all, may_run_whole)),
-            encode(compat.trace_context()),
+            encode(settings),
         ):
             made.update(b"%d:" % len(part) + part)
         return f"plan-{made.hexdigest()}"
