@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxoffload import _jax_compat as compat
+from jaxoffload import garbage
 from jaxoffload.graphs.verify import VerifyError
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.search.cuts import Cut
@@ -45,6 +46,7 @@ class KeptPlan:
                 logger.debug("%s: its plan is not kept: %s", planner.request.name, error)
         self._data = self._folder.read(self._name) if self._folder and self._name else None
 
+    @garbage.paused()
     def find(self) -> Plan | None:
         """The plan, if it is kept; None where it is to be made, or the function runs whole."""
         data = self._data
@@ -88,6 +90,7 @@ class KeptPlan:
         if self._folder is not None and self._name and self._data != _WHOLE:
             self._folder.write(self._name, _WHOLE)
 
+    @garbage.paused()
     def _named(self, may_run_whole: bool) -> str:
         """The name of all that the plan depends on."""
         planner, request, encode = self._planner, self._planner.request, self._encoder.value

@@ -183,7 +183,7 @@ class Folder:
         try:
             yield
         except OSError as error:
-            _say(f"{self.path} cannot be {what}: {error.strerror or error}")
+            _say(f"{self.path} cannot be {what}, so nothing is kept: {error.strerror or error}")
 
 
 def _entries(folder: int, ending: str = "") -> list[Entry]:

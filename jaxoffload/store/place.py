@@ -24,6 +24,12 @@ def current() -> Folder | None:
     return None if path is None else _folder(path, _limit(os.environ.get(LIMIT_VARIABLE, "")))
 
 
+def why_not() -> str:
+    """Which setting says that nothing is kept."""
+    named = os.environ.get(VARIABLE, "")
+    return f"{VARIABLE}={named}" if named else "jax_enable_compilation_cache is False"
+
+
 def folder_path() -> str | None:
     """Its path: what JAXOFFLOAD_CACHE says; beside JAX's own entries, where those are kept in a
     folder; else in the user's cache folder."""
