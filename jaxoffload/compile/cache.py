@@ -47,8 +47,8 @@ class ExecutableCache:
     """Executables of one client. Thread-safe; nothing is lowered or compiled under a lock.
 
     Args:
-      compiler: has `lower(kernel)`, `load(digest)`, `compile(digest, code)` and
-        `is_kept(executable)` (compilers.py).
+      compiler: has `lower(kernel)`, `load(digest)`, `compile(digest, code)` and `described`
+        (compilers.py).
     """
 
     def __init__(self, compiler: Any):
@@ -126,13 +126,10 @@ class ExecutableCache:
         )
         return [found[key] for key in keys], report
 
-    def digests(self, executables: Sequence[Any]) -> list[bytes] | None:
-        """By which another process finds them in the store; None if some cannot be kept."""
+    def digests(self, executables: Sequence[Any]) -> list[bytes]:
+        """By which another process finds them in the store, if they are kept."""
         with self._lock:
-            found = [self._digests.get(executable) for executable in executables]
-        if None in found or not all(map(self._compiler.is_kept, executables)):
-            return None
-        return [digest for digest in found if digest is not None]
+            return [self._digests[executable] for executable in executables]
 
     def kept(self, digests: Sequence[bytes]) -> tuple[list[Any], CompileReport] | None:
         """The executables with some digests, from memory or the store; None if one is missing."""

@@ -82,10 +82,6 @@ class PluginCompiler:
             folder.write(_name(digest), needs + executable.serialize())
         return executable
 
-    def is_kept(self, executable: Any) -> bool:
-        """Whether other processes may find it, if anything is kept at all."""
-        return executable not in self._called
-
 
 def _name(digest: bytes) -> str:
     return f"executable-{digest.hex()}"
@@ -114,10 +110,6 @@ class JaxCompiler:
 
     def load(self, digest: bytes) -> Any:
         """None: JAX itself looks among what it keeps, when it compiles."""
-
-    def is_kept(self, executable: Any) -> bool:
-        """Not by us."""
-        return False
 
     def compile(self, digest: bytes, lowered: Any) -> Any:
         """The executable. Any thread."""

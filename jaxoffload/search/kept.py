@@ -69,7 +69,7 @@ class KeptPlan:
             return
         digests = plan.backend.executables.digests(plan.executables)
         constants = _numbers(plan.constants, self._encoder.constants())
-        if digests is None or None in constants:
+        if None in constants:
             return
         about = {
             "executables": [digest.hex() for digest in digests],

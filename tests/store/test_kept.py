@@ -157,9 +157,11 @@ def test_whatever_a_plan_depends_on_makes_it_another(filled, captures, names, na
 def test_settings_of_jax_and_arguments_make_another_plan(filled, captures, names):
     with jax.default_matmul_precision("highest"):
         offloaded().plan(WEIGHTS, X)
+    with jax.numpy_dtype_promotion("strict"):  # of which nothing is seen in the jaxpr
+        offloaded().plan(WEIGHTS, X)
     offloaded().plan(WEIGHTS, X[:16])
     offloaded().plan(WEIGHTS, X.astype(jnp.bfloat16))
-    assert len(captures) == 3 and len(names("plan")) == 4
+    assert len(captures) == 4 and len(names("plan")) == 5
 
 
 @pytest.fixture
@@ -197,9 +199,11 @@ def another_processor(patch, _):
 
 def an_edit(patch, _):
     real = pathlib.Path.read_bytes
-    patch.setattr(
-        pathlib.Path, "read_bytes", lambda path: real(path) + b"\n" * (path.name == "victims.py")
-    )
+
+    def edited(path):
+        return real(path).replace(b"1", b"2", 1) if path.name == "victims.py" else real(path)
+
+    patch.setattr(pathlib.Path, "read_bytes", edited)
 
 
 MACHINES = {
@@ -326,9 +330,13 @@ def test_callbacks_are_never_kept(kept, names):
 
     first = offloaded(f, device_memory=45_000)
     want = bits(first(WEIGHTS[0], X))
-    assert not names("plan") and len(calls) == 1
+    report, others = first.plan(WEIGHTS[0], X).compile_report, len(names("executable"))
+    assert not names("plan") and others and len(calls) == 1
     jo.clear_caches()
-    assert bits(offloaded(f, device_memory=45_000)(WEIGHTS[0], X)) == want and len(calls) == 2
+    again = offloaded(f, device_memory=45_000)
+    assert bits(again(WEIGHTS[0], X)) == want and len(calls) == 2
+    found = again.plan(WEIGHTS[0], X).compile_report
+    assert found.loaded == others and found.compiled == report.compiled - others > 0
 
 
 @pytest.mark.runs_whole

@@ -130,6 +130,10 @@ def test_what_other_processes_may_mean_otherwise_is_refused():
         with pytest.raises(UnknownError):
             digest(function, X)
 
+    with pytest.raises(UnknownError, match="an effect"):
+        summed = jax.make_jaxpr(lambda x: lax.psum(x, "axis"), axis_env=[("axis", 2)])
+        Encoder().closed(summed(X))
+
     class Mine:
         pass
 
@@ -141,7 +145,8 @@ def test_what_other_processes_may_mean_otherwise_is_refused():
 def test_values_of_different_types_or_structure_differ():
     values = [None, 1, 1.0, True, 1j, "1", b"1", (1,), [1], ((1,),), (1, 1), {1: 1}, {1}, X, X[0],
               X.astype("i4"), np.float32(1), np.dtype("f4"), np.float32, jnp.bfloat16, (), "", 0.0,
-              -0.0, float("nan"), jax.random.key(1), jax.random.key(1).dtype, X[:0]]  # fmt: skip
+              -0.0, 0.1, 0.1 + 1e-9, float("nan"), X[:0], jax.random.key(1),
+              jax.random.key(1).dtype]  # fmt: skip
     made = [Encoder().value(value) for value in values]
     assert len(set(made)) == len(made)
     assert made == [Encoder().value(value) for value in values]
