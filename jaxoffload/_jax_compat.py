@@ -334,7 +334,9 @@ def portable_stablehlo(lowered: Any, version: str) -> bytes:
     """
     module = lowered.compiler_ir("stablehlo")
     with module.context:
-        _passes.PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
+        strip = _passes.PassManager.parse("builtin.module(strip-debuginfo)")
+        strip.enable_verifier(False)  # it waits for threads, which a forked child does not have
+        strip.run(module.operation)
     code = _mlir.module_to_bytecode(module)
     oldest = min((version, _stablehlo.get_current_version()), key=_version_key)
     quietly = module.context.attach_diagnostic_handler(lambda _: True)

@@ -68,7 +68,7 @@ class PluginCompiler:
         try:
             return self._client.load(kept[1:])
         except RuntimeError as error:  # of another plugin, whatever the name says
-            logger.warning("A kept executable is compiled anew: %s", error)
+            logger.info("A kept executable is compiled anew: %s", error)
             return None
 
     def compile(self, digest: bytes, code: Any) -> Any:
