@@ -394,7 +394,7 @@ def test_executables_that_were_loaded_are_never_serialized(filled):
 
 
 SCRIPT = """
-import hashlib, json, sys
+import hashlib, json, os, sys
 import jax, jax.numpy as jnp, numpy as np
 import jaxoffload as jo
 
@@ -415,6 +415,8 @@ direct = bits(step(w, x))
 report = step.plan(w, x).compile_report
 inside = bits(jax.jit(jo.offload(function, device_memory=120_000, cut="always"))(w, x))
 print(json.dumps([direct, inside, report.kernels, report.compiled, report.loaded]))
+sys.stdout.flush()
+os._exit(0)  # how a process ends is asked elsewhere
 """
 
 
