@@ -3,8 +3,8 @@
 import argparse
 import importlib
 
-NAMES = ("ratios", "first_call", "steady", "split", "accuracy", "overhead", "planner", "disk",
-         "simulated", "throttled", "finetune", "soak")  # fmt: skip
+NAMES = ("ratios", "first_call", "restart", "steady", "split", "accuracy", "overhead", "planner",
+         "disk", "simulated", "throttled", "finetune", "soak")  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:

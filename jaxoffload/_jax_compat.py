@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from jax._src.lax import lax as _lax
 from jax._src.lib import _jax
 from jax._src.lib import xla_client as _xla_client
 from jax.experimental import jet as _jet
+from jaxlib.mlir import passmanager as _passes
 from jaxlib.mlir.dialects import stablehlo as _stablehlo
 
 from jaxoffload import sources
@@ -88,6 +90,11 @@ def physical(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
 def is_key(dtype: Any) -> bool:
     """Whether a dtype is that of typed PRNG keys."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def is_key_dtype(value: Any) -> bool:
+    """Whether something is a dtype of typed PRNG keys."""
+    return isinstance(value, _dtypes.ExtendedDType) and is_key(value)
 
 
 def name_arguments(function: Any, call: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -321,8 +328,15 @@ def _context_of_this_thread() -> Any:
 
 
 def portable_stablehlo(lowered: Any, version: str) -> bytes:
-    """A lowered function as StableHLO bytecode that a consumer of `version` ("1.13.7") can read."""
+    """A lowered function as StableHLO bytecode that a consumer of `version` ("1.13.7") can read.
+
+    It says nothing of who called the function: the same program has the same bytes everywhere.
+    """
     module = lowered.compiler_ir("stablehlo")
+    with module.context:
+        strip = _passes.PassManager.parse("builtin.module(strip-debuginfo)")
+        strip.enable_verifier(False)  # it waits for threads, which a forked child does not have
+        strip.run(module.operation)
     code = _mlir.module_to_bytecode(module)
     oldest = min((version, _stablehlo.get_current_version()), key=_version_key)
     quietly = module.context.attach_diagnostic_handler(lambda _: True)
@@ -428,6 +442,14 @@ def cpu_custom_call_targets() -> list[tuple[str, Any]]:
         if capsule is not None:
             found.append((name, capsule))
     return found
+
+
+@functools.cache
+def load_lapack() -> None:
+    """Has jaxlib find LAPACK's functions, without which its handlers call address 0."""
+    from jaxlib import lapack
+
+    lapack.prepare_lapack_call("potrf_ffi", np.dtype(np.float32))
 
 
 def is_deleted(array: jax.Array) -> bool:
@@ -555,3 +577,62 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].update(tuple(range(len(eqn.invars)))).unpack()
     return len(list(consts)), len(list(carry))
+
+
+def mean_nothing(value: Any) -> bool:
+    """Whether a mesh, a sharding or an environment of named axes says nothing: one device, and no
+    axis has a name."""
+    if isinstance(value, jax.sharding.NamedSharding):
+        mesh, spec = value.mesh, value.spec
+        return mean_nothing(mesh) and not any(spec) and value.memory_kind is None
+    if isinstance(value, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        return value.empty
+    if isinstance(value, _core.AxisEnv):
+        return not (value.axis_sizes or value.spmd_axis_names or value.explicit_mesh_axis_names)
+    return type(value).__name__ == "UnspecifiedValue"
+
+
+@functools.cache
+def own_primitives(num_modules: int) -> frozenset[int]:
+    """Ids of the primitives that JAX itself defines, in modules that are loaded.
+
+    Args:
+      num_modules: how many there are: another number asks anew.
+    """
+    found = set()
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "jax":
+            found.update(id(x) for x in vars(module).values() if isinstance(x, Primitive))
+    return frozenset(found)
+
+
+def is_own_primitive(primitive: Any) -> bool:
+    """Whether JAX itself defines a primitive: its name and JAX's version then say what it does."""
+    return id(primitive) in own_primitives(len(sys.modules))
+
+
+def own_key_impl(impl: Any) -> str | None:
+    """The name of an implementation of PRNG keys, if it is one of JAX's own."""
+    if type(impl).__name__ != "PRNGImpl":
+        return None
+    modules = [getattr(part, "__module__", "") for part in impl if callable(part)]
+    return impl.name if all(module.startswith("jax.") for module in modules) else None
+
+
+def is_tree_of_params(value: Any) -> bool:
+    """Whether a param is a tree of JAX's own that says which operands are what (`scan_counts`)."""
+    return type(value).__module__ == "jax._src.flattree"
+
+
+def placement(aval: Any) -> tuple[Any, ...]:
+    """What an abstract value says beside shape, dtype and weak type, to be compared."""
+    manual = getattr(aval, "mat", None)
+    parts = ("varying", "unreduced", "reduced", "unreduced_kind")
+    layout = getattr(aval, "layout", None)
+    return (
+        aval.sharding,
+        aval.memory_space,
+        getattr(aval, "vma", None),
+        *(getattr(manual, part, None) for part in parts),
+        None if type(layout).__name__.startswith("AutoLayout") else layout,
+    )

@@ -49,6 +49,13 @@ class Client:
         Raises:
           RuntimeError: with XLA's message; in a forked child.
         """
+    def load(self, serialized: bytes) -> Executable:
+        """Loads what `Executable.serialize` gave, on the same plugin and the same kind of CPU; the
+        GIL is released. The bytes are machine code, which is trusted.
+
+        Raises:
+          RuntimeError: with XLA's message; in a forked child.
+        """
     def adopt_executable(self, executable: int, owner: Any) -> Executable:
         """A PJRT_LoadedExecutable that JAX has compiled, and that lives as long as `owner`."""
     def register_ffi_handlers(self, handlers: Sequence[tuple[str, Any]]) -> None:
@@ -82,6 +89,12 @@ class Executable:
     @property
     def fingerprint(self) -> bytes:
         """Empty where the plugin has none."""
+    def serialize(self) -> bytes:
+        """Bytes for `Client.load`; the GIL is released.
+
+        Raises:
+          RuntimeError: the plugin cannot, or this was loaded itself: it would lose its code.
+        """
 
 class RunReport:
     """What happened in a run. Times are nanoseconds from its start, -1 for what did not run."""

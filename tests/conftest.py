@@ -3,7 +3,8 @@ of an offloaded function under the live range checker, cut into vertices althoug
 
 Optax itself needs dtype promotion. Tests of what only plain runs do (the tuner measures no others)
 are marked `plain_runs`; so are those of programs that are run in a process of their own. Tests of
-functions that run whole say `cut="auto"` by the marker `runs_whole`.
+functions that run whole say `cut="auto"` by the marker `runs_whole`. Nothing is kept between
+processes.
 """
 
 import dataclasses
@@ -16,6 +17,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
 )
+# What is kept between processes would hide what is compiled; tests of that have their own folders.
+os.environ["JAXOFFLOAD_CACHE"] = "off"
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -6,6 +6,7 @@ import types
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import jaxoffload as jo
 from jaxoffload import _jax_compat as compat
@@ -68,13 +69,38 @@ def test_jax_compiles_for_the_runtime_and_keeps_what_it_compiled(monkeypatch):
     digest, lowered = compiler.lower(captured.kernels[0])
     assert digest == compiler.lower(captured.kernels[0])[0]
     with pytest.raises(RuntimeError, match="does not tell the PJRT executable"):
-        compiler.compile(lowered)
+        compiler.compile(digest, lowered)
     monkeypatch.setattr(compat, "executable_pointer", lambda executable: 7)
-    compiler.compile(lowered)
+    compiler.compile(digest, lowered)
     ((pointer, owner),) = adopted
     assert pointer == 7 and owner.get_compiled_memory_stats() is not None
     with pytest.raises(RuntimeError, match="does not tell the PJRT client"):
         compat.client_pointer(jax.devices("cpu")[0])
+
+
+def test_what_jax_compiles_for_the_runtime_is_in_its_own_cache(monkeypatch, tmp_path):
+    captured, _ = capture(lambda x, y: (x @ y) + 2, *[jax.numpy.ones((4, 4))] * 2)
+    native = types.SimpleNamespace(adopt_executable=lambda *given: given)
+    monkeypatch.setattr(compat, "executable_pointer", lambda executable: 7)
+    compiler = JaxCompiler(native, jax.devices("cpu")[0])
+    digest, lowered = compiler.lower(captured.kernels[0])
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    compilation_cache.reset_cache()
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        assert not compiler.described and compiler.load(digest) is None
+        compiler.compile(digest, lowered)
+        assert any("body" in path.name for path in tmp_path.iterdir())
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 def test_doctor_prints_a_report_and_knows_no_other_word():

@@ -8,9 +8,9 @@ import networkx as nx
 import pytest
 
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "jaxoffload"
-ORDER = ["errors", "showing", "graphs", "once", "garbage", "sources", "_jax_compat", "identity",
-         "capture", "policies", "plan", "compile", "options", "runtime", "search", "report",
-         "transform", "doctor", "command", "finetune"]  # fmt: skip
+ORDER = ["errors", "showing", "policies", "options", "graphs", "once", "garbage", "sources",
+         "_jax_compat", "identity", "store", "capture", "plan", "compile", "runtime", "search",
+         "report", "transform", "doctor", "command", "finetune"]  # fmt: skip
 STAGES = {"capture": {"plan", "compile", "runtime"}, "plan": {"capture", "compile", "runtime"},
           "compile": {"plan", "runtime"}, "runtime": {"capture"}}  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -100,6 +100,14 @@ void BindClient(nb::module_& m) {
           },
           "code"_a, "options"_a)
       .def(
+          "load",
+          [](Client& client, const nb::bytes& serialized) {
+            const std::string bytes(serialized.c_str(), serialized.size());
+            const WithoutGil without_gil;
+            return client.Load(bytes);
+          },
+          "serialized"_a)
+      .def(
           "adopt_executable",
           [](Client& client, uintptr_t executable, const nb::object& /*owner*/) {
             return client.AdoptExecutable(reinterpret_cast<PJRT_LoadedExecutable*>(executable));
@@ -145,8 +153,17 @@ void BindClient(nb::module_& m) {
       .def_prop_ro("output_bytes", &Executable::output_bytes)
       .def_prop_ro("alias_bytes", &Executable::alias_bytes)
       .def_prop_ro("code_bytes", &Executable::code_bytes)
-      .def_prop_ro("fingerprint", [](const Executable& e) {
-        return nb::bytes(e.fingerprint().data(), e.fingerprint().size());
+      .def_prop_ro("fingerprint",
+                   [](const Executable& e) {
+                     return nb::bytes(e.fingerprint().data(), e.fingerprint().size());
+                   })
+      .def("serialize", [](const Executable& e) {
+        std::string bytes;
+        {
+          const WithoutGil without_gil;
+          bytes = e.Serialize();
+        }
+        return nb::bytes(bytes.data(), bytes.size());
       });
 
   m.def("_shutdown", &ShutdownClients);

@@ -159,14 +159,29 @@ std::shared_ptr<Executable> Client::Compile(const std::string& code, const std::
   args.compile_options = options.data();
   args.compile_options_size = options.size();
   Check(api_, api_->PJRT_Client_Compile(&args), "compiling a kernel");
-  return std::make_shared<Executable>(shared_from_this(), args.executable, true);
+  return std::make_shared<Executable>(shared_from_this(), args.executable,
+                                      Executable::Origin::kCompiled);
+}
+
+std::shared_ptr<Executable> Client::Load(const std::string& serialized) {
+  home_.CheckNotForked();
+  if (api_->PJRT_Executable_DeserializeAndLoad == nullptr) {
+    throw std::runtime_error("loading a kernel: the plugin cannot");
+  }
+  JO_PJRT_ARGS(PJRT_Executable_DeserializeAndLoad, args);
+  args.client = client_;
+  args.serialized_executable = serialized.data();
+  args.serialized_executable_size = serialized.size();
+  Check(api_, api_->PJRT_Executable_DeserializeAndLoad(&args), "loading a kernel");
+  return std::make_shared<Executable>(shared_from_this(), args.loaded_executable,
+                                      Executable::Origin::kLoaded);
 }
 
 std::shared_ptr<Executable> Client::AdoptExecutable(PJRT_LoadedExecutable* loaded) {
   if (loaded == nullptr) {
     throw std::invalid_argument("Client: executable=0 is no address of an executable");
   }
-  return std::make_shared<Executable>(shared_from_this(), loaded, false);
+  return std::make_shared<Executable>(shared_from_this(), loaded, Executable::Origin::kAdopted);
 }
 
 void Client::RegisterFfiHandlers(const std::vector<std::pair<std::string, void*>>& handlers) {
@@ -202,17 +217,50 @@ void Client::Trim() {
   run->Wait();
 }
 
-Executable::Executable(std::shared_ptr<Client> client, PJRT_LoadedExecutable* loaded, bool is_ours)
-    : client_(std::move(client)), loaded_(loaded), is_ours_(is_ours) {
+Executable::Executable(std::shared_ptr<Client> client, PJRT_LoadedExecutable* loaded, Origin origin)
+    : client_(std::move(client)), loaded_(loaded), origin_(origin) {
   ReadMetadata();
 }
 
 Executable::~Executable() {
-  if (!is_ours_ || client_->IsForked()) return;
+  if (origin_ == Origin::kAdopted || client_->IsForked()) return;
   JO_PJRT_ARGS(PJRT_LoadedExecutable_Destroy, args);
   args.executable = loaded_;
   PJRT_Error* const error = client_->api()->PJRT_LoadedExecutable_Destroy(&args);
   if (error != nullptr) TakeMessage(client_->api(), error);
+}
+
+void Executable::Deleter::operator()(PJRT_Executable* executable) const {
+  JO_PJRT_ARGS(PJRT_Executable_Destroy, args);
+  args.executable = executable;
+  PJRT_Error* const error = api->PJRT_Executable_Destroy(&args);
+  if (error != nullptr) TakeMessage(api, error);
+}
+
+Executable::Handle Executable::Program() const {
+  const PJRT_Api* const api = client_->api();
+  JO_PJRT_ARGS(PJRT_LoadedExecutable_GetExecutable, get);
+  get.loaded_executable = loaded_;
+  Check(api, api->PJRT_LoadedExecutable_GetExecutable(&get), "reading a kernel's program");
+  return Handle(get.executable, Deleter{api});
+}
+
+std::string Executable::Serialize() const {
+  const PJRT_Api* const api = client_->api();
+  if (origin_ != Origin::kCompiled) {
+    throw std::runtime_error("serializing a kernel: only one that was compiled here has its code");
+  }
+  if (client_->IsForked()) throw std::runtime_error("serializing a kernel: in a forked child");
+  if (api->PJRT_Executable_Serialize == nullptr) {
+    throw std::runtime_error("serializing a kernel: the plugin cannot");
+  }
+  const Handle executable = Program();
+  JO_PJRT_ARGS(PJRT_Executable_Serialize, args);
+  args.executable = executable.get();
+  Check(api, api->PJRT_Executable_Serialize(&args), "serializing a kernel");
+  const std::unique_ptr<PJRT_SerializedExecutable, void (*)(PJRT_SerializedExecutable*)> owner(
+      args.serialized_executable, args.serialized_executable_deleter);
+  return std::string(args.serialized_bytes, args.serialized_bytes_size);
 }
 
 void Executable::ReadMetadata() {
@@ -225,16 +273,7 @@ void Executable::ReadMetadata() {
   }
   if (devices.num_addressable_devices == 1) device_ = devices.addressable_devices[0];
 
-  JO_PJRT_ARGS(PJRT_LoadedExecutable_GetExecutable, get);
-  get.loaded_executable = loaded_;
-  Check(api, api->PJRT_LoadedExecutable_GetExecutable(&get), "reading a kernel's metadata");
-  const auto destroy = [api](PJRT_Executable* executable) {
-    JO_PJRT_ARGS(PJRT_Executable_Destroy, args);
-    args.executable = executable;
-    PJRT_Error* const error = api->PJRT_Executable_Destroy(&args);
-    if (error != nullptr) TakeMessage(api, error);
-  };
-  const std::unique_ptr<PJRT_Executable, decltype(destroy)> executable(get.executable, destroy);
+  const Handle executable = Program();
 
   JO_PJRT_ARGS(PJRT_Executable_OutputElementTypes, types);
   types.executable = executable.get();

@@ -49,6 +49,11 @@ class Client : public std::enable_shared_from_this<Client> {
   // with XLA's message, and in a forked child, where XLA would wait for threads that are not there.
   std::shared_ptr<Executable> Compile(const std::string& code, const std::string& options);
 
+  // Loads what `Executable::Serialize` gave, in this process or another with the same plugin on the
+  // same kind of CPU. The bytes are machine code, which is trusted: take them from where nobody
+  // else writes. Any thread. Throws as Compile does.
+  std::shared_ptr<Executable> Load(const std::string& serialized);
+
   // One that somebody else has compiled on this client, and keeps alive.
   std::shared_ptr<Executable> AdoptExecutable(PJRT_LoadedExecutable* loaded);
 
@@ -93,13 +98,19 @@ class Client : public std::enable_shared_from_this<Client> {
 // A compiled program.
 class Executable {
  public:
-  Executable(std::shared_ptr<Client> client, PJRT_LoadedExecutable* loaded, bool is_ours);
+  enum class Origin { kCompiled, kLoaded, kAdopted };
+
+  Executable(std::shared_ptr<Client> client, PJRT_LoadedExecutable* loaded, Origin origin);
   ~Executable();
   Executable(const Executable&) = delete;
   Executable& operator=(const Executable&) = delete;
 
   PJRT_LoadedExecutable* get() const { return loaded_; }
   const std::shared_ptr<Client>& client() const { return client_; }
+
+  // Bytes for Client::Load. Throws std::runtime_error: the plugin cannot, or this was not compiled
+  // here. XLA would serialize a loaded executable without its code, and load that without a word.
+  std::string Serialize() const;
 
   int64_t num_outputs() const { return static_cast<int64_t>(output_types_.size()); }
   PJRT_Buffer_Type output_type(int64_t output) const { return output_types_[output]; }
@@ -117,11 +128,19 @@ class Executable {
   const std::string& fingerprint() const { return fingerprint_; }
 
  private:
+  struct Deleter {
+    const PJRT_Api* api;
+    void operator()(PJRT_Executable* executable) const;
+  };
+  using Handle = std::unique_ptr<PJRT_Executable, Deleter>;
+
+  // The program behind the loaded one.
+  Handle Program() const;
   void ReadMetadata();
 
   const std::shared_ptr<Client> client_;
   PJRT_LoadedExecutable* const loaded_;
-  const bool is_ours_;
+  const Origin origin_;
   PJRT_Device* device_ = nullptr;
   std::vector<PJRT_Buffer_Type> output_types_;
   std::vector<std::vector<int64_t>> output_dims_;

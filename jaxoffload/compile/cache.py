@@ -3,8 +3,8 @@
 Takes kernels; gives executables. Two plans of one function, or two functions with a layer in
 common, share what they can: kernels are told apart by their keys, then by their StableHLO.
 Executables live with the plans that have them. Of those that no plan has any more the last few
-stay, for functions that are made anew in each turn of a loop. Compilation runs in threads without
-the GIL.
+stay, for functions that are made anew in each turn of a loop. What no plan of this process has may
+be in the store, from another one. Compilation runs in threads without the GIL.
 """
 
 import collections
@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxoffload import _jax_compat as compat
@@ -33,19 +33,22 @@ class CompileReport:
     Attributes:
       kernels: distinct kernels of the plan.
       compiled: those that were not there.
-      seconds: lowering and compiling, wall time.
+      seconds: lowering, loading and compiling, wall time.
+      loaded: those that an earlier process had compiled.
     """
 
     kernels: int
     compiled: int
     seconds: float
+    loaded: int = 0
 
 
 class ExecutableCache:
     """Executables of one client. Thread-safe; nothing is lowered or compiled under a lock.
 
     Args:
-      compiler: has `lower(kernel)` and `compile(code)` (compilers.py).
+      compiler: has `lower(kernel)`, `load(digest)`, `compile(digest, code)` and `described`
+        (compilers.py).
     """
 
     def __init__(self, compiler: Any):
@@ -54,6 +57,7 @@ class ExecutableCache:
         self._by_kernel: weakref.WeakValueDictionary[identity.Key, Any]
         self._by_code: weakref.WeakValueDictionary[bytes, Any]
         self._recent: collections.OrderedDict[int, Any]
+        self._digests: weakref.WeakKeyDictionary[Any, bytes] = weakref.WeakKeyDictionary()
         self.clear()
 
     def clear(self) -> None:
@@ -62,6 +66,11 @@ class ExecutableCache:
             self._by_kernel = weakref.WeakValueDictionary()
             self._by_code = weakref.WeakValueDictionary()
             self._recent = collections.OrderedDict()
+
+    @property
+    def described(self) -> bytes:
+        """On what executables depend beside their programs; nothing where they cannot be kept."""
+        return self._compiler.described
 
     def has_some(self) -> bool:
         """Whether anything has been compiled that is still there."""
@@ -99,19 +108,61 @@ class ExecutableCache:
         with self._lock:
             made = {digest: self._by_code.get(digest) for digest in codes}
         missing = [digest for digest, executable in made.items() if executable is None]
-        if missing:
-            with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-                built = pool.map(self._compiler.compile, [codes[digest] for digest in missing])
-                made.update(zip(missing, built, strict=True))
+        found_kept = self._each(self._compiler.load, missing)
+        made.update(zip(missing, found_kept, strict=True))
+        to_compile = [digest for digest in missing if made[digest] is None]
+        built = self._each(lambda d: self._compiler.compile(d, codes[d]), to_compile)
+        made.update(zip(to_compile, built, strict=True))
+        self._add(made)
+        with self._lock:
+            for key, digest in digests.items():
+                found[key] = self._by_kernel.setdefault(key, made[digest])
+            self._note(found.values())
+        report = CompileReport(
+            len(kernels),
+            len(to_compile),
+            time.perf_counter() - start,
+            len(missing) - len(to_compile),
+        )
+        return [found[key] for key in keys], report
+
+    def digests(self, executables: Sequence[Any]) -> list[bytes]:
+        """By which another process finds them in the store, if they are kept."""
+        with self._lock:
+            return [self._digests[executable] for executable in executables]
+
+    def kept(self, digests: Sequence[bytes]) -> tuple[list[Any], CompileReport] | None:
+        """The executables with some digests, from memory or the store; None if one is missing."""
+        start = time.perf_counter()
+        with self._lock:
+            made = {digest: self._by_code.get(digest) for digest in digests}
+        missing = [digest for digest, executable in made.items() if executable is None]
+        made.update(zip(missing, self._each(self._compiler.load, missing), strict=True))
+        if None in made.values():
+            return None
+        self._add(made)
+        with self._lock:
+            self._note(made.values())
+        report = CompileReport(len(digests), 0, time.perf_counter() - start, len(missing))
+        return [made[digest] for digest in digests], report
+
+    def _each(self, do: Callable[[bytes], Any], digests: list[bytes]) -> list[Any]:
+        if not digests:
+            return []
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(do, digests))
+
+    def _add(self, made: dict[bytes, Any]) -> None:
+        """Takes in executables by their digests; of two with one digest the first to come."""
         with self._lock:
             for digest, executable in made.items():
                 made[digest] = self._by_code.setdefault(digest, executable)
-            for key, digest in digests.items():
-                found[key] = self._by_kernel.setdefault(key, made[digest])
-            for executable in found.values():
-                self._recent[id(executable)] = executable
-                self._recent.move_to_end(id(executable))
-            while len(self._recent) > KEPT:
-                self._recent.popitem(last=False)
-        report = CompileReport(len(kernels), len(missing), time.perf_counter() - start)
-        return [found[key] for key in keys], report
+                self._digests[made[digest]] = digest
+
+    def _note(self, used: Iterable[Any]) -> None:
+        """Of what was used, the last few stay."""
+        for executable in used:
+            self._recent[id(executable)] = executable
+            self._recent.move_to_end(id(executable))
+        while len(self._recent) > KEPT:
+            self._recent.popitem(last=False)

@@ -1,10 +1,15 @@
 """From a kernel to an executable: by the plugin that we load, or by JAX on its own client.
 
-Both lower a kernel to something that `compile` takes, with a digest that tells programs apart.
+Both lower a kernel to something that `compile` takes, with a digest that tells programs apart, also
+in another process. What the plugin compiles is kept in the store (store/), where others find it by
+that digest; JAX keeps what it compiles by its own settings.
 """
 
+import functools
 import hashlib
+import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,34 +20,71 @@ from jaxoffload.capture.whole import with_bodies
 from jaxoffload.compile import callbacks
 from jaxoffload.compile.lower import lower, portable
 from jaxoffload.errors import CaptureError
+from jaxoffload.store import place
+
+logger = logging.getLogger(__name__)
+
+_PLAIN, _WITH_LAPACK = b"\0", b"\1"
+"""How an entry begins: JAX looks for LAPACK when it lowers a call of it, and what is loaded has
+been lowered in another process."""
 
 
 class PluginCompiler:
     """Compiles portable StableHLO on a client of a plugin that JAX does not know.
 
     Args:
-      client: has `compile(code, options)` and `attributes`.
+      client: has `compile(code, options)`, `load(serialized)` and `attributes`.
       options: serialized compile options.
+      platform: gives text on which machine code depends beside program and options.
     """
 
-    def __init__(self, client: Any, options: bytes):
+    def __init__(self, client: Any, options: bytes, platform: Callable[[], str]):
         self._client, self._options = client, options
         self._called: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._version = stablehlo_version(client.attributes)
+        self._platform = platform
+
+    @functools.cached_property
+    def described(self) -> bytes:
+        """On what machine code depends beside the program, as a digest."""
+        made = hashlib.sha256(self._options)
+        made.update(self._platform().encode())
+        return made.digest()
 
     def lower(self, kernel: Kernel) -> tuple[bytes, Any]:
         """What tells the kernel's program from others, and what `compile` takes."""
         with callbacks.collected() as called:
             code = portable(lower(kernel, "cpu"), self._version)
-        return hashlib.sha256(code).digest(), (code, called)
+        return hashlib.sha256(self.described + code).digest(), (code, called)
 
-    def compile(self, code: Any) -> Any:
-        """The executable. Any thread."""
+    def load(self, digest: bytes) -> Any:
+        """The executable of a program, if it is kept: None otherwise. Any thread."""
+        folder = place.current()
+        kept = None if folder is None else folder.read(_name(digest))
+        if kept is None:
+            return None
+        if kept[:1] == _WITH_LAPACK:
+            compat.load_lapack()
+        try:
+            return self._client.load(kept[1:])
+        except RuntimeError as error:  # of another plugin, whatever the name says
+            logger.info("A kept executable is compiled anew: %s", error)
+            return None
+
+    def compile(self, digest: bytes, code: Any) -> Any:
+        """The executable, which is kept for other processes. Any thread."""
         program, called = code
         executable = self._client.compile(program, self._options)
-        if called:
+        if called:  # a program has numbers of functions of this process
             self._called[executable] = called
+        elif (folder := place.current()) is not None:
+            needs = _WITH_LAPACK if b"lapack_" in program else _PLAIN
+            folder.write(_name(digest), needs + executable.serialize())
         return executable
+
+
+def _name(digest: bytes) -> str:
+    return f"executable-{digest.hex()}"
 
 
 class JaxCompiler:
@@ -63,7 +105,13 @@ class JaxCompiler:
             lowered = lower(kernel, self._device.platform)
         return hashlib.sha256(lowered.as_text().encode()).digest(), lowered
 
-    def compile(self, lowered: Any) -> Any:
+    described = b""
+    """It has no store of ours."""
+
+    def load(self, digest: bytes) -> Any:
+        """None: JAX itself looks among what it keeps, when it compiles."""
+
+    def compile(self, digest: bytes, lowered: Any) -> Any:
         """The executable. Any thread."""
         executable = lowered.compile().runtime_executable()
         return self._client.adopt_executable(compat.executable_pointer(executable), executable)

@@ -6,6 +6,7 @@ model of the machine.
 
 import ctypes
 import dataclasses
+import functools
 import os
 import threading
 from typing import Any
@@ -21,6 +22,7 @@ from jaxoffload.compile.options import compile_options
 from jaxoffload.errors import BackendError
 from jaxoffload.plan.cost.machines import SMALL_SERVER, Machine, gpu
 from jaxoffload.runtime.callers import DeviceMemory, HostMemory
+from jaxoffload.store import platform
 
 
 class Backend:
@@ -65,10 +67,12 @@ class CpuBackend(Backend):
     name = "cpu"
 
     def __init__(self) -> None:
-        self.client = _native.Client(compat.cpu_plugin_path(), 1)
+        path = compat.cpu_plugin_path()
+        self.client = _native.Client(path, 1)
         self.client.register_ffi_handlers(compat.cpu_custom_call_targets())
         self.client.register_ffi_handlers([callbacks.handler()])
-        self.executables = ExecutableCache(PluginCompiler(self.client, compile_options()))
+        about = functools.partial(platform.description, self.client, path)
+        self.executables = ExecutableCache(PluginCompiler(self.client, compile_options(), about))
         self.memory = HostMemory()
 
     def free_memory(self) -> int:

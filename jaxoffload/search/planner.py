@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from jaxoffload import _jax_compat as compat
 from jaxoffload import garbage
 from jaxoffload.capture.build import Captured
 from jaxoffload.capture.operations import is_view
@@ -104,8 +105,43 @@ class Planner:
         self.backend = backend or backends.current()
         model = machine or self.backend.machine
         self.machine = machine or model.with_rates(request.options.rates)
-        self._program = CutProgram(request, self.backend, model, self.machine, compiles, estimates)
+        settings = compat.LoweringSettings()
+        self._make_program = lambda: CutProgram(
+            request, self.backend, model, self.machine, compiles, estimates, settings
+        )
         self._ranked: Ranking | None = None
+        self._cuts: list[tuple[Cut, float]] | None = None  # that another process has simulated
+
+    @functools.cached_property
+    def _program(self) -> CutProgram:
+        """The function, captured when somebody asks for it: a plan may be found instead."""
+        return self._make_program()
+
+    def simulated(self) -> list[tuple[Cut, float]]:
+        """The cuts that were simulated and may be compiled, the fastest first; none where the cut
+        is fixed."""
+        if self._cuts is None:
+            self._cuts = self._ranked.simulated() if self._ranked else []
+        return self._cuts[:_COMPILED]
+
+    def found(
+        self,
+        memgraph: MemGraph,
+        executables: list[Any],
+        report: CompileReport,
+        resident: bool,
+        constants: list[Any],
+        cuts: list[tuple[Cut, float]],
+    ) -> Plan:
+        """The plan that such a planner made in another process, proven again.
+
+        Args:
+          cuts: what `simulated` gave there.
+        """
+        self._cuts = cuts
+        budget = self.request.options.device_memory
+        assert budget is None or isinstance(budget, int)
+        return Plan(self, budget, memgraph, executables, report, resident, constants).proven()
 
     @garbage.paused()
     def plan(self) -> Plan:
@@ -300,8 +336,7 @@ class Planner:
     def other(self, than: Plan, expected: float, seconds: float, costs: Pricing) -> Plan | None:
         """See `Plan.with_other_cut`."""
         budget = than.budget
-        ranked = self._ranked.simulated() if self._ranked else []  # none where the cut is fixed
-        for cut, took in ranked[:_COMPILED]:
+        for cut, took in self.simulated():
             if budget is None or took >= expected:
                 break
             compiled = self._program.within(cut, budget)
@@ -366,6 +401,7 @@ class Planner:
             len(chosen.captured.kernels),
             sum(r.compiled for r in reports),
             sum(r.seconds for r in reports),
+            sum(r.loaded for r in reports),
         )
         self._program.forget_all_but(chosen.executables)
         plan = Plan(

@@ -74,6 +74,7 @@ class CutProgram:
       compiles: False: it is to be looked at only, and workspace counts as nothing.
       estimates: of what is looked at only, that workspace counts as what executables take where
         there are some, and where there are none as what they may take.
+      settings: of the place where the plan is asked for.
 
     Attributes:
       constants: arrays that the function closes over; they follow its own arguments.
@@ -89,6 +90,7 @@ class CutProgram:
         machine: Machine,
         compiles: bool,
         estimates: bool,
+        settings: compat.LoweringSettings,
     ):
         self._request, self._backend = request, backend
         self._model, self._machine = model, machine
@@ -96,7 +98,7 @@ class CutProgram:
         self.has_estimated = False
         self.reports: list[CompileReport] = []
         self.constants: list[Any] = []
-        self._settings = compat.LoweringSettings()
+        self._settings = settings
         self._unrolled: dict[float, Ordered] = {}
         self._ordered = self._ordered_in_pieces(float("inf"))
         self._rewritten: dict[tuple[int, float | None, float, float], Ordered] = {}

@@ -24,6 +24,7 @@ from jaxoffload.plan.alloc.static import keep_everything
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request
+from jaxoffload.search.kept import KeptPlan
 from jaxoffload.search.planner import Planner
 from jaxoffload.showing import Shown
 
@@ -229,17 +230,26 @@ def make_plan(
     budget = request.options.device_memory
     assert budget is None or isinstance(budget, int)
     if whole is None:
-        return Planner(request, backend).plan()
+        planner = Planner(request, backend)
+        kept = KeptPlan(planner, may_run_whole=False)
+        return kept.find() or kept.made()
     is_cut = is_always_cut(request.options)
     if not is_cut and whole.surely_fits(budget):
         return WholePlan(request, whole, backend)
     try:
         planner = _planner(request, whole, backend)
+        kept = KeptPlan(planner, may_run_whole=not is_cut)
+        found = kept.find()
+        if found is not None:
+            return found
         if not is_cut:
             assert budget is not None
-            if planner.hopeful_peak <= budget and whole.needed_bytes <= budget:
+            if kept.runs_whole() or (
+                planner.hopeful_peak <= budget and whole.needed_bytes <= budget
+            ):
+                kept.keep_whole()
                 return WholePlan(request, whole, backend)
-        return planner.plan()
+        return kept.made()
     except CaptureError as error:
         if not whole.surely_fits(budget):
             _refuse(request, whole, error)

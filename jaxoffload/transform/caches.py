@@ -1,4 +1,4 @@
-"""What the process keeps between calls, and how to free it."""
+"""What the process keeps in memory between calls, and how to free it."""
 
 import gc
 
@@ -13,7 +13,8 @@ def clear_caches() -> None:
     and space on disk that only these needed. The next call starts afresh.
 
     What is in use stays: programs that `jax.jit` has compiled until `jax.clear_caches()`, a `Plan`
-    that somebody has, arrays in host memory and on disk.
+    that somebody has, arrays in host memory and on disk. What is kept on disk for other processes
+    stays, too: `jaxoffload cache --clear` removes that.
     """
     clear_programs()
     clear_plans()

@@ -232,7 +232,8 @@ class Offloaded:
             margin = int(free * AUTO_MARGIN)
             if self._unseen_bytes:
                 margin = int(free * KNOWN_MARGIN) + self._unseen_bytes
-            options = dataclasses.replace(options, device_memory=max(1, free - margin))
+            budget = _rounded(max(1, free - margin))
+            options = dataclasses.replace(options, device_memory=budget)
         body = self._spec.caller(self._function, call.signature)
         names = self._spec.names_of(call.signature)
         return Program(self._spec.name, body, call.signature, options, asked, self.profile, names)
@@ -325,6 +326,13 @@ class Offloaded:
 
     def __repr__(self) -> str:
         return f"offload({self._spec.name}, device_memory={self._options.device_memory!r})"
+
+
+def _rounded(budget: int) -> int:
+    """A budget down to five binary digits, at most a sixteenth less: what is free differs from
+    process to process, and the plan that one has made is to serve the next."""
+    step = 1 << max(0, budget.bit_length() - 5)
+    return budget // step * step
 
 
 def _on_device(tree: Any) -> Any:

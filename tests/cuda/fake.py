@@ -142,7 +142,8 @@ class FakeBackend(Backend):
 
     def __init__(self):
         self.client = client()
-        self.executables = ExecutableCache(PluginCompiler(self.client, compile_options()))
+        compiler = PluginCompiler(self.client, compile_options(), lambda: "imitated")
+        self.executables = ExecutableCache(compiler)
         self.memory = FakeMemory()
 
     def free_memory(self):

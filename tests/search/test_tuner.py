@@ -238,4 +238,7 @@ def test_memory_that_the_plan_does_not_see_is_measured(monkeypatch):
     monkeypatch.setattr(type(backends.current()), "free_memory", lambda self: free)
     for profile, margin in ((None, 10**8), (jo.Profile(unseen_bytes=10**6), 31 * 10**6)):
         budget = jo.offload(f, profile=profile).plan(*ARGS).budget
-        assert budget == free - margin
+        assert 15 / 16 * (free - margin) < budget <= free - margin
+        free += 10**6  # of two processes one has a little more, and both plan alike
+        assert jo.offload(f, profile=profile).plan(*ARGS).budget == budget
+        free -= 10**6
