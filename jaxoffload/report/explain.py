@@ -27,7 +27,7 @@ from jaxoffload.report.subjects import format_seconds
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request
-from jaxoffload.search.planner import Planner
+from jaxoffload.search.one_memory import planner_for
 
 _KIND_NAMES = {
     TensorKind.WEIGHT: "weights",
@@ -144,7 +144,7 @@ class Explanation:
           leaves: the call's flat arguments, to tell which are the same array.
         """
         options = request.options
-        planner = Planner(request, compiles=False, estimates=True)
+        planner = planner_for(request, compiles=False, estimates=True)
         plan = None
         try:
             plan = planner.plan()

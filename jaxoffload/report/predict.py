@@ -12,7 +12,7 @@ from jaxoffload.options import format_bytes
 from jaxoffload.plan.cost.machines import MACHINES, Machine
 from jaxoffload.plan.cost.simulate import Timeline, simulate
 from jaxoffload.runtime.request import Request
-from jaxoffload.search.planner import Planner
+from jaxoffload.search.one_memory import planner_for
 from jaxoffload.showing import ShownMemory
 
 
@@ -112,7 +112,7 @@ def predict(request: Request, machine: Machine | str, policy: str, jitter: float
     if not isinstance(budget, int):
         budget = machine.device_bytes
     options = dataclasses.replace(request.options, device_memory=budget)
-    planner = Planner(
+    planner = planner_for(
         dataclasses.replace(request, options=options), machine=machine, compiles=False
     )
     try:

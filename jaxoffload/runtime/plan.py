@@ -95,9 +95,16 @@ class Plan(ShownMemory):
         self._native: Any = None
         self._lock = threading.Lock()
 
+    @property
+    def memory(self) -> int | None:
+        """Bytes of RAM for everything beside the arguments (`memory=`); None: there is no such
+        limit."""
+        return self._request.options.memory
+
     @functools.cached_property
     def min_device_memory(self) -> int:
-        """The smallest budget in bytes that can work, with the cut as fine as it gets.
+        """The smallest budget in bytes that can work (of `memory` where that is given), with the
+        cut as fine as it gets.
 
         Compiles single operations to learn their workspace, so it takes a while when first asked.
         """
@@ -217,6 +224,7 @@ class Plan(ShownMemory):
                     self._disk_extent(),
                     self._priority,
                     self.backend.machine,
+                    self.memory is not None,
                 )
             return self._native
 

@@ -187,6 +187,7 @@ class CutProgram:
             captured.taskgraph,
             disk_arguments=self._request.disk_arguments,
             disk_results=self._request.disk_results,
+            in_place_io=self._request.options.memory is not None,
         )
         return Captured(graph, captured.kernels, captured.clusters)
 

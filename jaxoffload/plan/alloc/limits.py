@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
-from jaxoffload.graphs.taskgraph import TaskGraph, Vertex, VertexKind
+from jaxoffload.graphs.taskgraph import TaskGraph, Tensor, VertexKind
+from jaxoffload.plan.alloc.aliases import CallersMemory
 
 
 def align(count: int) -> int:
@@ -20,6 +21,8 @@ def align(count: int) -> int:
 
 HOST_PAGE = 4096
 """Places in the host tier that the disk reads and writes start at a multiple of this."""
+HUGE_PAGE = 2 << 20
+"""Buffers of so many bytes are in pages of that size."""
 DISK_BLOCK = 16384
 """Bytes under one checksum on disk; no two places share such a block."""
 
@@ -27,6 +30,12 @@ DISK_BLOCK = 16384
 def host_place(count: int) -> int:
     """Bytes of a place in a host tier that has a disk below it."""
     return -(-count // HOST_PAGE) * HOST_PAGE
+
+
+def buffer_place(count: int) -> int:
+    """Bytes of memory of a buffer of its own: whole pages, huge ones where it has some."""
+    page = HUGE_PAGE if count >= HUGE_PAGE else HOST_PAGE
+    return -(-max(count, 1) // page) * page
 
 
 def min_host_memory(graph: TaskGraph, disk: bool) -> tuple[int, int]:
@@ -41,9 +50,21 @@ def min_host_memory(graph: TaskGraph, disk: bool) -> tuple[int, int]:
     moving = (
         (host_place(t.bytes), i)
         for i, t in enumerate(graph.tensors)
-        if t.argument is None or readers[i] or not all(graph.stays(t, s) for s in t.results)
+        if _may_pass_through_host(graph, t, bool(readers[i]))
     )
     return max(moving, default=(0, -1))
+
+
+def _may_pass_through_host(graph: TaskGraph, tensor: Tensor, is_read: bool) -> bool:
+    """Whether a tensor may be in the host tier on its way to or from the disk. What the caller has
+    in memory is reloaded from there, and written there."""
+    argument, spans = tensor.argument, tensor.results
+    if any(s.index in graph.disk_results and not graph.stays(tensor, s) for s in spans):
+        return True
+    if argument is None:
+        return not spans
+    is_moved = is_read or not all(graph.stays(tensor, s) for s in spans)
+    return argument.index in graph.disk_arguments and is_moved
 
 
 def reserved_workspace(graph: TaskGraph, num_devices: int) -> list[int]:
@@ -64,18 +85,21 @@ def num_devices(graph: TaskGraph) -> int:
 def working_set(graph: TaskGraph, vertex_id: int) -> dict[int, int]:
     """Bytes of places that a vertex needs at once, by device."""
     need: dict[int, int] = {}
-    for tensor_id in _with_places(graph, graph.vertices[vertex_id]):
+    callers = CallersMemory(graph, graph.in_place_io)
+    for tensor_id in _with_places(graph, callers, vertex_id):
         tensor = graph.tensors[tensor_id]
         need[tensor.device] = need.get(tensor.device, 0) + align(tensor.bytes)
     return need
 
 
-def _with_places(graph: TaskGraph, vertex: Vertex) -> Sequence[int]:
+def _with_places(graph: TaskGraph, callers: CallersMemory, vertex_id: int) -> Sequence[int]:
     """The tensors that must have places of their own while a vertex runs."""
-    if not vertex.gathered:
+    vertex = graph.vertices[vertex_id]
+    if not graph.in_place_io and not vertex.gathered:
         return (*vertex.inputs, *vertex.fresh_outputs)
-    read = [t for t in vertex.inputs if not graph.gathers(vertex, t)]
-    return [*read, *vertex.fresh_outputs]
+    read = [t for t in vertex.inputs if not callers.read_in_place(t, vertex_id)]
+    fresh = vertex.fresh_outputs
+    return [*read, *(t for t in fresh if callers.written_in_place(t, vertex_id) is None)]
 
 
 def min_budget(graph: TaskGraph) -> tuple[int, int]:
@@ -88,9 +112,10 @@ def min_budgets(graph: TaskGraph) -> list[tuple[int, int]]:
     devices = num_devices(graph)
     found = [(0, 0)] * devices
     size, device = [align(t.bytes) for t in graph.tensors], [t.device for t in graph.tensors]
-    for vertex_id, vertex in enumerate(graph.vertices):
+    callers = CallersMemory(graph, graph.in_place_io)
+    for vertex_id in range(len(graph.vertices)):
         need = [0] * devices
-        for tensor_id in _with_places(graph, vertex):
+        for tensor_id in _with_places(graph, callers, vertex_id):
             need[device[tensor_id]] += size[tensor_id]
         for where, count in enumerate(need):
             if count > found[where][0]:
@@ -175,6 +200,19 @@ def intermediates_peak(graph: TaskGraph) -> int:
     """The part of `resident_peak` that is neither argument nor result."""
     _, peak = _fixed_and_live(graph)
     return max(p + w for p, w in zip(peak, reserved_workspace(graph, len(peak)), strict=True))
+
+
+def new_result_bytes(graph: TaskGraph) -> int:
+    """Bytes of memory that a run takes for results that are on no disk and in no donated argument:
+    each a place of the host tier."""
+    paired = {result for _, result in graph.donated} | graph.disk_results
+    taken: dict[int, int] = {}
+    for tensor in graph.tensors:
+        for span in tensor.results:
+            if span.index not in paired:
+                end = span.offset + tensor.bytes
+                taken[span.index] = max(taken.get(span.index, 0), end)
+    return sum(map(buffer_place, taken.values()))
 
 
 def _fixed_and_live(graph: TaskGraph) -> tuple[list[int], list[int]]:
