@@ -26,11 +26,13 @@ from jaxoffload.plan.alloc.limits import (
     min_budget,
     min_host_memory,
     new_result_bytes,
+    reserved_workspace,
     resident_peak,
 )
 from jaxoffload.plan.alloc.static import keep_everything, keep_in_chosen_places
+from jaxoffload.runtime import allocator
 from jaxoffload.runtime.callers import byte_count
-from jaxoffload.runtime.plan import Plan
+from jaxoffload.runtime.plan import Carried, Plan
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.cuts import FINEST, WHOLE, Cut, split_size
 from jaxoffload.search.least import SPLITS
@@ -79,9 +81,13 @@ class OneMemoryPlanner(Planner):
             return None
         for cut in self._in_other_orders(self._whole()):
             callers = resident_peak(cut.graph) - intermediates_peak(cut.graph)
-            kept = keep_everything(cut.graph, memory - new_result_bytes(cut.graph) + callers)
+            room = memory - new_result_bytes(cut.graph) - self._kept_by_allocator(cut.graph)
+            kept = keep_everything(cut.graph, room + callers)
             if kept is not None:
-                return self._finish(cut, kept, memory, resident=True)
+                carried = self._carried(cut, kept)
+                plan = self._finish(cut, kept, memory, resident=True)
+                plan.carried = carried
+                return plan
         return None
 
     def _shared(self, memory: int) -> Plan | None:
@@ -96,8 +102,22 @@ class OneMemoryPlanner(Planner):
         if best is None:
             return None
         part, found = best
-        assert isinstance(part.arena, int)
-        return part._finish(found.cut, found.memgraph, part.arena, resident=False)
+        carried = self._carried(found.cut, found.memgraph)
+        plan = part._finish(found.cut, found.memgraph, part.arena, resident=False)
+        plan.carried = carried
+        return plan
+
+    def _carried(self, cut: CompiledCut, memgraph: MemGraph) -> Carried:
+        """What made it fit. Before `_finish`, which forgets other cuts."""
+        chosen = self._program.cut_of(cut)
+        unlike = replace(chosen, recomputed=0.0, reuse_distance=float("inf"))
+        whole, split, again = (
+            intermediates_peak(self.graph(each)) for each in (WHOLE, unlike, chosen)
+        )
+        host = memgraph.host_bytes()
+        arena = int(memgraph.peak_arena_bytes().max() + memgraph.workspace.max())
+        total = arena + new_result_bytes(memgraph.taskgraph) + (buffer_place(host) if host else 0)
+        return Carried(whole, whole - split, split - again, memgraph.disk_bytes(), host, total)
 
     def _parts(self, memory: int) -> Iterator["OneMemoryPlanner"]:
         """This planner for each share of the host tier."""
@@ -108,12 +128,13 @@ class OneMemoryPlanner(Planner):
                 host = self._least_window
             arena = room - (buffer_place(host) if host else 0)
             if arena > 0:
-                yield self._with(arena, host)
+                yield self._with(memory, arena, host)
+        if self._has_disk and not self._uses_disk_arrays:
+            yield self._with(memory, room, 0, disk=None)
 
-    def _with(self, arena: int, host: int) -> "OneMemoryPlanner":
-        other = copy.copy(self)
-        options = self.request.options
-        options = replace(options, device_memory=arena, host_memory=host)
+    def _with(self, memory: int, arena: int, host: int, **changes: Any) -> "OneMemoryPlanner":
+        other, options = copy.copy(self), self.request.options
+        options = replace(options, memory=memory, device_memory=arena, host_memory=host, **changes)
         other.request = replace(self.request, options=options)
         return other
 
@@ -148,6 +169,7 @@ class OneMemoryPlanner(Planner):
         """A MemGraph within the arena and the host tier."""
         # Results whose donated arguments this cut reads too late take memory of their own.
         budget -= new_result_bytes(graph) - self._result_bytes
+        budget -= self._kept_by_allocator(graph)
         can_spill = self._has_disk or bool(self.request.options.host_memory)
         needed = min_budget(graph)[0] if can_spill else _kept_bytes(graph)
         if needed > budget:
@@ -159,6 +181,11 @@ class OneMemoryPlanner(Planner):
             if found is None:
                 raise
             return found
+
+    def _kept_by_allocator(self, graph: TaskGraph) -> int:
+        memory = self.request.options.memory
+        assert memory is not None
+        return allocator.kept_bytes(reserved_workspace(graph, 1)[0], memory)
 
     # The smallest memory -------------------------------------------------------------------------
 
@@ -204,7 +231,7 @@ class OneMemoryPlanner(Planner):
             cuts += [Cut(size, None, given, piece_bytes=size / 2) for given in (None, split)]
         cuts += [Cut(0, 1, split_size(share * largest), piece_bytes=0) for share in SPLITS]
         best = min(cuts, key=self._needs_of)
-        if self.request.options.recompute != "never" and not self._has_disk:
+        if self.request.options.recompute != "never":
             for share in _LONG:
                 again = (replace(cut, recomputed=1.0, reuse_distance=share * peak) for cut in cuts)
                 best = min([best, *again], key=self._needs_of)
@@ -215,9 +242,11 @@ class OneMemoryPlanner(Planner):
 
     def _needs(self, graph: TaskGraph) -> int:
         """Bytes of arena, workspace and host tier that a cut needs at least."""
-        if self._has_disk:
-            return min_budget(graph)[0] + buffer_place(min_host_memory(graph, True)[0])
-        return _kept_bytes(graph)
+        kept = _kept_bytes(graph)
+        if not self._has_disk:
+            return kept
+        moved = min_budget(graph)[0] + buffer_place(min_host_memory(graph, True)[0])
+        return moved if self._uses_disk_arrays else min(moved, kept)
 
     def _refusal(self, budget: int) -> PlanError:
         least = self.least_budget

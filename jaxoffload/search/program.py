@@ -228,6 +228,11 @@ class CutProgram:
         self._cuts[cut] = CompiledCut(Captured(graph, kernels), executables, report)
         return self.within(cut, budget)
 
+    def cut_of(self, compiled: CompiledCut) -> Cut:
+        """How a program was cut, of which some order of vertices was compiled."""
+        found = self._cuts.items()
+        return next(cut for cut, known in found if known.executables is compiled.executables)
+
     def _imagined(self, cut: Cut) -> Captured:
         """One cut as it may be once it is compiled."""
         if not self._estimates:
