@@ -124,7 +124,7 @@ def run(small: bool = False, out: str | None = None, names: Any = NAMES) -> list
         rows.append({"name": name, "jit": jit})
         with tempfile.TemporaryDirectory() as folder:
             for share in SHARES[:1] if small else SHARES:
-                for disk in (None, folder):
+                for disk in (folder,) if small else (None, folder):
                     memory = int(share * whole)
                     found = in_process(name, memory, disk, small)
                     label = f"  {share:4.0%} {'disk' if disk else '    '}"

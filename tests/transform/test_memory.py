@@ -120,7 +120,7 @@ from tests.transform.test_memory import loss, state
 from benchmarks.ram import reset_peak, status
 MIB, disk = 2**20, sys.argv[1]
 grad = jax.value_and_grad(loss)
-weights, x = state(layers=16, width=512, batch=4096)  # 8 MiB a value
+weights, x = jax.tree.map(jnp.asarray, state(layers=16, width=512, batch=4096))  # 8 MiB a value
 """
 
 RESIDENT = (
@@ -161,7 +161,7 @@ resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 first, _ = step(weights, x)
 for _ in range(2):
     value, gradients = step(weights, x)
-    weights = [w - 10 * np.asarray(g) for w, g in zip(weights, gradients)]
+    weights = [w - 10 * g for w, g in zip(weights, gradients)]
     del gradients
 assert value < 2 * first, (first, value)
 try:
