@@ -249,7 +249,8 @@ def prepare(
         "lora": None if lora_config is None else dataclasses.asdict(lora_config),
         "recipe": dataclasses.asdict(recipe),
         "batch": settings.batch, "length": settings.length, "seed": settings.seed,
-        "device_memory": str(settings.memory or settings.device_memory), "examples": packed.digest(),
+        "device_memory": str(settings.memory or settings.device_memory),
+        "examples": packed.digest(),
     }  # fmt: skip
     fast_step, fast_loss = offload(step, donate_argnums=(1, 2), **options), offload(loss, **options)
     trainer = train.Trainer(fast_step, frozen, trained, opt_state)
