@@ -41,7 +41,7 @@ class Carried:
       split, recomputed: how much lower that peak is once operations are split, and then values
         recomputed; negative where one costs memory that the other saves.
       disk: bytes on disk that hold tensors.
-      spilled: bytes of the host tier: a window to the disk, or a place for fragments.
+      spilled: bytes of the host tier, the window to the disk.
       total: of RAM that a run takes beside its arguments, new results included.
     """
 

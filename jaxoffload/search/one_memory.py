@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxoffload import garbage
+from jaxoffload.capture.operations import is_view
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph
@@ -42,13 +43,13 @@ from jaxoffload.search.program import CompiledCut
 _WINDOWS = (1 / 8, 1 / 4, 1 / 2, 1 / 16)
 """Shares of the memory to try for the host tier above a disk. The cut is chosen with the first that
 works; the others are tried with that cut."""
-_SPILLS = (0.0, 1 / 8, 1 / 3)
-"""The same without a disk: only fragments are worth moving there."""
 _LONG = (1 / 4,)
 """Reuse distances from which on everything is recomputed in search of the least memory, as shares
 of what keeping everything takes. (Of a LoRA step 1/4 leaves a sixth, 1/16 two fifths.)"""
 _SIZES = (1 / 12, 1 / 48)
 """Working sets of a vertex in that search, as shares of the same."""
+_SINGLE_VERTICES = 2000
+"""Up to so many operations each is also looked at by itself there: some seconds."""
 _MORE = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)
 """What a cut seems to need is multiplied by these until a plan is found: memory may fragment."""
 
@@ -70,7 +71,7 @@ class OneMemoryPlanner(Planner):
     def plan(self) -> Plan:
         memory = self.request.options.memory
         assert memory is not None
-        plan = self._kept(memory) or self._shared(memory)
+        plan = self._kept(memory) or self._shared(memory) or self._smallest(memory)
         if plan is None:
             raise self._refusal(memory)
         return plan
@@ -101,9 +102,12 @@ class OneMemoryPlanner(Planner):
                 best = part, found
         if best is None:
             return None
-        part, found = best
-        carried = self._carried(found.cut, found.memgraph)
-        plan = part._finish(found.cut, found.memgraph, part.arena, resident=False)
+        return best[0]._done(best[1].cut, best[1].memgraph)
+
+    def _done(self, cut: CompiledCut, memgraph: MemGraph) -> Plan:
+        """A plan of this share of the memory."""
+        carried = self._carried(cut, memgraph)
+        plan = self._finish(cut, memgraph, self.arena, resident=False)
         plan.carried = carried
         return plan
 
@@ -122,10 +126,8 @@ class OneMemoryPlanner(Planner):
     def _parts(self, memory: int) -> Iterator["OneMemoryPlanner"]:
         """This planner for each share of the host tier."""
         room = memory - self._result_bytes
-        shares = _WINDOWS if self._has_disk else _SPILLS
-        for host in (*(int(share * room) for share in shares), None):
-            if host is None:
-                host = self._least_window
+        for share in (*_WINDOWS, None) if self._has_disk else (0.0,):
+            host = self._least_window if share is None else int(share * room)
             arena = room - (buffer_place(host) if host else 0)
             if arena > 0:
                 yield self._with(memory, arena, host)
@@ -192,17 +194,28 @@ class OneMemoryPlanner(Planner):
     @functools.cached_property
     def least_budget(self) -> int:
         """The smallest memory in bytes for which a plan was found, cut or whole."""
-        cut = self._leanest
-        needed = self._result_bytes + self._needs(cut.graph)
+        room = self._least_plan[0]
+        return room if self._whole_bytes is None else min(room, self._whole_needs(room))
+
+    @functools.cached_property
+    def _least_plan(self) -> tuple[int, "OneMemoryPlanner | None", MemGraph | None]:
+        """The smallest memory for which a plan was found of the leanest cut, and that plan."""
+        needed = self._result_bytes + self._needs(self._leanest.graph)
         for more in _MORE:
             room = int(more * needed)
             for part in self._parts(room):
                 try:
-                    part.build(cut.graph, part.arena)
+                    return room, part, part.build(self._leanest.graph, part.arena)
                 except PlanError:
                     continue
-                return room if self._whole_bytes is None else min(room, self._whole_needs(room))
-        return 2 * needed
+        return 1 << 62, None, None
+
+    def _smallest(self, memory: int) -> Plan | None:
+        """That plan where the memory is large enough for it: what a refusal names has to work."""
+        least, part, memgraph = self._least_plan
+        if least > memory or part is None or memgraph is None:
+            return None
+        return part._done(self._leanest, memgraph)
 
     def _whole_needs(self, room: int) -> int:
         """Bytes beside its arguments that the function takes where it runs whole; some that are too
@@ -225,11 +238,14 @@ class OneMemoryPlanner(Planner):
             return fixed
         whole = self.graph(WHOLE)
         peak, largest = resident_peak(whole), min_budget(whole)[0]
-        cuts = [WHOLE, FINEST]
+        cuts = [WHOLE]
+        operations = self._program.ordered(FINEST).equations
+        if sum(not is_view(operation) for operation in operations) <= _SINGLE_VERTICES:
+            cuts += [FINEST]
+            cuts += [Cut(0, 1, split_size(share * largest), piece_bytes=0) for share in SPLITS]
         for size in (share * peak for share in _SIZES):
             split = split_size(size / 2)
             cuts += [Cut(size, None, given, piece_bytes=size / 2) for given in (None, split)]
-        cuts += [Cut(0, 1, split_size(share * largest), piece_bytes=0) for share in SPLITS]
         best = min(cuts, key=self._needs_of)
         if self.request.options.recompute != "never":
             for share in _LONG:
