@@ -13,6 +13,8 @@ import pytest
 import jaxoffload as jo
 from jaxoffload.graphs.memgraph import Space
 from jaxoffload.plan.alloc.limits import buffer_place, new_result_bytes
+from jaxoffload.runtime import allocator, backends
+from jaxoffload.search.whole import WholePlan
 from tests.transform.strategies import arguments, programs
 from tests.transform.test_equal import assert_close
 
@@ -49,6 +51,26 @@ def taken(plan):
 def test_two_budgets_for_one_memory_are_refused(other, value):
     with pytest.raises(ValueError, match=rf"memory='2GiB' and {other}=.*Pass memory alone"):
         jo.offload(loss, memory="2GiB", **{other: value})
+
+
+def test_a_device_with_memory_of_its_own_is_refused(monkeypatch):
+    monkeypatch.setattr(backends.cpu(), "has_own_memory", True)
+    with pytest.raises(ValueError, match="Pass device_memory, and host_memory"):
+        jo.offload(loss, memory="64MiB").plan(*state())
+
+
+@pytest.mark.runs_whole
+def test_arguments_are_not_counted():
+    weights, x = state(layers=1, batch=8192)  # 8 MiB
+    step = jo.offload(lambda weights, x: jnp.sum(x @ weights[0]), memory="9MiB")
+    assert isinstance(step.plan(weights, x), WholePlan)
+
+
+def test_what_the_allocator_keeps_is_counted_where_it_is_little(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert allocator.kept_bytes(MIB, 64 * MIB) == 3 * MIB
+    assert allocator.kept_bytes(22 * MIB, 225 * MIB) == 0
+    assert allocator.kept_bytes(100 * MIB, 2048 * MIB) == 3 * 32 * MIB  # larger ones are mappings
 
 
 @pytest.mark.parametrize("disk", [False, True])
