@@ -4,7 +4,7 @@ import argparse
 import importlib
 
 NAMES = ("ratios", "first_call", "restart", "steady", "split", "accuracy", "overhead", "planner",
-         "disk", "simulated", "throttled", "finetune", "soak")  # fmt: skip
+         "disk", "ram", "simulated", "throttled", "finetune", "soak")  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -164,6 +164,7 @@ class Plan:
       donated: pairs of argument and result that are one range of memory.
       disk: what holds the plan's own tensors on disk, `disk_bytes` or more.
       argument_on_disk, result_on_disk: of each flat argument and result.
+      is_alone: whether pages that other plans have left are given back before each run.
       The others are those of MemGraph, or named after its properties.
 
     Raises:
@@ -203,6 +204,7 @@ class Plan:
         disk: DiskExtent | None = None,
         argument_on_disk: Sequence[bool] = (),
         result_on_disk: Sequence[bool] = (),
+        is_alone: bool = False,
     ) -> None: ...
     @property
     def num_vertices(self) -> int: ...

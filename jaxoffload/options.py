@@ -41,6 +41,9 @@ class Options:
       cut: "auto": a function for which everything fits runs whole; "always": it is cut, too.
       rates: what a profile has measured, to take the place of the machine model's rates
         (`Machine.with_rates`): what is planned, and how it is cut, follows from the options alone.
+      memory: bytes of RAM for arena, workspace, host tier and new results together, where the
+        device's memory is the host's; None: each has limits of its own. `device_memory` is the
+        same number then.
     """
 
     device_memory: int | str | None = "auto"
@@ -55,6 +58,7 @@ class Options:
     recompute: str = "auto"
     cut: str = "auto"
     rates: tuple[tuple[str, float], ...] = ()
+    memory: int | None = None
 
 
 def make_options(
@@ -70,13 +74,17 @@ def make_options(
     recompute: object,
     cut: object,
     rates: tuple[tuple[str, float], ...] = (),
+    memory: object = None,
 ) -> Options:
     """Options from what the user typed.
 
     Raises:
       TypeError, ValueError: names the option, its value, and what it may be.
     """
-    if device_memory is not None and device_memory != "auto":
+    if memory is not None:
+        _refuse_two_budgets(memory, device_memory, host_memory)
+        device_memory = memory = parse_bytes(memory, "memory", "None")
+    elif device_memory is not None and device_memory != "auto":
         device_memory = parse_bytes(device_memory, "device_memory", '"auto" or None')
     if host_memory is not None:
         host_memory = parse_bytes(host_memory, "host_memory", "None")
@@ -99,7 +107,21 @@ def make_options(
     return Options(
         device_memory, host_memory, folders, vertex_memory, policies.as_policy(launch), check,
         verify, str(results), str(policy), str(recompute), str(cut), rates,
+        memory,
     )  # fmt: skip
+
+
+def _refuse_two_budgets(memory: object, device_memory: object, host_memory: object) -> None:
+    for name, value, usual in (
+        ("device_memory", device_memory, "auto"),
+        ("host_memory", host_memory, None),
+    ):
+        if value != usual:
+            raise ValueError(
+                f"offload: memory={memory!r} and {name}={value!r} are two budgets for the same "
+                "memory: memory counts arena, workspace, host tier and results together. Pass "
+                f"memory alone (and disk=), or {name} without memory."
+            )
 
 
 def parse_disk(value: object, name: str) -> Disk:

@@ -104,7 +104,7 @@ std::shared_ptr<Plan> NewPlan(
     std::vector<int64_t> argument_bytes, std::vector<int64_t> result_bytes,
     std::vector<std::string> descriptions, const std::vector<std::pair<int32_t, int32_t>>& donated,
     int64_t disk_bytes, const nb::object& disk, const std::vector<bool>& argument_on_disk,
-    const std::vector<bool>& result_on_disk) {
+    const std::vector<bool>& result_on_disk, bool is_alone) {
   PlanArrays a;
   a.kind = ToVector(kind);
   a.lane = ToVector(lane);
@@ -134,6 +134,7 @@ std::shared_ptr<Plan> NewPlan(
     a.donated.push_back(result);
   }
   a.disk_bytes = disk_bytes;
+  a.is_alone = is_alone;
   a.argument_on_disk.assign(argument_on_disk.begin(), argument_on_disk.end());
   a.result_on_disk.assign(result_on_disk.begin(), result_on_disk.end());
   std::shared_ptr<DiskExtent> extent;
@@ -208,7 +209,7 @@ void BindPlan(nb::module_& m) {
            "descriptions"_a = std::vector<std::string>(),
            "donated"_a = std::vector<std::pair<int32_t, int32_t>>(), "disk_bytes"_a = 0,
            "disk"_a = nb::none(), "argument_on_disk"_a = std::vector<bool>(),
-           "result_on_disk"_a = std::vector<bool>())
+           "result_on_disk"_a = std::vector<bool>(), "is_alone"_a = false)
       .def_prop_ro("num_vertices", [](const Plan& p) { return p.loaded().num_vertices(); })
       .def_prop_ro("num_versions", [](const Plan& p) { return p.loaded().num_versions(); })
       .def_prop_ro("arena_bytes", [](const Plan& p) { return p.loaded().arena_bytes(); })

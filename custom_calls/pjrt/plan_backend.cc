@@ -226,6 +226,14 @@ void PlanBackend::Begin(RunContext& context) {
     }
     if (uses_disk_) fixed_ = std::make_unique<FixedMemory>(host_, host_bytes);
   }
+  if (plan_->is_alone()) {
+    // Results and the host tier have their places by now.
+    HostBlock::Global().ReleaseFree();
+    const std::vector<int64_t>& arena_bytes = plan_->arena_bytes();
+    for (size_t device = 0; device < arena_bytes.size(); ++device) {
+      platform_.TrimBeyond(static_cast<int32_t>(device), arena_bytes[device]);
+    }
+  }
   const std::vector<int32_t>& donated = plan_->donated();
   for (size_t i = 0; i < donated.size(); i += 2) {
     // The plan takes both for one range. Where the caller could not make them one (XLA copies a

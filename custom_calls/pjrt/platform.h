@@ -51,6 +51,8 @@ class Platform {
   virtual void Prepare() = 0;
   // Gives back what can be had again. No run may be active.
   virtual void Trim() = 0;
+  // The same of what is beyond so many bytes of a device's arena, where pages are had one by one.
+  virtual void TrimBeyond(int32_t /*device*/, int64_t /*bytes*/) {}
   // Lets no copy be faster than so many bytes a second (0: as fast as it is): another machine's
   // link, for measurements. False where copies are real ones over a link.
   virtual bool Throttle(int64_t /*bytes_per_second*/) { return false; }
@@ -82,6 +84,7 @@ class CpuPlatform : public Platform {
   void Release(int32_t device, int64_t bytes) override { arenas_[device]->Release(bytes); }
   void Prepare() override {}
   void Trim() override;
+  void TrimBeyond(int32_t device, int64_t bytes) override { arenas_[device]->TrimBeyond(bytes); }
   bool Throttle(int64_t bytes_per_second) override {
     copy_bytes_per_second_.store(bytes_per_second, std::memory_order_relaxed);
     return true;

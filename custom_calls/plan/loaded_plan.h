@@ -55,6 +55,7 @@ struct PlanArrays {
   int64_t host_bytes = 0;                 // of the host arena
   std::vector<int32_t> donated;           // pairs: argument, the result whose memory it shares
   int64_t disk_bytes = 0;                 // of the plan's own extent on disk
+  bool is_alone = false;                  // whether pages that others left are given back first
   std::vector<uint8_t> argument_on_disk;  // [number of flat arguments] or empty: none is
   std::vector<uint8_t> result_on_disk;    // [number of flat results] or empty
   std::vector<std::string> descriptions;  // [N] or empty: vertices in words, for errors
@@ -121,6 +122,7 @@ class LoadedPlan {
   const std::vector<int64_t>& result_bytes() const { return a_.result_bytes; }
   const std::vector<int64_t>& arena_bytes() const { return a_.arena_bytes; }
   int64_t host_bytes() const { return a_.host_bytes; }
+  bool is_alone() const { return a_.is_alone; }
   int64_t disk_bytes() const { return a_.disk_bytes; }
   bool argument_on_disk(int32_t argument) const {
     return !a_.argument_on_disk.empty() && a_.argument_on_disk[argument] != 0;

@@ -46,10 +46,12 @@ void Arena::Release(int64_t bytes) {
   range_.Discard(leases_.empty() ? 0 : RoundUp(*leases_.rbegin(), kPage), usable_);
 }
 
-void Arena::Trim() {
+void Arena::TrimBeyond(int64_t bytes) {
   MutexLock lock(mutex_);
-  range_.Discard(0, usable_);
+  range_.Discard(RoundUp(bytes, kPage), usable_);
 }
+
+void Arena::Trim() { TrimBeyond(0); }
 
 int64_t Arena::leased_bytes() const {
   MutexLock lock(mutex_);

@@ -30,6 +30,8 @@ class Arena {
   // Ends a lease. No run may be using the arena beyond the other leases.
   void Release(int64_t bytes) EXCLUDES(mutex_);
 
+  // Gives back the pages from there on. What is in them is lost; no run may be using them.
+  void TrimBeyond(int64_t bytes) EXCLUDES(mutex_);
   // Gives every page back. What is in the arena is lost; no run may be using it.
   void Trim() EXCLUDES(mutex_);
 

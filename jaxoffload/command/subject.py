@@ -29,7 +29,7 @@ _DTYPES = {
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """--args, --device_memory, --host_memory, --disk, --donate."""
+    """--args, --device_memory, --host_memory, --memory, --disk, --donate."""
     text = flags.DEFINE_string
     text(
         "args",
@@ -40,6 +40,7 @@ def define_flags(values: flags.FlagValues) -> None:
     )
     text("device_memory", None, "Budget, as 8GiB; none: no limit.", flag_values=values)
     text("host_memory", None, "Host memory for what does not fit, as 64GiB.", flag_values=values)
+    text("memory", None, "On a CPU, in place of both: RAM, as 2GiB.", flag_values=values)
     text("disk", None, "A folder to go on to where host memory is full.", flag_values=values)
     flags.DEFINE_list(
         "donate", [], "Positions of arguments whose memory results may take.", flag_values=values
@@ -57,6 +58,10 @@ def options_of(values: flags.FlagValues) -> dict[str, Any]:
         given = values[name].value
         if given is not None:
             found[name] = amount(str(given), name)
+    if values.memory is not None:
+        found["memory"] = amount(values.memory, "memory")
+        if found.pop("device_memory") is not None or "host_memory" in found:
+            raise UsageError("--memory is in place of --device_memory and --host_memory.")
     if values.disk is not None:
         found["disk"] = values.disk
     if values.donate:

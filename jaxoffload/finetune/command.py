@@ -46,6 +46,7 @@ flags.DEFINE_float("eval_share", 0.05, "Share of --data to judge by, without --e
 flags.DEFINE_string("out", None, "Folder for the result and the checkpoints.", **_OWN)
 flags.DEFINE_string("device_memory", "auto", "Budget, as 6GiB; auto: what is free.", **_OWN)
 flags.DEFINE_string("host_memory", None, "Host memory for what the device cannot hold.", **_OWN)
+flags.DEFINE_string("memory", None, "On a CPU, in place of both: RAM for everything.", **_OWN)
 flags.DEFINE_string("disk", None, "Folder for what host memory cannot hold.", **_OWN)
 flags.DEFINE_enum("tier", "host", ["host", "disk"], "Where the weights wait.", **_OWN)
 flags.DEFINE_enum("quantize", None, ["none", "int8", "nf4"], "Pack the frozen matrices; none: "
@@ -215,6 +216,7 @@ def _settings(num_rows: int) -> session.Settings:
         FLAGS.eval_every,
         FLAGS.save_every,
         FLAGS.keep,
+        memory=FLAGS.memory,
     )
 
 

@@ -36,7 +36,7 @@ class Settings:
       recipe: how weights are changed.
       batch: rows a step; length: tokens a row.
       seed: of adapters, order and dropout.
-      device_memory, host_memory, disk: as of `jaxoffload.offload`.
+      device_memory, host_memory, disk, memory: as of `jaxoffload.offload`.
       tier: "host" or "disk", where weights that are all trained wait, and their optimizer state.
       log_every, eval_every, save_every: in steps; 0 for at the end only.
       keep: checkpoints that are kept.
@@ -57,6 +57,7 @@ class Settings:
     save_every: int = 100
     keep: int = 2
     max_eval_rows: int = 64
+    memory: Any = None
 
 
 class Stopped(Exception):
@@ -237,7 +238,7 @@ def prepare(
     opt_state = _placed(zeros, settings)  # AdamW begins with zeros
     options: dict[str, Any] = {
         "device_memory": settings.device_memory, "host_memory": settings.host_memory,
-        "disk": settings.disk,
+        "disk": settings.disk, "memory": settings.memory,
         # One cut for good: a run that is resumed gives the same bits.
         "policy": "once",
     }  # fmt: skip
@@ -248,7 +249,8 @@ def prepare(
         "lora": None if lora_config is None else dataclasses.asdict(lora_config),
         "recipe": dataclasses.asdict(recipe),
         "batch": settings.batch, "length": settings.length, "seed": settings.seed,
-        "device_memory": str(settings.device_memory), "examples": packed.digest(),
+        "device_memory": str(settings.memory or settings.device_memory),
+        "examples": packed.digest(),
     }  # fmt: skip
     fast_step, fast_loss = offload(step, donate_argnums=(1, 2), **options), offload(loss, **options)
     trainer = train.Trainer(fast_step, frozen, trained, opt_state)

@@ -182,6 +182,8 @@ class TaskGraph:
         overwrites that byte; `check` refuses others.
       disk_arguments, disk_results: indices of flat arguments that are on disk before the run, and
         of flat results that must be there after it. Of a donated pair both or none.
+      in_place_io: whether kernels read arguments and write results where the caller has them, as
+        far as alignment and aliasing allow it, so that these need no place of their own.
     """
 
     tensors: tuple[Tensor, ...]
@@ -189,6 +191,7 @@ class TaskGraph:
     donated: tuple[tuple[int, int], ...] = ()
     disk_arguments: frozenset[int] = frozenset()
     disk_results: frozenset[int] = frozenset()
+    in_place_io: bool = False
 
     @functools.cached_property
     def columns(self) -> Columns:

@@ -27,7 +27,7 @@ from jaxoffload.report.subjects import format_seconds
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request
-from jaxoffload.search.planner import Planner
+from jaxoffload.search.one_memory import planner_for
 
 _KIND_NAMES = {
     TensorKind.WEIGHT: "weights",
@@ -144,7 +144,7 @@ class Explanation:
           leaves: the call's flat arguments, to tell which are the same array.
         """
         options = request.options
-        planner = Planner(request, compiles=False, estimates=True)
+        planner = planner_for(request, compiles=False, estimates=True)
         plan = None
         try:
             plan = planner.plan()
@@ -167,7 +167,7 @@ class Explanation:
             budget=budget,
             plan=plan,
             has_estimates=planner.has_estimated,
-            verdict=_verdict(budget, asked, peak, least, plan),
+            verdict=_verdict(budget, asked, peak, least, plan, options.memory is not None),
             advice=tuple(advice(request, planner, leaves)),
         )
 
@@ -238,15 +238,19 @@ def _where(graph: TaskGraph, vertex_id: int) -> str:
     return f"{vertex.name} at {vertex.source}" if vertex.source else vertex.name
 
 
-def _verdict(budget: int | None, asked: Any, peak: int, least: int, plan: Plan | None) -> str:
+def _verdict(
+    budget: int | None, asked: Any, peak: int, least: int, plan: Plan | None, is_one: bool
+) -> str:
     if budget is None:
         return f"fits: no limit was set; it needs {format_bytes(peak)}."
     free = " (what the device has free, less a margin)" if asked == "auto" else ""
     if plan is None:
         return (
-            f"does not fit: device_memory is {format_bytes(budget)}{free}, and the smallest that "
-            f"can work is {format_bytes(least)}."
+            f"does not fit: {'memory' if is_one else 'device_memory'} is {format_bytes(budget)}"
+            f"{free}, and the smallest that can work is {format_bytes(least)}."
         )
+    if is_one and plan.carried is not None:
+        return f"fits in memory={format_bytes(budget)}: {plan.carried}."
     if plan.resident:
         return (
             f"fits without offloading: {format_bytes(plan.peak_device_bytes)} of "

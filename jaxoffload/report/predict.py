@@ -11,8 +11,9 @@ from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.options import format_bytes
 from jaxoffload.plan.cost.machines import MACHINES, Machine
 from jaxoffload.plan.cost.simulate import Timeline, simulate
+from jaxoffload.runtime.plan import Carried
 from jaxoffload.runtime.request import Request
-from jaxoffload.search.planner import Planner
+from jaxoffload.search.one_memory import planner_for
 from jaxoffload.showing import ShownMemory
 
 
@@ -32,6 +33,7 @@ class Prediction(ShownMemory):
       policy: the launch policy.
       reserved_bytes: device bytes beside the arena: arguments and results that are in place.
       argument_names: what the user calls each flat argument, as far as that is known.
+      carried: where one memory is for everything, what made it fit.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Prediction(ShownMemory):
     policy: str
     reserved_bytes: int = 0
     argument_names: tuple[str, ...] = ()
+    carried: Carried | None = None
 
     @property
     def seconds(self) -> float:
@@ -87,6 +90,7 @@ class Prediction(ShownMemory):
             f"{self.seconds / max(self.bound_seconds, 1e-12):.2f} of the bound; peak "
             f"{format_bytes(self.peak_device_bytes)}; moves {format_bytes(self.bytes_reloaded)} to "
             f"the device, {format_bytes(self.bytes_offloaded)} away from it"
+            + ("" if self.carried is None else f"; {self.carried}")
         )
 
 
@@ -112,7 +116,7 @@ def predict(request: Request, machine: Machine | str, policy: str, jitter: float
     if not isinstance(budget, int):
         budget = machine.device_bytes
     options = dataclasses.replace(request.options, device_memory=budget)
-    planner = Planner(
+    planner = planner_for(
         dataclasses.replace(request, options=options), machine=machine, compiles=False
     )
     try:
@@ -123,5 +127,5 @@ def predict(request: Request, machine: Machine | str, policy: str, jitter: float
     timeline = simulate(plan.memgraph, machine=machine, policy=policy, jitter=jitter)
     return Prediction(
         request.name, machine, budget, plan.memgraph, timeline, policy,
-        plan.bytes_outside_the_arena, request.argument_names,
+        plan.bytes_outside_the_arena, request.argument_names, plan.carried,
     )  # fmt: skip

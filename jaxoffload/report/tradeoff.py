@@ -119,7 +119,7 @@ class Tradeoff(Shown):
 
 @garbage.paused()
 def tradeoff(request: Request, machine: Machine | str, shares: Sequence[float]) -> Tradeoff:
-    """Plans a request at several budgets and with each strategy.
+    """Plans a request at several budgets of device memory and with each strategy.
 
     Args:
       shares: of what keeping everything needs, the budgets to plan for.
@@ -132,7 +132,9 @@ def tradeoff(request: Request, machine: Machine | str, shares: Sequence[float]) 
             raise ValueError(f"tradeoff: shares={list(shares)} holds {share}. Pass positive ones.")
 
     def planned(budget: int, recompute: str) -> Prediction:
-        options = dataclasses.replace(request.options, device_memory=budget, recompute=recompute)
+        options = dataclasses.replace(
+            request.options, device_memory=budget, recompute=recompute, memory=None
+        )
         wanted = dataclasses.replace(request, options=options)
         return predict(wanted, machine, "work-conserving", 0.0)
 

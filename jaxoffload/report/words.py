@@ -38,9 +38,12 @@ def _of_plan(plan: Plan) -> str:
     kept = f"keeping everything takes {format_bytes(plan.resident_peak_bytes)}"
     how = "fits without offloading" if plan.resident else f"fits with offloading ({kept})"
     alone = _kernel_seconds(plan.memgraph, times) * (1 - plan.recomputed)
+    budget = plan.budget
+    if plan.memory is not None and plan.carried is not None:
+        budget, how = plan.memory, "fits" if plan.resident else str(plan.carried)
     return "\n".join(
         [
-            f"{plan.name}: {how}, {within(plan.budget)}; {format_seconds(times.seconds)} simulated "
+            f"{plan.name}: {how}, {within(budget)}; {format_seconds(times.seconds)} simulated "
             f"on {plan.machine.name}, {_against(times.seconds, alone)}.",
             *_table(scene, times, times.seconds),
             *_memory(plan.memgraph, plan.peak_device_bytes, plan.budget),

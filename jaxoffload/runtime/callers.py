@@ -32,6 +32,11 @@ class Planned(Protocol):
     taskgraph: TaskGraph
 
     @property
+    def memory(self) -> int | None:
+        """Bytes for everything beside the arguments; None: there is no such limit."""
+        ...
+
+    @property
     def gathered_arguments(self) -> frozenset[int]:
         """Arguments of which some vertex reads rows where the caller has them."""
         ...
@@ -96,7 +101,7 @@ class HostMemory:
         for i, array in enumerate((*operands, *plan.constants)):
             if isinstance(array, TierArray):
                 arguments.append(handle_of(array))
-            elif i < len(donated) and donated[i] and self._is_ours(array):
+            elif i < len(donated) and donated[i] and self._may_take(plan, array):
                 arguments.append(_address(array))
             else:
                 # A view: its memory stays although somebody deletes the array while the run reads
@@ -106,12 +111,12 @@ class HostMemory:
         reused, held = self._take_donated(plan, operands, arguments, donated)
         held += views
         buffers = {
-            j: reused.get(j) or _native.HostBuffer(max(1, byte_count(shape)))
+            j: reused[j] if j in reused else _native.HostBuffer(max(1, byte_count(shape)))
             for j, shape in enumerate(plan.out_shapes)
             if j not in tier_results
         }
         places = [
-            handle_of(tier_results[j]) if j in tier_results else buffers[j]
+            handle_of(tier_results[j]) if j in tier_results else _place_of(buffers[j])
             for j in range(len(plan.out_shapes))
         ]
         return BoundArguments(arguments, places, buffers, held)
@@ -124,8 +129,11 @@ class HostMemory:
         Args:
           device: of JAX, to which they are committed; None: to none.
         """
-        outs = {}
+        outs: dict[int, Any] = {}
         for j, buffer in bound.made.items():
+            if isinstance(buffer, jax.Array):
+                outs[j] = buffer
+                continue
             self._ours[buffer.address] = buffer
             shape = plan.out_shapes[j]
             words = np.asarray(buffer)[: byte_count(shape)]
@@ -135,35 +143,46 @@ class HostMemory:
         with compat.transfers_allowed():
             return jax.device_put(outs, device, may_alias=True)
 
-    def _is_ours(self, array: Any) -> bool:
-        """Whether an array is a result that nobody has copied since."""
-        return isinstance(array, jax.Array) and _address(array) in self._ours
+    def _may_take(self, plan: Planned, array: Any) -> bool:
+        """Whether a donated array's memory may be a result's: it is of a result that nobody has
+        copied since, or, where results are to take no memory of their own, any of JAX's."""
+        if not isinstance(array, jax.Array):
+            return False
+        if _address(array) in self._ours:
+            return True
+        return plan.memory is not None and compat.is_in_rows(array)
 
     def _take_donated(
         self,
         plan: Planned,
         operands: Sequence[Any],
-        arguments: Sequence[Any],
+        arguments: list[Any],
         donated: Sequence[bool],
     ) -> tuple[dict[int, Any], list[Any]]:
-        """Takes over the donated operands.
+        """Takes over the donated operands; `arguments` has their addresses after that.
 
         Returns:
-          The buffers that nobody else can see, by the result that is written over them; and what
-          must be held during the run: other buffers, and arrays to delete after it.
+          The buffers that nobody else can see, and arrays of JAX that have the memory of others,
+          by the result that is written over them; and what must be held during the run: other
+          buffers, and arrays to delete after it.
         """
         alias_of = dict(plan.taskgraph.donated)
         times = collections.Counter(arguments)
         reused: dict[int, Any] = {}
         held: list[Any] = []
         ours: dict[int, Any] = {}
+        theirs: dict[int, Any] = {}
         for i, given in enumerate(donated):
             operand = operands[i]
             if not given or not isinstance(operand, jax.Array):
                 continue
             buffer = self._ours.get(arguments[i])
             if buffer is None or times[arguments[i]] > 1:
-                held.append(operand)
+                is_free = times[arguments[i]] == 1 and i in alias_of
+                if is_free and buffer is None and self._may_take(plan, operand):
+                    theirs[i] = operand
+                else:
+                    held.append(operand)
                 continue
             operand.delete()
             ours[i] = buffer
@@ -178,7 +197,18 @@ class HostMemory:
                 reused[alias_of[i]] = buffer
             else:
                 held.append(buffer)
+        if theirs:
+            operand = None
+            # XLA gives the memory of those that nobody else sees, and copies of the others.
+            taken = dict(zip(theirs, _identities(list(theirs.values())), strict=True))
+            for i, array in taken.items():
+                arguments[i], reused[alias_of[i]] = _address(array), array
         return reused, held
+
+
+def _place_of(buffer: Any) -> Any:
+    """What the runtime takes for the memory of a result."""
+    return _address(buffer) if isinstance(buffer, jax.Array) else buffer
 
 
 def _references(cell: list[Any]) -> int:
@@ -305,4 +335,5 @@ class DeviceMemory:
 
 
 _identity = jax.jit(lambda x: x, donate_argnums=0)
+_identities = jax.jit(lambda arrays: list(arrays), donate_argnums=0, keep_unused=True)
 _in_rows = jax.jit(lambda x: x)

@@ -32,6 +32,7 @@ def load(
     disk: Any = None,
     priority: np.ndarray | None = None,
     machine: Machine | None = None,
+    is_alone: bool = False,
 ) -> Any:
     """The native plan.
 
@@ -41,6 +42,7 @@ def load(
       disk: the extent that holds the plan's tensors on disk, if there are any.
       priority: of each vertex; None: the better of two for the machine.
       machine: for which launch priorities are chosen.
+      is_alone: whether pages that other plans have left are given back before each run.
 
     Raises:
       CaptureError: a dtype that XLA does not know crosses a vertex boundary.
@@ -93,6 +95,7 @@ def load(
         disk=disk,
         argument_on_disk=[i in graph.disk_arguments for i in range(len(argument_bytes))],
         result_on_disk=[j in graph.disk_results for j in range(len(result_bytes))],
+        is_alone=is_alone,
     )
 
 

@@ -3,6 +3,7 @@
 Made by the planner; gives what users ask of a plan, and the native plan that `run.py` runs.
 """
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from jaxoffload.options import format_bytes
 from jaxoffload.plan.alloc.limits import intermediates_peak, resident_peak
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.plan.cost.simulate import Timeline, simulate
+from jaxoffload.runtime import allocator
 from jaxoffload.runtime.arrays import reserve
 from jaxoffload.runtime.backends import Backend
 from jaxoffload.runtime.callers import byte_count
@@ -28,6 +30,42 @@ from jaxoffload.showing import ShownMemory
 
 Pricing = Callable[[TaskGraph, list[Any]], TaskGraph]
 """Gives a TaskGraph, whose kernels have some executables, other costs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Carried:
+    """What made a function fit into one memory: bytes that it need not hold at once.
+
+    Attributes:
+      peak_bytes: of intermediates, if nothing were split, recomputed or moved.
+      split, recomputed: how much lower that peak is once operations are split, and then values
+        recomputed; negative where one costs memory that the other saves.
+      disk: bytes on disk that hold tensors.
+      spilled: bytes of the host tier, the window to the disk.
+      total: of RAM that a run takes beside its arguments, new results included.
+    """
+
+    peak_bytes: int
+    split: int
+    recomputed: int
+    disk: int
+    spilled: int
+    total: int
+
+    def __str__(self) -> str:
+        parts = [
+            f"{what} {format_bytes(count)}"
+            for what, count in (
+                ("splitting operations saves", self.split),
+                ("recomputing saves", self.recomputed),
+                ("the disk holds", self.disk),
+            )
+            if count > 0
+        ]
+        return (
+            f"takes {format_bytes(self.total)} beside its arguments; of intermediates that are "
+            f"{format_bytes(self.peak_bytes)} at their peak {', '.join(parts) or 'all stay'}"
+        )
 
 
 class Source(Protocol):
@@ -64,7 +102,10 @@ class Plan(ShownMemory):
       out_shapes: shape and dtype of each flat result.
       pairs: (argument, result) that share a tier, and memory if `taskgraph.donated` has them too.
       backend: where its vertices run.
+      carried: of a plan for one `memory`, what made it fit; None of others.
     """
+
+    carried: Carried | None = None
 
     def __init__(
         self,
@@ -95,9 +136,16 @@ class Plan(ShownMemory):
         self._native: Any = None
         self._lock = threading.Lock()
 
+    @property
+    def memory(self) -> int | None:
+        """Bytes of RAM for everything beside the arguments (`memory=`); None: there is no such
+        limit."""
+        return self._request.options.memory
+
     @functools.cached_property
     def min_device_memory(self) -> int:
-        """The smallest budget in bytes that can work, with the cut as fine as it gets.
+        """The smallest budget in bytes that can work (of `memory` where that is given), with the
+        cut as fine as it gets.
 
         Compiles single operations to learn their workspace, so it takes a while when first asked.
         """
@@ -206,6 +254,7 @@ class Plan(ShownMemory):
         """The plan loaded into the C++ runtime (loaded when first asked for)."""
         with self._lock:
             if self._native is None:
+                self._settle_allocator()
                 sizes = [byte_count(a) for a in self._request.jaxpr.in_avals]
                 sizes += [int(np.asarray(c).nbytes) for c in self.constants]
                 self._native = load(
@@ -217,8 +266,16 @@ class Plan(ShownMemory):
                     self._disk_extent(),
                     self._priority,
                     self.backend.machine,
+                    self.memory is not None,
                 )
             return self._native
+
+    def _settle_allocator(self) -> None:
+        if self.memory is not None:
+            workspace = int(self.memgraph.workspace.max())
+            if workspace and not allocator.kept_bytes(workspace, self.memory):
+                allocator.keep_nothing()
+            allocator.give_back()
 
     def last_report(self) -> Any:
         """The runtime's report of the last run, None before the first."""
@@ -273,9 +330,9 @@ class Plan(ShownMemory):
 
     def __repr__(self) -> str:
         budget = "no limit" if self.budget is None else format_bytes(self.budget)
-        disk = ""
+        disk = "" if self.carried is None else f", {self.carried}"
         if self.bytes_stored or self.bytes_loaded:
-            disk = f", stores {format_bytes(self.bytes_stored)}"
+            disk += f", stores {format_bytes(self.bytes_stored)}"
             disk += f", loads {format_bytes(self.bytes_loaded)}"
         return (
             f"Plan({self.name}: {len(self.taskgraph.vertices)} vertices, budget {budget}, peak "

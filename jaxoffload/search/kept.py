@@ -39,7 +39,8 @@ class KeptPlan:
         self._planner, self._encoder = planner, Encoder()
         self._folder: Folder | None = place.current()
         self._name = ""
-        if self._folder is not None and planner.backend.executables.described:
+        is_kept = planner.request.options.memory is None  # other plans know what carried them
+        if is_kept and self._folder is not None and planner.backend.executables.described:
             try:
                 self._name = self._named(may_run_whole)
             except UnknownError as error:

@@ -189,6 +189,7 @@ class CutProgram:
             captured.taskgraph,
             disk_arguments=self._request.disk_arguments,
             disk_results=self._request.disk_results,
+            in_place_io=self._request.options.memory is not None,
         )
         return Captured(graph, captured.kernels, captured.clusters)
 
@@ -228,6 +229,11 @@ class CutProgram:
         graph = self._with_known_workspace(captured)
         self._cuts[cut] = CompiledCut(Captured(graph, kernels), executables, report)
         return self.within(cut, budget)
+
+    def cut_of(self, compiled: CompiledCut) -> Cut:
+        """How a program was cut, of which some order of vertices was compiled."""
+        found = self._cuts.items()
+        return next(cut for cut, known in found if known.executables is compiled.executables)
 
     def _imagined(self, cut: Cut) -> Captured:
         """One cut as it may be once it is compiled."""

@@ -64,6 +64,8 @@ class Tuner:
         self._profile = profile
         # Only plain runs tell what a run takes.
         is_plain = not options.check and options.launch.name == "work-conserving"
+        # A compilation between two steps would take memory that nobody counts.
+        is_plain = is_plain and options.memory is None
         self._state = State.FIRST if options.policy == "auto" and is_plain else State.DONE
         self._times: list[float] = []  # of runs in MEASURE, then in TRIAL
         self._rival: tuple[Plan, float] | None = None  # in RECUT and TRIAL: the plan before

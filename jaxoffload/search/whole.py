@@ -25,6 +25,7 @@ from jaxoffload.runtime import backends
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.kept import KeptPlan
+from jaxoffload.search.one_memory import planner_for
 from jaxoffload.search.planner import Planner
 from jaxoffload.showing import Shown
 
@@ -229,9 +230,9 @@ def make_plan(
     """
     budget = request.options.device_memory
     assert budget is None or isinstance(budget, int)
+    _refuse_two_memories(request, backend or backends.current())
     if whole is None:
-        planner = Planner(request, backend)
-        kept = KeptPlan(planner, may_run_whole=False)
+        kept = KeptPlan(planner_for(request, backend), may_run_whole=False)
         return kept.find() or kept.made()
     is_cut = is_always_cut(request.options)
     if not is_cut and whole.surely_fits(budget):
@@ -244,9 +245,10 @@ def make_plan(
             return found
         if not is_cut:
             assert budget is not None
-            if kept.runs_whole() or (
-                planner.hopeful_peak <= budget and whole.needed_bytes <= budget
-            ):
+            room = budget
+            if request.options.memory is not None:  # which does not count arguments
+                room += sum(map(_bytes, request.jaxpr.in_avals))
+            if kept.runs_whole() or (planner.hopeful_peak <= room and whole.needed_bytes <= room):
                 kept.keep_whole()
                 return WholePlan(request, whole, backend)
         return kept.made()
@@ -259,7 +261,18 @@ def make_plan(
 def _planner(request: Request, whole: Whole, backend: backends.Backend | None) -> Planner:
     """A planner that knows what the function takes whole, if that is a way to run it."""
     is_cut = is_always_cut(request.options)
-    return Planner(request, backend, whole_bytes=None if is_cut else lambda: whole.needed_bytes)
+    whole_bytes = None if is_cut else lambda: whole.needed_bytes
+    return planner_for(request, backend, whole_bytes=whole_bytes)
+
+
+def _refuse_two_memories(request: Request, backend: backends.Backend) -> None:
+    memory = request.options.memory
+    if memory is not None and backend.has_own_memory:
+        raise ValueError(
+            f"offload({request.name}): memory={memory} is one budget for device and host, and "
+            f"{backend.name} devices have memory of their own. Pass device_memory, and host_memory "
+            "for what lies beside it."
+        )
 
 
 def _refuse(request: Request, whole: Whole, error: CaptureError) -> None:

@@ -325,7 +325,10 @@ class Offloaded:
         return self if instance is None else types.MethodType(self, instance)
 
     def __repr__(self) -> str:
-        return f"offload({self._spec.name}, device_memory={self._options.device_memory!r})"
+        options = self._options
+        if options.memory is not None:
+            return f"offload({self._spec.name}, memory={options.memory!r})"
+        return f"offload({self._spec.name}, device_memory={options.device_memory!r})"
 
 
 def _rounded(budget: int) -> int:
@@ -361,6 +364,7 @@ def offload(
     *,
     device_memory: int | float | str | None = "auto",
     host_memory: int | float | str | None = None,
+    memory: int | float | str | None = None,
     disk: Any = None,
     donate_argnums: Any = None,
     donate_argnames: Any = None,
@@ -389,6 +393,10 @@ def offload(
         what runs took beside their plans, if `profile` tells). None: no limit.
       host_memory: bytes of host memory that may hold what the device cannot; None for no limit.
         Arguments and results are the caller's and not counted.
+      memory: on a CPU, in place of those two: bytes of RAM for all that a call takes beside its
+        arguments: tensors, workspace, and results that follow no donated argument. Moving a tensor
+        to another place in RAM would save nothing. So values are split and recomputed, and with a
+        `disk` moved there, until the sum fits: docs/memory.md.
       disk: a folder, or several in a list, to go on to where `host_memory` is full: a fast local
         drive. Files there have no name, are private, and vanish with the process.
       donate_argnums, donate_argnames: arguments whose memory the results may take; as for
@@ -442,7 +450,7 @@ def offload(
         measured = Profile() if profile is None else Profile.load(profile)
     options = make_options(
         device_memory, host_memory, disk, vertex_memory, launch, check, verify, results, policy,
-        recompute, cut, measured.known_rates(),
+        recompute, cut, measured.known_rates(), memory,
     )  # fmt: skip
 
     def decorate(f: Callable[..., Any]) -> Offloaded:

@@ -188,11 +188,17 @@ class Program:
     def _say_if_idle(self, plan: Plan) -> None:
         if plan.resident and plan.budget is not None and self._asked:
             # What a function that runs whole needs is known once it is compiled, and it is not yet.
-            needs = "" if isinstance(plan, WholePlan) else format_bytes(plan.peak_device_bytes)
+            peak = plan.carried.total if plan.carried is not None else None
+            needs = (
+                ""
+                if isinstance(plan, WholePlan)
+                else format_bytes(plan.peak_device_bytes if peak is None else peak)
+            )
+            option = "device_memory" if self.options.memory is None else "memory"
             warn(
                 f"offload({self._name}) has no effect: everything fits. "
                 + (f"It needs {needs} and " if needs else "")
-                + f"device_memory is {format_bytes(plan.budget)}, so nothing is moved."
+                + f"{option} is {format_bytes(plan.budget)}, so nothing is moved."
             )
 
     def _say_if_host_is_short(self, plan: Plan) -> None:

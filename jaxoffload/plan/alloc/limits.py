@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxoffload import _native
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
-from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.graphs.taskgraph import TaskGraph, Tensor
 
 
 def align(count: int) -> int:
@@ -20,6 +20,8 @@ def align(count: int) -> int:
 
 HOST_PAGE = 4096
 """Places in the host tier that the disk reads and writes start at a multiple of this."""
+HUGE_PAGE = 2 << 20
+"""Buffers of so many bytes are in pages of that size."""
 DISK_BLOCK = 16384
 """Bytes under one checksum on disk; no two places share such a block."""
 
@@ -27,6 +29,12 @@ DISK_BLOCK = 16384
 def host_place(count: int) -> int:
     """Bytes of a place in a host tier that has a disk below it."""
     return -(-count // HOST_PAGE) * HOST_PAGE
+
+
+def buffer_place(count: int) -> int:
+    """Bytes of memory of a buffer of its own: whole pages, huge ones where it has some."""
+    page = HUGE_PAGE if count >= HUGE_PAGE else HOST_PAGE
+    return -(-max(count, 1) // page) * page
 
 
 def min_host_memory(graph: TaskGraph, disk: bool) -> tuple[int, int]:
@@ -41,9 +49,21 @@ def min_host_memory(graph: TaskGraph, disk: bool) -> tuple[int, int]:
     moving = (
         (host_place(t.bytes), i)
         for i, t in enumerate(graph.tensors)
-        if t.argument is None or is_read[i] or not all(graph.stays(t, s) for s in t.results)
+        if _may_pass_through_host(graph, t, bool(is_read[i]))
     )
     return max(moving, default=(0, -1))
+
+
+def _may_pass_through_host(graph: TaskGraph, tensor: Tensor, is_read: bool) -> bool:
+    """Whether a tensor may be in the host tier on its way to or from the disk. What the caller has
+    in memory is reloaded from there, and written there."""
+    argument, spans = tensor.argument, tensor.results
+    if any(s.index in graph.disk_results and not graph.stays(tensor, s) for s in spans):
+        return True
+    if argument is None:
+        return not spans
+    is_moved = is_read or not all(graph.stays(tensor, s) for s in spans)
+    return argument.index in graph.disk_arguments and is_moved
 
 
 def reserved_workspace(graph: TaskGraph, num_devices: int) -> list[int]:
@@ -63,7 +83,7 @@ def num_devices(graph: TaskGraph) -> int:
 def _places(graph: TaskGraph) -> tuple[np.ndarray, np.ndarray]:
     """(vertex, tensor) of all tensors that must have places of their own while a vertex runs."""
     columns = graph.columns
-    read, written = _native.in_place(columns, in_place_io=False)
+    read, written = _native.in_place(columns, in_place_io=graph.in_place_io)
     reads, fresh = read == 0, (written == 0) & ~_is_over(graph)
     return (
         np.concatenate([_rows(columns.input_offsets)[reads], _rows(columns.output_offsets)[fresh]]),
@@ -171,6 +191,19 @@ def intermediates_peak(graph: TaskGraph) -> int:
     """The part of `resident_peak` that is neither argument nor result."""
     _, peak = _fixed_and_live(graph)
     return max(p + w for p, w in zip(peak, reserved_workspace(graph, len(peak)), strict=True))
+
+
+def new_result_bytes(graph: TaskGraph) -> int:
+    """Bytes of memory that a run takes for results that are on no disk and in no donated argument:
+    each a place of the host tier."""
+    paired = {result for _, result in graph.donated} | graph.disk_results
+    taken: dict[int, int] = {}
+    for tensor in graph.tensors:
+        for span in tensor.results:
+            if span.index not in paired:
+                end = span.offset + tensor.bytes
+                taken[span.index] = max(taken.get(span.index, 0), end)
+    return sum(map(buffer_place, taken.values()))
 
 
 def _fixed_and_live(graph: TaskGraph) -> tuple[list[int], list[int]]:

@@ -42,13 +42,17 @@ def keep_everything(graph: TaskGraph, budget: int | None) -> MemGraph | None:
         if not (found.space == Space.HOST).any():
             return found
         if room is not None and arena == room:
-            return _keep_in_chosen_places(graph, room)
+            return keep_in_chosen_places(graph, room)
     return found
 
 
-def _keep_in_chosen_places(graph: TaskGraph, room: int) -> MemGraph | None:
+def keep_in_chosen_places(graph: TaskGraph, room: int) -> MemGraph | None:
     """The same with places chosen beforehand, for where tensors that are placed one after another
-    do not fit."""
+    do not fit; None where no places were found.
+
+    Args:
+      room: bytes of the arena and of workspace.
+    """
     capacity = (room - reserved_workspace(graph, 1)[0]) // PLACE_ALIGNMENT * PLACE_ALIGNMENT
     places = static_places(graph, capacity)
     if places is None:

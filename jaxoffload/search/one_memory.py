@@ -1,0 +1,308 @@
+"""Plans where device and host memory are one: `memory=`, on a CPU.
+
+Takes a `Request` with a `memory`; gives a `Plan` whose arena, workspace, host tier and new results
+together stay within it. Arguments are read and results written where the caller has them.
+
+Moving a tensor to another place in the same RAM saves nothing. So without a disk the host tier is
+as small as it can be, and what does not fit is split, or recomputed. With a disk the host tier is a
+small window on the way there, and the search (planner.py) decides by simulated time what is moved
+and what is recomputed. The arena has what the window leaves.
+"""
+
+import copy
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from jaxoffload import garbage
+from jaxoffload.capture.operations import is_view
+from jaxoffload.errors import PlanError
+from jaxoffload.graphs.memgraph import MemGraph
+from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.options import format_bytes
+from jaxoffload.plan.alloc.limits import (
+    buffer_place,
+    intermediates_peak,
+    min_budget,
+    min_host_memory,
+    new_result_bytes,
+    reserved_workspace,
+    resident_peak,
+)
+from jaxoffload.plan.alloc.static import keep_everything, keep_in_chosen_places
+from jaxoffload.runtime import allocator
+from jaxoffload.runtime.callers import byte_count
+from jaxoffload.runtime.plan import Carried, Plan
+from jaxoffload.runtime.request import Request
+from jaxoffload.search.cuts import FINEST, WHOLE, Cut, split_size
+from jaxoffload.search.least import SPLITS
+from jaxoffload.search.planner import Planner, Timed
+from jaxoffload.search.program import CompiledCut
+
+_WINDOWS = (1 / 8, 1 / 4, 1 / 2, 1 / 16)
+"""Shares of the memory to try for the host tier above a disk. The cut is chosen with the first that
+works; the others are tried with that cut."""
+_LONG = (1 / 4,)
+"""Reuse distances from which on everything is recomputed in search of the least memory, as shares
+of what keeping everything takes. (Of a LoRA step 1/4 leaves a sixth, 1/16 two fifths.)"""
+_SIZES = (1 / 12, 1 / 48)
+"""Working sets of a vertex in that search, as shares of the same."""
+_SINGLE_VERTICES = 2000
+"""Up to so many operations each is also looked at by itself there: some seconds."""
+_MORE = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)
+"""What a cut seems to need is multiplied by these until a plan is found: memory may fragment."""
+
+
+def planner_for(request: Request, *args: Any, **options: Any) -> Planner:
+    """The planner of a request; arguments as of `Planner`."""
+    kind = Planner if request.options.memory is None else OneMemoryPlanner
+    return kind(request, *args, **options)
+
+
+class OneMemoryPlanner(Planner):
+    """One function, captured once, planned for any amount of RAM; as `Planner`.
+
+    Its copies, one for each way to share the memory, have the arena's bytes as `device_memory` and
+    the host tier's as `host_memory`.
+    """
+
+    @garbage.paused()
+    def plan(self) -> Plan:
+        memory = self.request.options.memory
+        assert memory is not None
+        plan = self._kept(memory) or self._shared(memory) or self._smallest(memory)
+        if plan is None:
+            raise self._refusal(memory)
+        return plan
+
+    def _kept(self, memory: int) -> Plan | None:
+        """The plan that moves and recomputes nothing, if everything fits."""
+        if self._uses_disk_arrays or not self._may_be_kept(memory + self._argument_bytes):
+            return None
+        for cut in self._in_other_orders(self._whole()):
+            callers = resident_peak(cut.graph) - intermediates_peak(cut.graph)
+            room = memory - new_result_bytes(cut.graph) - self._kept_by_allocator(cut.graph)
+            kept = keep_everything(cut.graph, room + callers)
+            if kept is not None:
+                carried = self._carried(cut, kept)
+                plan = self._finish(cut, kept, memory, resident=True)
+                plan.carried = carried
+                return plan
+        return None
+
+    def _shared(self, memory: int) -> Plan | None:
+        """The plan whose split of the memory into arena and host tier ends first in simulation."""
+        best: tuple[OneMemoryPlanner, Timed] | None = None
+        for part in self._parts(memory):
+            if best is not None and not self._has_disk:
+                break
+            found = part._timed(None if best is None else best[1].cut)
+            if found is not None and (best is None or found.seconds < best[1].seconds):
+                best = part, found
+        if best is None:
+            return None
+        return best[0]._done(best[1].cut, best[1].memgraph)
+
+    def _done(self, cut: CompiledCut, memgraph: MemGraph) -> Plan:
+        """A plan of this share of the memory."""
+        carried = self._carried(cut, memgraph)
+        plan = self._finish(cut, memgraph, self.arena, resident=False)
+        plan.carried = carried
+        return plan
+
+    def _carried(self, cut: CompiledCut, memgraph: MemGraph) -> Carried:
+        """What made it fit. Before `_finish`, which forgets other cuts."""
+        chosen = self._program.cut_of(cut)
+        unlike = replace(chosen, recomputed=0.0, reuse_distance=float("inf"))
+        whole, split, again = (
+            intermediates_peak(self.graph(each)) for each in (WHOLE, unlike, chosen)
+        )
+        host = memgraph.host_bytes()
+        arena = int(memgraph.peak_arena_bytes().max() + memgraph.workspace.max())
+        total = arena + new_result_bytes(memgraph.taskgraph) + (buffer_place(host) if host else 0)
+        return Carried(whole, whole - split, split - again, memgraph.disk_bytes(), host, total)
+
+    def _parts(self, memory: int) -> Iterator["OneMemoryPlanner"]:
+        """This planner for each share of the host tier."""
+        room = memory - self._result_bytes
+        for share in (*_WINDOWS, None) if self._has_disk else (0.0,):
+            host = self._least_window if share is None else int(share * room)
+            arena = room - (buffer_place(host) if host else 0)
+            if arena > 0:
+                yield self._with(memory, arena, host)
+        if self._has_disk and not self._uses_disk_arrays:
+            yield self._with(memory, room, 0, disk=None)
+
+    def _with(self, memory: int, arena: int, host: int, **changes: Any) -> "OneMemoryPlanner":
+        other, options = copy.copy(self), self.request.options
+        options = replace(options, memory=memory, device_memory=arena, host_memory=host, **changes)
+        other.request = replace(self.request, options=options)
+        return other
+
+    @property
+    def arena(self) -> int:
+        """Bytes of the arena and of workspace."""
+        arena = self.request.options.device_memory
+        assert isinstance(arena, int)
+        return arena
+
+    def _timed(self, cut: CompiledCut | None) -> Timed | None:
+        """The best plan of this share of the memory.
+
+        Args:
+          cut: only of this one; None: of any.
+        """
+        if cut is None:
+            found = self._fixed_cut() or self._best_cut(self.arena)
+            return self._fastest_of(found) or self._fastest_of(self._leanest)
+        return self._fastest_of(cut)
+
+    def _fastest_of(self, cut: CompiledCut | None) -> Timed | None:
+        """The best plan of a cut, None if none works."""
+        if cut is None or cut.needs > self.arena:
+            return None
+        try:
+            return self._fastest_with_or_without_recomputing(cut, self.arena)
+        except PlanError:
+            return None
+
+    def build(self, graph: TaskGraph, budget: int, **choices: Any) -> MemGraph:
+        """A MemGraph within the arena and the host tier."""
+        # Results whose donated arguments this cut reads too late take memory of their own.
+        budget -= new_result_bytes(graph) - self._result_bytes
+        budget -= self._kept_by_allocator(graph)
+        can_spill = self._has_disk or bool(self.request.options.host_memory)
+        needed = min_budget(graph)[0] if can_spill else _kept_bytes(graph)
+        if needed > budget:
+            raise PlanError(f"offload({self.request.name}): needs {needed} bytes of {budget}")
+        try:
+            return super().build(graph, budget, in_place_io="always", **choices)
+        except PlanError:
+            found = None if can_spill else keep_in_chosen_places(graph, budget)
+            if found is None:
+                raise
+            return found
+
+    def _kept_by_allocator(self, graph: TaskGraph) -> int:
+        memory = self.request.options.memory
+        assert memory is not None
+        return allocator.kept_bytes(reserved_workspace(graph, 1)[0], memory)
+
+    # The smallest memory -------------------------------------------------------------------------
+
+    @functools.cached_property
+    def least_budget(self) -> int:
+        """The smallest memory in bytes for which a plan was found, cut or whole."""
+        room = self._least_plan[0]
+        return room if self._whole_bytes is None else min(room, self._whole_needs(room))
+
+    @functools.cached_property
+    def _least_plan(self) -> tuple[int, "OneMemoryPlanner | None", MemGraph | None]:
+        """The smallest memory for which a plan was found of the leanest cut, and that plan."""
+        needed = self._result_bytes + self._needs(self._leanest.graph)
+        for more in _MORE:
+            room = int(more * needed)
+            for part in self._parts(room):
+                try:
+                    return room, part, part.build(self._leanest.graph, part.arena)
+                except PlanError:
+                    continue
+        return 1 << 62, None, None
+
+    def _smallest(self, memory: int) -> Plan | None:
+        """That plan where the memory is large enough for it: what a refusal names has to work."""
+        least, part, memgraph = self._least_plan
+        if least > memory or part is None or memgraph is None:
+            return None
+        return part._done(self._leanest, memgraph)
+
+    def _whole_needs(self, room: int) -> int:
+        """Bytes beside its arguments that the function takes where it runs whole; some that are too
+        many where that is clear before it is compiled."""
+        assert self._whole_bytes is not None
+        if self.hopeful_peak - self._argument_bytes >= room:
+            return room
+        return max(1, self._whole_bytes() - self._argument_bytes)
+
+    def minimum(self) -> tuple[int, TaskGraph, int]:
+        graph = self._leanest.graph
+        return self.least_budget, graph, min_budget(graph)[1]
+
+    @functools.cached_property
+    def _leanest(self) -> CompiledCut:
+        """The cut that takes least memory, arena and host tier together, as far as it was looked
+        for: operations by themselves, split, and everything recomputed that is read much later."""
+        fixed = self._fixed_cut()
+        if fixed:
+            return fixed
+        whole = self.graph(WHOLE)
+        peak, largest = resident_peak(whole), min_budget(whole)[0]
+        cuts = [WHOLE]
+        operations = self._program.ordered(FINEST).equations
+        if sum(not is_view(operation) for operation in operations) <= _SINGLE_VERTICES:
+            cuts += [FINEST]
+            cuts += [Cut(0, 1, split_size(share * largest), piece_bytes=0) for share in SPLITS]
+        for size in (share * peak for share in _SIZES):
+            split = split_size(size / 2)
+            cuts += [Cut(size, None, given, piece_bytes=size / 2) for given in (None, split)]
+        best = min(cuts, key=self._needs_of)
+        if self.request.options.recompute != "never":
+            for share in _LONG:
+                again = (replace(cut, recomputed=1.0, reuse_distance=share * peak) for cut in cuts)
+                best = min([best, *again], key=self._needs_of)
+        return self._program.compiled(best)
+
+    def _needs_of(self, cut: Cut) -> int:
+        return self._needs(self._program.estimated(cut))
+
+    def _needs(self, graph: TaskGraph) -> int:
+        """Bytes of arena, workspace and host tier that a cut needs at least."""
+        kept = _kept_bytes(graph)
+        if not self._has_disk:
+            return kept
+        moved = min_budget(graph)[0] + buffer_place(min_host_memory(graph, True)[0])
+        return moved if self._uses_disk_arrays else min(moved, kept)
+
+    def _refusal(self, budget: int) -> PlanError:
+        least = self.least_budget
+        graph = self._leanest.graph
+        vertex = graph.vertices[min_budget(graph)[1]]
+        source = f" at {vertex.source}" if vertex.source else ""
+        step, unit = (2**20, "MiB") if least >= 2**22 else (2**10, "KiB")
+        remedy = "" if self._has_disk else "name a folder to go on to (disk=), "
+        return PlanError(
+            f"offload({self.request.name}): memory={budget} bytes ({format_bytes(budget)}) is "
+            f"below the smallest feasible {least} bytes ({format_bytes(least)}), of which new "
+            f"results take {format_bytes(self._result_bytes)} and {vertex.name}{source} "
+            f"{format_bytes(min_budget(graph)[0])} at once. Pass memory='{-(-least // step)}{unit}'"
+            f" or more, {remedy}or make that operation smaller (a smaller batch, for one).",
+            least,
+        )
+
+    @property
+    def _least_window(self) -> int:
+        """Bytes of the smallest host tier that works."""
+        return min_host_memory(self._leanest.graph, self._has_disk)[0]
+
+    @property
+    def _has_disk(self) -> bool:
+        return self.request.options.disk is not None or self._uses_disk_arrays
+
+    @property
+    def _uses_disk_arrays(self) -> bool:
+        return bool(self.request.disk_arguments or self.request.disk_results)
+
+    @functools.cached_property
+    def _argument_bytes(self) -> int:
+        return sum(map(byte_count, self.request.jaxpr.in_avals))
+
+    @functools.cached_property
+    def _result_bytes(self) -> int:
+        """Bytes of results that follow no donated argument."""
+        return new_result_bytes(self.graph(WHOLE))
+
+
+def _kept_bytes(graph: TaskGraph) -> int:
+    """Bytes that a graph needs if nothing is moved."""
+    return max(intermediates_peak(graph), min_budget(graph)[0])
