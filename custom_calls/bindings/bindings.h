@@ -22,6 +22,8 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/gil.h"
+
 namespace jaxoffload {
 
 namespace nb = nanobind;
@@ -58,6 +60,17 @@ nb::object Owned(std::vector<T> values) {
     std::unique_ptr<std::vector<T>>(static_cast<std::vector<T>*>(p));
   });
   return View(owner, *kept.release());
+}
+
+// A C++ object for as long as Python's is kept, from any thread. nanobind's own shared_ptr asks for
+// the GIL wherever the last of it goes, also in XLA's threads while the interpreter ends (gil.h).
+template <typename T>
+std::shared_ptr<T> Held(nb::handle object) {
+  T* const held = nb::cast<T*>(object);
+  return std::shared_ptr<T>(held, [owner = object.inc_ref().ptr()](T*) {
+    const WithGil gil;
+    if (gil.held()) Py_DECREF(owner);
+  });
 }
 
 template <typename T, typename... Others>

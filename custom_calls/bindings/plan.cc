@@ -35,7 +35,7 @@ struct Places {
     for (const nb::object& entry : entries) {
       std::shared_ptr<Source> source;
       if (nb::isinstance<Source>(entry)) {
-        source = nb::cast<std::shared_ptr<Source>>(entry);
+        source = Held<Source>(entry);
         addresses.push_back(source->tag());
       } else if (nb::isinstance<HostBuffer>(entry)) {
         owners.push_back(nb::cast<HostBuffer&>(entry).data());
@@ -138,10 +138,10 @@ std::shared_ptr<Plan> NewPlan(
   a.argument_on_disk.assign(argument_on_disk.begin(), argument_on_disk.end());
   a.result_on_disk.assign(result_on_disk.begin(), result_on_disk.end());
   std::shared_ptr<DiskExtent> extent;
-  if (!disk.is_none()) extent = nb::cast<std::shared_ptr<DiskExtent>>(disk);
+  if (!disk.is_none()) extent = Held<DiskExtent>(disk);
   std::vector<std::shared_ptr<Executable>> list;
   for (const nb::object& each : executables) {
-    list.push_back(each.is_none() ? nullptr : nb::cast<std::shared_ptr<Executable>>(each));
+    list.push_back(each.is_none() ? nullptr : Held<Executable>(each));
   }
   const WithoutGil without_gil;
   return Plan::Create(std::move(client), std::move(list), std::move(a), std::move(extent));

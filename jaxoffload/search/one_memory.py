@@ -136,6 +136,7 @@ class OneMemoryPlanner(Planner):
 
     def _with(self, memory: int, arena: int, host: int, **changes: Any) -> "OneMemoryPlanner":
         other, options = copy.copy(self), self.request.options
+        other._program = self._program  # captured once for all
         options = replace(options, memory=memory, device_memory=arena, host_memory=host, **changes)
         other.request = replace(self.request, options=options)
         return other
