@@ -13,6 +13,7 @@ import jax
 import jaxlib
 
 import jaxoffload
+from jaxoffload import _native
 
 _FORMAT = 2
 """Of what is kept; a change of it makes all older entries void."""
@@ -59,10 +60,12 @@ def processor() -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """Of the package's own files: a plan is what this very planner makes."""
+    """Of the package's own files and native module: a plan is what this very planner makes."""
     made = hashlib.blake2b(digest_size=32)
     root = pathlib.Path(jaxoffload.__file__).parent
     for path in sorted(root.rglob("*.py")):
         data = path.read_bytes()
         made.update(f"{path.relative_to(root)}\0{len(data)}\0".encode() + data)
+    native = os.stat(_native.__file__)  # of tens of megabytes, too many to read in each process
+    made.update(f"{native.st_size} {native.st_mtime_ns}".encode())
     return made.hexdigest()
