@@ -120,9 +120,10 @@ class Planner:
     def simulated(self) -> list[tuple[Cut, float]]:
         """The cuts that were simulated and may be compiled, the fastest first; none where the cut
         is fixed."""
-        if self._cuts is None:
-            self._cuts = self._ranked.simulated() if self._ranked else []
-        return self._cuts[:_COMPILED]
+        cuts = self._cuts
+        if cuts is None:
+            cuts = self._ranked.simulated() if self._ranked else []
+        return cuts[:_COMPILED]
 
     def found(
         self,
