@@ -4,18 +4,19 @@ Takes kernels; gives executables. Two plans of one function, or two functions wi
 common, share what they can: kernels are told apart by their keys, then by their StableHLO.
 Executables live with the plans that have them. Of those that no plan has any more the last few
 stay, for functions that are made anew in each turn of a loop. What no plan of this process has may
-be in the store, from another one. Compilation runs in threads without the GIL.
+be in the store, from another one. Compilation runs in threads without the GIL, beside lowering.
 """
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import identity
@@ -41,6 +42,22 @@ class CompileReport:
     compiled: int
     seconds: float
     loaded: int = 0
+
+
+class _Obtained(NamedTuple):
+    executable: Any
+    is_loaded: bool = False
+    is_compiled: bool = False
+
+
+@contextlib.contextmanager
+def _threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    """Threads that load and compile; once something has failed, what waits for one is left."""
+    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class ExecutableCache:
@@ -99,20 +116,15 @@ class ExecutableCache:
         with self._lock:
             found = {key: self._by_kernel.get(key) for key in keys}
         digests: dict[identity.Key, bytes] = {}
-        codes: dict[bytes, Any] = {}
-        with compat.one_ir_context():
+        work: dict[bytes, concurrent.futures.Future[_Obtained]] = {}
+        with compat.one_ir_context(), _threads() as pool:
             for key, kernel in zip(keys, kernels, strict=True):
                 if found[key] is None and key not in digests:
                     digests[key], code = self._compiler.lower(kernel)
-                    codes.setdefault(digests[key], code)
-        with self._lock:
-            made = {digest: self._by_code.get(digest) for digest in codes}
-        missing = [digest for digest, executable in made.items() if executable is None]
-        found_kept = self._each(self._compiler.load, missing)
-        made.update(zip(missing, found_kept, strict=True))
-        to_compile = [digest for digest in missing if made[digest] is None]
-        built = self._each(lambda d: self._compiler.compile(d, codes[d]), to_compile)
-        made.update(zip(to_compile, built, strict=True))
+                    if digests[key] not in work:
+                        work[digests[key]] = pool.submit(self._obtain, digests[key], code)
+            obtained = {digest: each.result() for digest, each in work.items()}
+        made = {digest: each.executable for digest, each in obtained.items()}
         self._add(made)
         with self._lock:
             for key, digest in digests.items():
@@ -120,9 +132,9 @@ class ExecutableCache:
             self._note(found.values())
         report = CompileReport(
             len(kernels),
-            len(to_compile),
+            sum(each.is_compiled for each in obtained.values()),
             time.perf_counter() - start,
-            len(missing) - len(to_compile),
+            sum(each.is_loaded for each in obtained.values()),
         )
         return [found[key] for key in keys], report
 
@@ -137,7 +149,8 @@ class ExecutableCache:
         with self._lock:
             made = {digest: self._by_code.get(digest) for digest in digests}
         missing = [digest for digest, executable in made.items() if executable is None]
-        made.update(zip(missing, self._each(self._compiler.load, missing), strict=True))
+        with _threads() as pool:
+            made.update(zip(missing, pool.map(self._compiler.load, missing), strict=True))
         if None in made.values():
             return None
         self._add(made)
@@ -146,11 +159,16 @@ class ExecutableCache:
         report = CompileReport(len(digests), 0, time.perf_counter() - start, len(missing))
         return [made[digest] for digest in digests], report
 
-    def _each(self, do: Callable[[bytes], Any], digests: list[bytes]) -> list[Any]:
-        if not digests:
-            return []
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(do, digests))
+    def _obtain(self, digest: bytes, code: Any) -> "_Obtained":
+        """An executable from memory, from the store, or compiled. Any thread."""
+        with self._lock:
+            executable = self._by_code.get(digest)
+        if executable is not None:
+            return _Obtained(executable)
+        executable = self._compiler.load(digest)
+        if executable is not None:
+            return _Obtained(executable, is_loaded=True)
+        return _Obtained(self._compiler.compile(digest, code), is_compiled=True)
 
     def _add(self, made: dict[bytes, Any]) -> None:
         """Takes in executables by their digests; of two with one digest the first to come."""

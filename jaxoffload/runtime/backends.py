@@ -4,6 +4,7 @@ Takes a platform's name; gives its client, its executables, the memory of caller
 model of the machine.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -208,9 +209,27 @@ def cpu() -> Backend:
     return get("cpu")
 
 
+def current_name() -> str:
+    """The name of the backend for calls outside `jax.jit`: of the platform that JAX uses by
+    default."""
+    return "cuda" if jax.default_backend() in ("gpu", "cuda") else "cpu"
+
+
 def current() -> Backend:
-    """The backend for calls outside `jax.jit`: that of the platform that JAX uses by default."""
-    return get("cuda" if jax.default_backend() in ("gpu", "cuda") else "cpu")
+    """That backend."""
+    return get(current_name())
+
+
+def prepare(name: str) -> None:
+    """Begins to make a backend in a thread, if nobody has: to load a plugin takes as long as to
+    trace a small function. What fails is told by `get`."""
+    if name not in _made.known and not _made.lock.locked():
+        threading.Thread(target=_try, args=(name,), name="jaxoffload backend").start()
+
+
+def _try(name: str) -> None:
+    with contextlib.suppress(BackendError, OSError, RuntimeError):
+        get(name)
 
 
 def known() -> list[Backend]:

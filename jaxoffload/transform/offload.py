@@ -216,9 +216,11 @@ class Offloaded:
         self._programs.clear()
 
     def _program(self, call: Call) -> Program:
-        key = call.signature.key(compat.trace_context(), backends.current().name)
+        backend = backends.current_name()
+        key = call.signature.key(compat.trace_context(), backend)
         program = self._programs.get(key)
         if program is None:
+            backends.prepare(backend)
             # Under no lock: tracing runs the user's code, which may call this very function.
             program = self._make_program(call)
             if not program.traced.captured:  # tracers are not to outlive their transformation
