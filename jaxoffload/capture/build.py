@@ -23,6 +23,7 @@ from jaxoffload.capture.loops import Loop
 from jaxoffload.capture.order import live_equations, serial_order
 from jaxoffload.capture.products import with_small_transpositions
 from jaxoffload.capture.rows import gathered_inputs
+from jaxoffload.capture.sinking import sunk
 from jaxoffload.capture.workspace import estimated_workspace
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, TensorKind, Vertex, VertexKind
 
@@ -68,7 +69,8 @@ def order_program(program: Program) -> Ordered:
     results = program.result_values()
     equations = live_equations(program.equations, results)
     equations = live_equations(with_small_transpositions(equations, results), results)
-    return Ordered(serial_order(equations, program.parents, results, program.updates), program)
+    ordered = serial_order(equations, program.parents, results, program.updates)
+    return Ordered(sunk(ordered, results, program.updates), program)
 
 
 def _materialize(literal: Any, program: Program) -> Value:

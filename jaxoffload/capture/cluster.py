@@ -16,9 +16,13 @@ from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.views import roots
 
-MAX_EQUATIONS = 12
+MAX_EQUATIONS = 16
 """Operations of a cluster, views not counted. On the training step of benchmarks/ratios.py 6 to 16
 gave 0.53 to 0.59 of the scanned jit on 2 cores, 24 gave 0.69, 48 gave 0.72, 100 gave 0.77."""
+MAX_PRODUCTS = 3
+"""Products and convolutions of a cluster whose results cost more than a cut. What stands between more of them XLA's CPU compiler
+repeats for each: the part of a gradient of attention that has five took 22 ms in one kernel, 11 in
+several."""
 MAX_UPDATE = 32
 """The same of an update, whose operations read and write arrays of one shape element by element:
 AdamW has 15 to 20."""
@@ -65,7 +69,8 @@ def cut(
       updates: see `Program.updates`. A cluster has equations of one update at most, so that those
         of equal arrays share executables.
       rates: of the device, by which it is judged what a cut costs.
-      max_bytes: the largest working set of a cluster, where single equations allow it.
+      max_bytes: the largest working set of a cluster, where single equations allow it. Those that
+        fuse into one loop, which has no temporaries, may have that of the largest of them.
       max_equations: the most operations of a cluster.
     """
     solid = [e for e in equations if not is_view(e) or any(v in results for v in e.outputs)]
@@ -161,10 +166,20 @@ def _best_cuts(
     crossing = _crossing_bytes(run, reads)
     written = [[(v, v.num_bytes(), fused_until.get(v, len(run))) for v in e.outputs] for e in run]
     sizes = [[(v, v.num_bytes()) for v in values] for values in reads]
+    alone = [
+        sum(v.num_bytes() for v in (*values, *e.outputs))
+        for e, values in zip(run, reads, strict=True)
+    ]
+    kinds = [operations.of(e) for e in run]
+    fuses = [known.is_elementwise for known in kinds]
+    is_product = [
+        known.flops is not None and not known.is_light and e.outputs[0].num_bytes() > bytes_of_a_cut
+        for e, known in zip(run, kinds, strict=True)
+    ]
     best, previous = [0.0] + [float("inf")] * len(run), [0] * (len(run) + 1)
     for stop in range(1, len(run) + 1):
         held: dict[Value, int] = {}
-        total = 0
+        total, products, largest, has_temporaries = 0, 0, 0, False
         for first in range(stop - 1, max(-1, stop - 1 - max_equations), -1):
             for v, size, until in written[first]:
                 now = 0 if until < stop else size
@@ -174,7 +189,12 @@ def _best_cuts(
                 if v not in held:
                     held[v] = size
                     total += size
-            if total > max_bytes and first < stop - 1:
+            has_temporaries = has_temporaries or not fuses[first]
+            largest = max(largest, alone[first])
+            products += is_product[first]
+            if products > MAX_PRODUCTS:
+                break
+            if total > max(max_bytes, 0 if has_temporaries else largest) and first < stop - 1:
                 continue
             price = best[first] + bytes_of_a_cut + crossing[stop]
             if price < best[stop]:

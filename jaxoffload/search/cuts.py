@@ -60,7 +60,7 @@ class Cut:
     """How a program is cut into vertices.
 
     Attributes:
-      max_bytes: the largest working set of a vertex of several operations.
+      max_bytes: the largest working set of a vertex of several operations (see `cluster.cut`).
       max_equations: the most operations of a vertex; None for the usual.
       split_bytes: operations with a larger working set are split; None: none are.
       piece_bytes: what a chunk of a scan may have of the arrays that the scan slices and stacks.

@@ -55,7 +55,7 @@ _COMPILED = 3
 """Cuts that are compiled before one is taken, at most."""
 _LITTLE = 0.03
 """Differences of workspace below this share of the budget do not change which cut is best."""
-_HOPEFUL = 0.6
+_HOPEFUL = 0.55
 """Share of the resident peak, workspace estimated. With a smaller budget nothing is compiled to see
 whether everything fits."""
 _ORDERED_VERTICES = 2000

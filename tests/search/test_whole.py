@@ -66,9 +66,9 @@ def test_nothing_is_compiled_that_need_not_be(monkeypatch):
     monkeypatch.setattr(
         jax.stages.Lowered, "compile", lambda *a, **k: compiled.append(a) or lower(*a, **k)
     )
-    for budget in (10**9, "auto", None, 60_000):
+    for budget in (10**9, "auto", None, 64_000):
         jo.offload(chain, device_memory=budget).plan(X, X)
-        assert bool(compiled) == (budget == 60_000)
+        assert bool(compiled) == (budget == 64_000)
     compiled.clear()
     wide = functools.partial(jnp.einsum, "ij,kj->ik")
     with pytest.raises(jo.PlanError):
@@ -191,7 +191,7 @@ def test_a_whole_plan_tells_what_it_is():
 
 
 def test_the_last_run_inside_jit_is_known():
-    step = jo.offload(chain, device_memory=60_000)
+    step = jo.offload(chain, device_memory=64_000)
     assert step.last_run is None
     compiled = jax.jit(step)
     jax.block_until_ready(compiled(X, X))
