@@ -20,9 +20,9 @@ MAX_EQUATIONS = 16
 """Operations of a cluster, views not counted. On the training step of benchmarks/ratios.py 6 to 16
 gave 0.53 to 0.59 of the scanned jit on 2 cores, 24 gave 0.69, 48 gave 0.72, 100 gave 0.77."""
 MAX_PRODUCTS = 3
-"""Products and convolutions of a cluster whose results cost more than a cut. What stands between more of them XLA's CPU compiler
-repeats for each: the part of a gradient of attention that has five took 22 ms in one kernel, 11 in
-several."""
+"""Products and convolutions of a cluster whose results cost more than a cut. What stands between
+more of them XLA's CPU compiler repeats for each: the part of a gradient of attention that has five
+took 22 ms in one kernel, 11 in several."""
 MAX_UPDATE = 32
 """The same of an update, whose operations read and write arrays of one shape element by element:
 AdamW has 15 to 20."""
