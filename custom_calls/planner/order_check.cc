@@ -81,7 +81,45 @@ class Memory {
   std::vector<int64_t> furthest_;    // the largest end so far
 };
 
-// Pairs that no single edge joins.
+// Vertices visited before a pair is left to the closure. Most paths of a plan are short: what
+// overwrites waits for what the former readers wrote.
+constexpr int64_t kNearSteps = 32;
+
+// What reaches one vertex after another, as far as a few steps tell.
+class NearSearch {
+ public:
+  NearSearch(const std::vector<int64_t>& first, const std::vector<int64_t>& tails)
+      : first_(first), tails_(tails), seen_(first.size() - 1, -1) {}
+
+  // Marks what reaches `end`, nearest first, of vertices from `lowest` on.
+  void Mark(int64_t end, int64_t lowest, int64_t steps) {
+    end_ = end;
+    queue_.assign(1, end);
+    int64_t visited = 0;
+    for (; visited < static_cast<int64_t>(queue_.size()) && visited < steps; ++visited) {
+      const int64_t vertex = queue_[visited];
+      for (int64_t e = first_[vertex]; e < first_[vertex + 1]; ++e) {
+        if (tails_[e] < lowest || seen_[tails_[e]] == end) continue;
+        seen_[tails_[e]] = end;
+        queue_.push_back(tails_[e]);
+      }
+    }
+    is_complete_ = visited == static_cast<int64_t>(queue_.size());
+  }
+
+  bool IsMarked(int64_t vertex) const { return seen_[vertex] == end_; }
+  // Whether all that reaches it is marked.
+  bool is_complete() const { return is_complete_; }
+
+ private:
+  const std::vector<int64_t>& first_;
+  const std::vector<int64_t>& tails_;
+  std::vector<int64_t> seen_, queue_;
+  int64_t end_ = -1;
+  bool is_complete_ = false;
+};
+
+// Pairs that the near search leaves open.
 class Closure {
  public:
   Closure(const std::vector<int64_t>& first, const std::vector<int64_t>& tails, const int64_t* from,
@@ -203,17 +241,22 @@ std::vector<uint8_t> Reaches(int64_t num_vertices, const int64_t* tail, const in
   std::vector<int64_t> at(num_vertices + 1, 0), by_end(num_pairs);
   for (int64_t k = 0; k < num_pairs; ++k) ++at[to[k] + 1];
   std::partial_sum(at.begin(), at.end(), at.begin());
+  const std::vector<int64_t> pairs_of = at;  // by_end[pairs_of[v]:pairs_of[v + 1]] end at v
   for (int64_t k = 0; k < num_pairs; ++k) by_end[at[to[k]]++] = k;
   std::vector<uint8_t> found(num_pairs, 0);
-  std::vector<int64_t> seen(num_vertices, -1), open;
-  int64_t end = -1;
-  for (const int64_t k : by_end) {
-    if (to[k] != end) {
-      end = to[k];
-      for (int64_t e = first[end]; e < first[end + 1]; ++e) seen[tails[e]] = end;
+  std::vector<int64_t> open;
+  NearSearch near(first, tails);
+  for (int64_t end = 0; end < num_vertices; ++end) {
+    int64_t lowest = end;
+    const int64_t mine = pairs_of[end], last = pairs_of[end + 1];
+    for (int64_t i = mine; i < last; ++i) lowest = std::min(lowest, from[by_end[i]]);
+    if (lowest == end) continue;
+    near.Mark(end, lowest, kNearSteps + (last - mine));
+    for (int64_t i = mine; i < last; ++i) {
+      const int64_t k = by_end[i];
+      found[k] = near.IsMarked(from[k]);
+      if (!found[k] && from[k] < end && !near.is_complete()) open.push_back(k);
     }
-    found[k] = seen[from[k]] == end;
-    if (!found[k] && from[k] < end) open.push_back(k);
   }
   Closure(first, tails, from, to, &found).Search(std::move(open));
   return found;
