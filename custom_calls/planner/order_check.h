@@ -28,8 +28,9 @@ std::vector<int64_t> NextWriters(const WrittenRanges& ranges);
 // along the edges: tail[i] < head[i]. Throws std::invalid_argument where one is not, or names no
 // vertex.
 //
-// A few steps backwards from each end find most; for the others it is the transitive closure by rows
-// of bits, 512 columns at a time, each time for the vertices between the ends of those pairs only.
+// A few steps backwards from each end find most; for the others it is the transitive closure by
+// rows of bits, 512 columns at a time, each time for the vertices between the ends of those pairs
+// only.
 std::vector<uint8_t> Reaches(int64_t num_vertices, const int64_t* tail, const int64_t* head,
                              int64_t num_edges, const int64_t* from, const int64_t* to,
                              int64_t num_pairs);
