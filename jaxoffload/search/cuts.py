@@ -212,18 +212,17 @@ class Ranking:
             (found.cut, found.seconds) for found in _by_time(self._tried) if found.seconds < _NEVER
         ]
 
-    def _least_seconds(self, cut: Cut) -> float:
-        """That any draft of a cut takes, by what is known before it is captured; infinite where
-        none can work."""
+    def _least_seconds(self, cut: Cut) -> tuple[float, float]:
+        """Seconds of kernels and of copies in any draft of a cut, by what is known before it is
+        captured; infinite ones of copies where none can work."""
         floor, on = self._cutter.floor(cut), self._machine
         excess = max(0, floor.bytes - self._budget)
-        if excess and not self._room.moves:
-            return _NEVER
         slower = min(on.to_device.bytes_per_second, on.from_device.bytes_per_second)
-        return max(floor.flops / on.flops_per_second, excess / slower)
+        copies = excess / slower if self._room.moves or not excess else _NEVER
+        return floor.flops / on.flops_per_second, copies
 
     def _may_work(self, cut: Cut) -> bool:
-        return self._least_seconds(cut) < _NEVER
+        return self._least_seconds(cut)[1] < _NEVER
 
     def _plain(self) -> list[Cut]:
         """Cuts that recompute nothing, or (if others are not wanted) all that they can."""
@@ -287,7 +286,7 @@ class Ranking:
                 break
             if SAME * took < least:  # it pays: the next is tried in any case
                 self._begun = max(self._begun, self._work - self._allowed)
-        if len(found) == 1:
+        if len(found) == 1 and base.seconds < _NEVER:
             return
         best = min(found, key=found.__getitem__)[1]
         is_far = best > RECOMPUTED[0] or min(found.values()) == _NEVER
@@ -319,10 +318,11 @@ class Ranking:
         )
         if not self._cutter.floor(cut).recomputes:
             return found[REUSE_DISTANCES[0], 0.0]
-        least = self._least_seconds(cut)
-        if least > _WORSE * self._best or least == _NEVER:
-            found[reuse_distance, share] = least
-            return least
+        kernels, copies = self._least_seconds(cut)
+        if kernels > _WORSE * self._best:
+            return _NEVER
+        if copies > _WORSE * self._best or copies == _NEVER:
+            return min(found.values())  # too little is recomputed to tell
         graph = self._captured(cut)
         works = self._room.needs(graph) <= self._budget
         found[reuse_distance, share] = took = self._try(cut, graph) if works else _NEVER
