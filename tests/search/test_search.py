@@ -130,6 +130,27 @@ def test_work_of_a_split_is_limited(monkeypatch):
     assert 100 <= len(steps) < whole / 2
 
 
+def test_a_group_that_reads_too_much_of_the_callers_is_given_up(monkeypatch):
+    """Tiles of the last layer would make all layers again, from all weights; nothing else is
+    found for that."""
+    ordered = _ordered(*_transformer(6))
+    steps, plain = [], group.Group._add
+
+    def add(group, member):
+        steps.append(member)
+        plain(group, member)
+
+    monkeypatch.setattr(group.Group, "_add", add)
+    found = splitting.split(ordered, 1000.0).equations
+    few = len(steps)
+    steps.clear()
+    nothing = property(lambda group: 0, lambda group, count: None)
+    monkeypatch.setattr(group.Group, "argument_bytes", nothing, raising=False)
+    slowly = splitting.split(ordered, 1000.0).equations
+    assert [e.operation.key for e in found] == [e.operation.key for e in slowly]
+    assert few < 0.7 * len(steps)
+
+
 def test_what_a_split_notes_about_the_program_is_what_is_there(monkeypatch):
     """Noted anew only where a group has been put in the place of its members."""
     ordered = _ordered(*_transformer(2))
