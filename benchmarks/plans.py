@@ -2,7 +2,8 @@
 
 Every program from shapes alone, nothing compiled: at shares of what keeping everything takes and at
 the least budget, on the model of a small server with its own link and with a slow one (as
-throttled.py has it); LoRA steps of LLaMA models on one device of a server. Planning seconds are the
+throttled.py has it); LoRA steps of LLaMA models on one device of a server
+and on a part of a larger one. Planning seconds are the
 processor's, tracing included. With `--against FILE`, the figures of another version, its budgets
 are planned for again, and each plan's simulated seconds stand over that one's.
 """
@@ -25,7 +26,7 @@ from benchmarks.throttled import RATE
 from jaxoffload.finetune import model
 from jaxoffload.options import format_bytes
 from jaxoffload.plan.alloc.limits import resident_peak
-from jaxoffload.plan.cost.machines import A100_SERVER_40, SMALL_SERVER, Link, Machine
+from jaxoffload.plan.cost.machines import A100_SERVER_40, H200, SMALL_SERVER, Link, Machine
 from jaxoffload.search.planner import Planner
 
 SHARES = (0.75, 0.5, 0.25)
@@ -45,7 +46,7 @@ class Case(NamedTuple):
     """A program at one budget on one machine.
 
     Attributes:
-      budget: "75%", "least" and so on.
+      budget: "75%", "least" and so on, or bytes.
     """
 
     program: str
@@ -80,11 +81,11 @@ def budgets(function: Any, shapes: Any, donate: Any) -> dict[str, int]:
     return {name: size for name, size in found.items() if size > least} | {"least": least}
 
 
-def planned(shaped: suite.Shaped, budget: int | None, on: Machine) -> dict[str, Any]:
+def planned(shaped: suite.Shaped, budget: int, on: Machine) -> dict[str, Any]:
     """One plan: bytes, simulated seconds, and the processor's for planning."""
     function, shapes, donate = shaped
     start = time.process_time()
-    step = jo.offload(function, device_memory=budget or "auto", donate_argnums=donate)
+    step = jo.offload(function, device_memory=budget, donate_argnums=donate)
     try:
         found = step.predict(*shapes, machine=on)
     except jo.PlanError as error:
@@ -108,9 +109,9 @@ def rows(small: bool, before: dict[Case, dict[str, Any]]) -> Iterator[dict[str, 
                 yield Case(name, label, link)._asdict() | planned(shaped, budget, on)
     for name, config in {} if small else _LLAMA.items():
         shaped = suite.lora_step(config, 8, 1024)
-        yield Case(name, "all", A100_SERVER_40.name)._asdict() | planned(
-            shaped, None, A100_SERVER_40
-        )
+        for on, budget in ((A100_SERVER_40, A100_SERVER_40.device_bytes), (H200, 24 * 2**30)):
+            case = Case(name, format_bytes(budget), on.name)
+            yield case._asdict() | planned(shaped, budget, on)
 
 
 def read(path: str | None) -> dict[Case, dict[str, Any]]:

@@ -22,11 +22,13 @@ class Floor(NamedTuple):
       bytes: that values which are neither arguments nor results take at once, at least.
       flops: floating-point operations.
       recomputes: whether any of them is there a second time.
+      equations: of the program, views included.
     """
 
     bytes: int
     flops: float
     recomputes: bool
+    equations: int
 
 
 def floor_of(ordered: Ordered, max_equations: int | None = None) -> Floor:
@@ -52,4 +54,5 @@ def floor_of(ordered: Ordered, max_equations: int | None = None) -> Floor:
     for more in change:
         held += more
         most = max(most, held)
-    return Floor(most, sum(map(cost.flops, solid)), any(e.recomputed for e in solid))
+    recomputes = any(e.recomputed for e in solid)
+    return Floor(most, sum(map(cost.flops, solid)), recomputes, len(ordered.equations))

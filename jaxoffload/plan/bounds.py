@@ -30,24 +30,35 @@ def least_seconds(
     compute = np.bincount(columns.vertex_device[is_kernel], seconds[is_kernel]).max(initial=0.0)
     room = budget - np.array(reserved_workspace(graph, devices))
     excess = np.maximum(_most_alive(graph) - room, 0)
-    up, down = excess + np.zeros((2, devices))
-    is_argument = columns.argument >= 0
-    is_made = (np.diff(columns.result_offsets) > 0) & ~is_argument
-    is_read = np.zeros(len(is_argument), dtype=bool)
-    is_read[columns.inputs[columns.gathered == 0]] = True
-    is_read &= is_argument
-    if not graph.in_place_io:
-        for lane, moved in ((up, is_read), (down, is_made)):
-            np.add.at(lane, columns.tensor_device[moved], columns.bytes[moved])
+    up, down = callers_bytes(graph) + excess
     on = machine
     ways = up / on.to_device.bytes_per_second, down / on.from_device.bytes_per_second
     links = (np.maximum(*ways) if on.duplex else np.add(*ways)).max()
     below = max(0.0, excess.sum() - host_memory) if host_memory is not None else 0.0
-    loaded = (
-        below + columns.bytes[is_read & np.isin(columns.argument, columns.disk_arguments)].sum()
-    )
+    on_disk = _is_read(graph) & np.isin(columns.argument, columns.disk_arguments)
+    loaded = below + columns.bytes[on_disk].sum()
     disk = loaded / on.disk_read.bytes_per_second, below / on.disk_write.bytes_per_second
     return float(max(compute, links, *disk))
+
+
+def callers_bytes(graph: TaskGraph) -> np.ndarray:
+    """Bytes of arguments that are copied to each device and of results that are copied away, in any
+    case: float64[2, devices]. None where kernels reach the caller's memory."""
+    columns = graph.columns
+    moved = np.zeros((2, num_devices(graph)))
+    if not graph.in_place_io:
+        is_made = (np.diff(columns.result_offsets) > 0) & (columns.argument < 0)
+        for way, chosen in zip(moved, (_is_read(graph), is_made), strict=True):
+            np.add.at(way, columns.tensor_device[chosen], columns.bytes[chosen])
+    return moved
+
+
+def _is_read(graph: TaskGraph) -> np.ndarray:
+    """Whether each tensor is an argument that some vertex reads whole."""
+    columns = graph.columns
+    found = np.zeros(len(columns.argument), dtype=bool)
+    found[columns.inputs[columns.gathered == 0]] = True
+    return found & (columns.argument >= 0)
 
 
 def _most_alive(graph: TaskGraph) -> np.ndarray:

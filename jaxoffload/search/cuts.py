@@ -6,22 +6,25 @@ and how much is recomputed. Candidates are planned and simulated on the model of
 
 1. Cuts that recompute nothing, coarse ones first, until one takes hardly longer than the kernels
    of the uncut program, or finer ones only get slower.
-2. From the best and the coarsest of those, with and without splitting: more and more recomputed, as
-   long as that is faster; then with a shorter reuse distance; then the neighbours of the best.
+2. From the best and the coarsest of those, with and without splitting: shares recomputed, those
+   first that may be fastest; then with a shorter reuse distance; then the neighbours of the best.
 
-How many vertices may be simulated in all follows from how long the program itself takes.
+A cut that holds or computes too much to be the best is known before it is captured. How much work
+the search may be follows from how long the program itself takes.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from jaxoffload.capture.floor import Floor
 from jaxoffload.graphs.taskgraph import TaskGraph
-from jaxoffload.plan.alloc.build import QUICK_VARIANTS, VARIANTS
-from jaxoffload.plan.bounds import least_seconds
+from jaxoffload.plan.alloc.build import VARIANTS
+from jaxoffload.plan.bounds import callers_bytes, least_seconds
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.search.drafts import CAPTURED, Drafts
 
@@ -48,13 +51,11 @@ _WORSE = 1.2
 of allocation are tried only for cuts that are nearer to it."""
 _LAST = 4
 """How many finer cuts in turn must be so much worse."""
-WORK = 30_000, 1_000_000
+WORK = 30_000, 400_000
 """Work of each part of a search, at least and at most (drafts.py says what is counted)."""
 _WORK_A_SECOND = 1e9
 """The same for each second that the kernels of the uncut program take, so that planning takes about
 as long as two thousand calls."""
-_ALL_VARIANTS = 300
-"""Up to so many vertices cuts are compared by all rules of allocation, above by two."""
 _NEVER = float("inf")
 
 
@@ -147,18 +148,17 @@ class Ranking:
         self._room, self._recompute = room, recompute
         self._budget, self._machine = room.budget, drafts.machine
         self._tried: list[Tried] = []
-        self._captured_vertices: dict[Any, int] = {}
+        self._captures: dict[Any, int] = {}
         self._begun = 0.0
 
     def _captured(self, cut: Cut) -> TaskGraph:
-        graph = self._graphs(cut)
-        self._captured_vertices[self._cutter.key(cut)] = len(graph.vertices)
-        return graph
+        self._captures[self._cutter.key(cut)] = CAPTURED * self._cutter.floor(cut).equations
+        return self._graphs(cut)
 
     @property
     def _work(self) -> float:
         """Done so far; see drafts.py. What this search asks for counts, known before or not."""
-        return self._drafts.work + CAPTURED * sum(self._captured_vertices.values())
+        return self._drafts.work + sum(self._captures.values())
 
     @functools.cached_property
     def _allowed(self) -> float:
@@ -173,6 +173,11 @@ class Ranking:
         compute = float(self._machine.task_seconds(graph).sum())
         least = least_seconds(graph, self._machine, float("inf"))
         return max(_CLOSE * compute, compute + _LITTLE, SAME * least)
+
+    @functools.cached_property
+    def _callers(self) -> np.ndarray:
+        """Bytes of arguments and of results that any cut copies."""
+        return callers_bytes(self._graphs(WHOLE)).sum(axis=1)
 
     def feasible(self) -> Iterator[Cut]:
         """Cuts that may work within the budget, coarse ones first, none simulated."""
@@ -217,8 +222,9 @@ class Ranking:
         captured; infinite ones of copies where none can work."""
         floor, on = self._cutter.floor(cut), self._machine
         excess = max(0, floor.bytes - self._budget)
-        slower = min(on.to_device.bytes_per_second, on.from_device.bytes_per_second)
-        copies = excess / slower if self._room.moves or not excess else _NEVER
+        up, down = self._callers + excess
+        ways = up / on.to_device.bytes_per_second, down / on.from_device.bytes_per_second
+        copies = max(ways) if self._room.moves or not excess else _NEVER
         return floor.flops / on.flops_per_second, copies
 
     def _may_work(self, cut: Cut) -> bool:
@@ -261,7 +267,7 @@ class Ranking:
         """Drafts by the first rule; by others as long as the cut may still be the best."""
         took, best = _NEVER, self._best
         least = least_seconds(graph, self._machine, self._budget, self._room.host_memory)
-        for rule in rules(graph):
+        for rule in VARIANTS:
             draft = self._drafts.of(graph, self._budget, rule)
             took = took if draft is None else min(took, draft.seconds)
             if took <= max(self._enough, SAME * least) or min(took, least * _WORSE) > _WORSE * best:
@@ -277,13 +283,15 @@ class Ranking:
         return min((found.seconds for found in self._tried), default=_NEVER)
 
     def _try_recomputing(self, base: Tried) -> None:
-        """Recomputes more and more, so that less is moved, as long as that is faster."""
+        """Recomputes shares of what is read much later, so that less is moved: those first that
+        may be fastest, and no larger ones than one that is slow."""
         found = {(REUSE_DISTANCES[0], 0.0): base.seconds}
-        for share in RECOMPUTED:
-            least = min(found.values())
+        waiting = self._by_promise(base.cut)
+        while waiting:
+            share, least = waiting.pop(0), min(found.values())
             took = self._attempt(base.cut, REUSE_DISTANCES[0], share, found)
             if took > _WORSE * least:
-                break
+                waiting = [less for less in waiting if less < share]
             if SAME * took < least:  # it pays: the next is tried in any case
                 self._begun = max(self._begun, self._work - self._allowed)
         if len(found) == 1 and base.seconds < _NEVER:
@@ -301,6 +309,23 @@ class Ranking:
         ):
             self._attempt(base.cut, reuse_distance, best + step, found)
 
+    def _recomputing(self, base: Cut, reuse_distance: float, share: float) -> Cut:
+        far = reuse_distance * self._budget
+        return dataclasses.replace(base, recomputed=share, reuse_distance=far)
+
+    def _by_promise(self, base: Cut) -> list[float]:
+        """Shares to recompute, those first that take least at least, as far as the two ends tell;
+        none where there is nothing to recompute."""
+        most = self._recomputing(base, REUSE_DISTANCES[0], 1.0)
+        if not self._cutter.floor(most).recomputes:
+            return []
+        ends = list(zip(self._least_seconds(base), self._least_seconds(most), strict=True))
+
+        def promise(share: float) -> float:
+            return max(b if share == 1 else (1 - share) * a + share * b for a, b in ends)
+
+        return sorted(RECOMPUTED, key=promise)
+
     def _attempt(
         self,
         base: Cut,
@@ -313,9 +338,7 @@ class Ranking:
             return found[reuse_distance, share]
         if not 0 < share <= 1 or self._is_enough():
             return float("inf")
-        cut = dataclasses.replace(
-            base, recomputed=share, reuse_distance=reuse_distance * self._budget
-        )
+        cut = self._recomputing(base, reuse_distance, share)
         if not self._cutter.floor(cut).recomputes:
             return found[REUSE_DISTANCES[0], 0.0]
         kernels, copies = self._least_seconds(cut)
@@ -341,11 +364,6 @@ def allowed_work(machine: Machine, whole: TaskGraph) -> float:
     """How much work each part of a search may be for the sake of a program."""
     least, most = WORK
     return min(most, max(least, _WORK_A_SECOND * float(machine.task_seconds(whole).sum())))
-
-
-def rules(graph: TaskGraph) -> Sequence[dict[str, Any]]:
-    """The rules of allocation by which cuts are compared."""
-    return VARIANTS if len(graph.vertices) <= _ALL_VARIANTS else QUICK_VARIANTS
 
 
 def split_size(size: float) -> float:

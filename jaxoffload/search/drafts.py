@@ -3,21 +3,24 @@
 Takes TaskGraphs, budgets and rules of allocation; gives simulated seconds. The MemGraph itself is
 let go: that of the best draft is built again, with its edges reduced.
 
-Work is counted in MemGraph vertices that are built and simulated. On one core of an EPYC that is a
-microsecond or two each; to capture a vertex of a TaskGraph takes as long as `CAPTURED` of them.
+Work is counted in MemGraph vertices that are built and simulated, two microseconds each on one core
+of an EPYC. To split, recompute, cluster and capture a cut takes far longer: for each equation of
+the program as long as `CAPTURED` of these vertices.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.plan.alloc.build import VARIANTS
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.plan.cost.simulate import simulate
 
-CAPTURED = 50
-"""Vertices that are built and simulated in the time in which one of a TaskGraph is captured."""
+CAPTURED = 10
+"""Vertices that are built and simulated in the time in which an equation is captured: 20 us of a
+LLaMA model's steps, whether cut coarsely or finely."""
 
 Rule = dict[str, Any]
 """One of `build.VARIANTS`."""
@@ -75,13 +78,11 @@ class Drafts:
         run = simulate(memgraph, machine=self.machine)
         return Draft(run.seconds, run.busy(Kind.KERNEL), memgraph.num_vertices)
 
-    def seconds(
-        self, graph: TaskGraph, budget: int, rules: Sequence[Rule], enough: float = 0.0
-    ) -> float:
-        """The least of some rules, or that of the first which is enough; infinite where none makes
+    def seconds(self, graph: TaskGraph, budget: int, enough: float = 0.0) -> float:
+        """The least by any rule, or that by the first which is enough; infinite where none makes
         do with the host memory."""
         least = float("inf")
-        for rule in rules:
+        for rule in VARIANTS:
             draft = self.of(graph, budget, rule)
             least = least if draft is None else min(least, draft.seconds)
             if least <= enough:

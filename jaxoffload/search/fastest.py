@@ -16,8 +16,6 @@ from jaxoffload.search.program import CompiledCut
 
 logger = logging.getLogger(__name__)
 
-_ORDERED_VERTICES = 2000
-"""Up to so many vertices other serial orders are tried."""
 _GAIN = 0.99
 """Another order is taken if it ends within this share of the best one's time."""
 
@@ -34,18 +32,16 @@ class Timed(NamedTuple):
 def in_other_orders(cut: CompiledCut, machine: Machine) -> Iterator[CompiledCut]:
     """A cut as it is, and with its vertices in each other order worth a try."""
     yield cut
-    if len(cut.graph.vertices) <= _ORDERED_VERTICES:
-        seconds = machine.task_seconds(cut.graph)
-        for name, graph in orders(cut.graph, seconds.tolist()).items():
-            logger.debug("order %s", name)
-            yield cut.with_order(graph)
+    seconds = machine.task_seconds(cut.graph)
+    for name, graph in orders(cut.graph, seconds.tolist()).items():
+        logger.debug("order %s", name)
+        yield cut.with_order(graph)
 
 
 def fastest(cut: CompiledCut, budget: int, drafts: Drafts) -> Timed:
     """The best of a cut's orders and rules, by simulated seconds; infinite ones where no rule makes
     do with the host memory."""
-    is_small = len(cut.graph.vertices) <= _ORDERED_VERTICES
-    rules = VARIANTS[: None if is_small else 1]
+    rules = VARIANTS
     best, rule, least, compute = cut, rules[0], float("inf"), 0.0
     for ordered in in_other_orders(cut, drafts.machine):
         gain = 1.0 if ordered is cut else _GAIN

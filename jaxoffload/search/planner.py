@@ -45,7 +45,7 @@ from jaxoffload.runtime import backends
 from jaxoffload.runtime.callers import byte_count
 from jaxoffload.runtime.plan import Plan, Pricing
 from jaxoffload.runtime.request import Request
-from jaxoffload.search.cuts import FINEST, PIECE, SAME, WHOLE, Cut, Ranking, Room, rules
+from jaxoffload.search.cuts import FINEST, PIECE, SAME, WHOLE, Cut, Ranking, Room
 from jaxoffload.search.drafts import Drafts
 from jaxoffload.search.fastest import Timed, fastest, in_other_orders
 from jaxoffload.search.least import least_cut, roughly_least_cut
@@ -94,7 +94,7 @@ class Planner:
         whole_bytes: Callable[[], int] | None = None,
     ):
         self.request, self._whole_bytes = request, whole_bytes
-        self._compiles = compiles
+        self._compiles, self._estimates = compiles, estimates
         self.backend = backend or backends.current()
         model = machine or self.backend.machine
         self.machine = machine or model.with_rates(request.options.rates)
@@ -110,6 +110,22 @@ class Planner:
     def _program(self) -> CutProgram:
         """The function, captured when somebody asks for it: a plan may be found instead."""
         return self._make_program()
+
+    @property
+    def is_the_same_in_any_process(self) -> bool:
+        """Whether another process would make the same plan, and find its executables."""
+        executables = self.backend.executables
+        if self._compiles:
+            return bool(executables.described)
+        return not (self._estimates and executables.has_some())
+
+    @property
+    def depends_on(self) -> bytes:
+        """What its plans depend on beside request and machine: for executables, on who compiles
+        them."""
+        if self._compiles:
+            return self.backend.executables.described
+        return b"looked at, workspace " + (b"estimated" if self._estimates else b"nothing")
 
     def simulated(self) -> list[tuple[Cut, float]]:
         """The cuts that were simulated and may be compiled, the fastest first; none where the cut
@@ -278,8 +294,7 @@ class Planner:
                 if expected is None:
                     return compiled
                 taken = reserved_workspace(compiled.graph, 1)[0]
-                found = compiled.graph
-                took = self._drafts.seconds(found, budget, rules(found), SAME * expected)
+                took = self._drafts.seconds(compiled.graph, budget, SAME * expected)
                 if took < least:
                     best, least, workspace = compiled, took, taken
                     assumed = reserved_workspace(graphs(cut), 1)[0]
@@ -316,7 +331,7 @@ class Planner:
             ):
                 continue
             priced = costs(compiled.graph, compiled.executables)
-            if self._drafts.seconds(priced, budget, rules(priced)) < seconds:
+            if self._drafts.seconds(priced, budget) < seconds:
                 best = fastest(compiled, budget, self._drafts)
                 return self._finish(best.cut, self._built(best, budget), budget, resident=False)
         return None
