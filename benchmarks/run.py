@@ -1,10 +1,11 @@
-"""One entry to every benchmark: `python -m benchmarks.run NAME [--small] [--out FOLDER]`."""
+"""One entry to every benchmark: `python -m benchmarks.run NAME [--small] [--out FOLDER]`; plans
+also [--against FILE]."""
 
 import argparse
 import importlib
 
 NAMES = ("ratios", "first_call", "restart", "steady", "split", "accuracy", "overhead", "planner",
-         "disk", "ram", "simulated", "throttled", "finetune", "soak")  # fmt: skip
+         "plans", "disk", "ram", "simulated", "throttled", "finetune", "soak")  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -12,9 +13,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("name", choices=(*NAMES, "all"))
     parser.add_argument("--small", action="store_true", help="sizes that take seconds")
     parser.add_argument("--out", help="folder for the JSON results")
+    parser.add_argument("--against", help="of plans: the JSON of another version")
     args = parser.parse_args(argv)
+    if args.against and args.name != "plans":
+        parser.error(f"--against={args.against} is for plans, not for {args.name}.")
     for name in NAMES if args.name == "all" else (args.name,):
-        importlib.import_module(f"benchmarks.{name}").run(small=args.small, out=args.out)
+        more = {"against": args.against} if args.against else {}
+        importlib.import_module(f"benchmarks.{name}").run(small=args.small, out=args.out, **more)
 
 
 if __name__ == "__main__":

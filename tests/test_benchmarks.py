@@ -12,11 +12,27 @@ pytestmark = pytest.mark.plain_runs  # what is measured is what users get
 
 
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
-@pytest.mark.parametrize("name", [name for name in run.NAMES if name != "soak"])
+@pytest.mark.parametrize("name", [name for name in run.NAMES if name not in ("soak", "plans")])
 def test_benchmark_runs(name, tmp_path, capsys):
     run.main([name, "--small", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
     assert rows and capsys.readouterr().out
+
+
+def test_plans_are_compared_with_those_of_another_version(tmp_path, capsys):
+    before = tmp_path / "plans.json"
+    run.main(["plans", "--small", "--out", str(tmp_path)])
+    found = json.loads(before.read_text())
+    capsys.readouterr()
+    slower = found["rows"][2]
+    slower["seconds"] /= 1.2  # what it took before
+    before.write_text(json.dumps(found))
+    run.main(["plans", "--small", "--against", str(before), "--out", str(tmp_path / "now")])
+    rows = json.loads((tmp_path / "now" / "plans.json").read_text())["rows"]
+    assert [row["bytes"] for row in rows] == [row["bytes"] for row in found["rows"]]
+    assert sorted(row["over_other"] for row in rows) == [1.0] * 7 + [pytest.approx(1.2)]
+    worse = [line for line in capsys.readouterr().out.splitlines() if line.startswith("worse")]
+    assert len(worse) == 1 and f"{slower['budget']} {slower['link']}: 1.200" in worse[0]
 
 
 @pytest.fixture(scope="module")

@@ -123,6 +123,7 @@ class Group:
         self.copies: set[Key] = set()
         self.used: dict[Value, dict[int | None, int]] = {}  # by how many members, in which cut
         self.made_of: list[tuple[Any, Member | None]] = []  # what it was, to go back
+        self.argument_bytes = 0  # of the caller's arrays that members read
         self.bits = _Bits(0, 0, 0, 0)
         base = seed - SPAN
         joinable = self.where.open.get(self.segment, 0)
@@ -169,9 +170,12 @@ class Group:
     def _count_uses(self, member: Member, change: int) -> None:
         for v, d in member.uses:
             cuts = self.used.setdefault(v, {})
+            was_used = bool(cuts)
             cuts[d] = cuts.get(d, 0) + change
             if not cuts[d]:
                 del cuts[d]
+            if v.argument is not None and bool(cuts) != was_used:
+                self.argument_bytes += change * v.num_bytes()
 
     def _go_back(self, length: int, bits: _Bits) -> None:
         """Takes out what has been added since `made_of` had a length."""
@@ -194,15 +198,18 @@ class Group:
         """Where the members stand that are no copies."""
         return {m.position for m in self.members.values() if m.position is not None}
 
-    def grow(self) -> bool:
+    def grow(self, limit: float) -> bool:
         """Adds producers and readers of large values until there are no more that can join.
 
         Returns:
-          Whether all that the group reads can be had.
+          Whether all that the group reads can be had, and its working set is below a limit.
         """
         queue = collections.deque(self.members.values())
         tried: set[int] = set()
         while queue:
+            # Members stay, and what they read of the caller's stays outside of the group.
+            if self.argument_bytes >= limit:
+                return False
             member = queue.popleft()
             for value, d in member.uses:
                 is_there = value.argument is not None or value in self.where.producer
@@ -221,7 +228,7 @@ class Group:
                     if reader not in tried and reader not in self.members:
                         tried.add(reader)
                         queue += self._join(reader)
-        return True
+        return self.working_set() < limit
 
     def has(self, value: Value, d: int | None) -> bool:
         """Whether the group makes a value in that cut."""
@@ -385,12 +392,8 @@ class Group:
         members, inputs = self.ordered, self.inputs
         values = list(dict.fromkeys(v for v, _ in inputs))
         made_by = {v: m for m in members if not m.is_copy for v in m.equation.outputs}
-        plan = TiledLoop(
-            tuple((m.equation, m.way) for m in members),
-            tuple(inputs),
-            tuple(values),
-            tuple(Output(v, self.cut[v], made_by[v].way, made_by[v].fold) for v in outputs),
-            self.count,
-        )
+        steps = tuple((m.equation, m.way) for m in members)
+        made = tuple(Output(v, self.cut[v], made_by[v].way, made_by[v].fold) for v in outputs)
+        plan = TiledLoop(steps, tuple(inputs), tuple(values), made, self.count)
         operation = TiledOperation(plan.key(), [m.equation for m in members], self.count, plan.run)
         return Equation(operation, tuple(values), tuple(outputs), self.segment)

@@ -111,7 +111,7 @@ class _Splitter:
                 return None
             count, number = choice
             group = Group(self.search, seed, self.search.tilings(equation, count)[number], count)
-            if group.grow() and group.working_set() < before:
+            if group.grow(before):
                 return group
         self.choices[known] = None
         if self.search.steps < 0:
@@ -123,9 +123,7 @@ class _Splitter:
                     if self.search.steps < 0:
                         return best
                     group = Group(self.search, seed, way, count)
-                    if group.grow() and group.working_set() < (
-                        before if best is None else best.working_set()
-                    ):
+                    if group.grow(before if best is None else best.working_set()):
                         best = group
                         self.choices[known] = (count, number)
         return best

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxoffload import garbage
@@ -27,7 +28,9 @@ from jaxoffload.report.subjects import format_seconds
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request
+from jaxoffload.search.kept import KeptPlan
 from jaxoffload.search.one_memory import planner_for
+from jaxoffload.search.planner import Planner
 
 _KIND_NAMES = {
     TensorKind.WEIGHT: "weights",
@@ -145,30 +148,35 @@ class Explanation:
         """
         options = request.options
         planner = planner_for(request, compiles=False, estimates=True)
-        plan = None
-        try:
-            plan = planner.plan()
-        except PlanError:
-            pass
-        graph = planner.whole()
-        least, least_graph, least_vertex = planner.minimum()
-        found = usage(graph, request.name_of)
-        peak = resident_peak(graph)
-        vertex = least_graph.vertices[least_vertex] if least_graph.vertices else None
+        kept = KeptPlan(planner, may_run_whole=False)
+        same = _same(leaves)
+        found, plan = kept.beside(request.argument_names, same), None
+        if found is None or found["fits"]:
+            try:
+                plan = kept.find() or kept.made()
+            except PlanError:
+                pass
+        if found is None:
+            found = _found(request, planner, plan is not None, leaves)
+            kept.keep_beside(found, request.argument_names, same)
         budget = options.device_memory
         assert budget is None or isinstance(budget, int)
+        peak, least = found["peak_bytes"], found["min_device_memory"]
+        parts = dict(found["usage"])
+        parts["live"] = np.array(parts["live"], dtype=np.int64)
+        parts["largest"] = [tuple(part) for part in parts["largest"]]
         return cls(
             name=request.name,
-            usage=found,
+            usage=Usage(**parts),
             peak_bytes=peak,
-            peak_source=_where(graph, found.peak_vertex),
+            peak_source=found["peak_source"],
             min_device_memory=least,
-            min_source=_where(least_graph, least_vertex) if vertex else "nothing",
+            min_source=found["min_source"],
             budget=budget,
             plan=plan,
-            has_estimates=planner.has_estimated,
+            has_estimates=found["has_estimates"],
             verdict=_verdict(budget, asked, peak, least, plan, options.memory is not None),
-            advice=tuple(advice(request, planner, leaves)),
+            advice=tuple(found["advice"]),
         )
 
     def __str__(self) -> str:
@@ -220,6 +228,33 @@ class Explanation:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+def _found(request: Request, planner: Planner, fits: bool, leaves: Sequence[Any]) -> dict[str, Any]:
+    """What is told of a function, apart from its plan, as JSON can say it."""
+    graph = planner.whole()
+    least, least_graph, least_vertex = planner.minimum()
+    used = usage(graph, request.name_of)
+    parts = {field.name: getattr(used, field.name) for field in dataclasses.fields(Usage)}
+    return {
+        "fits": fits,
+        "usage": parts | {"live": used.live.tolist()},
+        "peak_bytes": resident_peak(graph),
+        "peak_source": _where(graph, used.peak_vertex),
+        "min_device_memory": least,
+        "min_source": _where(least_graph, least_vertex) if least_graph.vertices else "nothing",
+        "has_estimates": planner.has_estimated,
+        "advice": advice(request, planner, leaves),
+    }
+
+
+def _same(leaves: Sequence[Any]) -> list[int]:
+    """For each array the first that is the same one, and itself for a shape."""
+    first: dict[int, int] = {}
+    return [
+        i if isinstance(leaf, jax.ShapeDtypeStruct) else first.setdefault(id(leaf), i)
+        for i, leaf in enumerate(leaves)
+    ]
 
 
 def _time(plan: Plan) -> str:

@@ -13,6 +13,7 @@ from jaxoffload.plan.cost.machines import MACHINES, Machine
 from jaxoffload.plan.cost.simulate import Timeline, simulate
 from jaxoffload.runtime.plan import Carried
 from jaxoffload.runtime.request import Request
+from jaxoffload.search.kept import KeptPlan
 from jaxoffload.search.one_memory import planner_for
 from jaxoffload.showing import ShownMemory
 
@@ -119,8 +120,9 @@ def predict(request: Request, machine: Machine | str, policy: str, jitter: float
     planner = planner_for(
         dataclasses.replace(request, options=options), machine=machine, compiles=False
     )
+    kept = KeptPlan(planner, may_run_whole=False)
     try:
-        plan = planner.plan()
+        plan = kept.find() or kept.made()
     except PlanError as error:
         least = error.min_device_memory
         raise PlanError(f"{error} (planned without executables' workspace)", least) from None

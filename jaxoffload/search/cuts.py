@@ -6,23 +6,27 @@ and how much is recomputed. Candidates are planned and simulated on the model of
 
 1. Cuts that recompute nothing, coarse ones first, until one takes hardly longer than the kernels
    of the uncut program, or finer ones only get slower.
-2. From the best and the coarsest of those, with and without splitting: more and more recomputed, as
-   long as that is faster; then with a shorter reuse distance; then the neighbours of the best.
+2. From the best and the coarsest of those, with and without splitting: shares recomputed, those
+   first that may be fastest; then with a shorter reuse distance; then the neighbours of the best.
 
-How many vertices may be simulated in all follows from how long the program itself takes.
+A cut that holds or computes too much to be the best is known before it is captured. How much work
+the search may be follows from how long the program itself takes.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
-from jaxoffload.graphs.memgraph import MemGraph
+import numpy as np
+
+from jaxoffload.capture.floor import Floor
 from jaxoffload.graphs.taskgraph import TaskGraph
-from jaxoffload.plan.alloc.limits import min_budget
+from jaxoffload.plan.alloc.build import VARIANTS
+from jaxoffload.plan.bounds import callers_bytes, least_seconds
 from jaxoffload.plan.cost.machines import Machine
-from jaxoffload.plan.cost.simulate import simulate
+from jaxoffload.search.drafts import CAPTURED, Drafts
 
 SHARES = (1 / 3, 1 / 5, 1 / 8, 1 / 14, 1 / 24)
 """Working sets of a vertex to try, as shares of the budget; after these, single operations."""
@@ -47,12 +51,12 @@ _WORSE = 1.2
 of allocation are tried only for cuts that are nearer to it."""
 _LAST = 4
 """How many finer cuts in turn must be so much worse."""
-SIMULATED_VERTICES = 300, 10_000
-"""Vertices of the MemGraphs that are simulated before one is chosen, at least and at most: about a
-second's planning."""
-_VERTICES_A_SECOND = 2e7
+WORK = 30_000, 400_000
+"""Work of each part of a search, at least and at most (drafts.py says what is counted)."""
+_WORK_A_SECOND = 1e9
 """The same for each second that the kernels of the uncut program take, so that planning takes about
 as long as two thousand calls."""
+_NEVER = float("inf")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,54 +96,93 @@ class Tried(NamedTuple):
 WHOLE, FINEST = Cut(float("inf")), Cut(0, 1, piece_bytes=0)
 
 
+class Cutter(Protocol):
+    """A program at every granularity, as far as a ranking asks (search/program.py)."""
+
+    def key(self, cut: Cut) -> Any:
+        """Equal for cuts with the same vertices."""
+        ...
+
+    def floor(self, cut: Cut) -> Floor:
+        """What such a cut holds and computes at least. Nothing is captured for it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Room:
+    """What a cut has to make do with.
+
+    Attributes:
+      budget: bytes of device memory.
+      host_memory: bytes of the host tier, None for no limit.
+      moves: whether what does not fit may be moved away at all.
+      needs: bytes of device memory that a TaskGraph needs at least.
+    """
+
+    budget: int
+    host_memory: int | None
+    moves: bool
+    needs: Callable[[TaskGraph], int]
+
+
 class Ranking:
     """Simulates cuts for one budget.
 
     Args:
-      captured: a cut's TaskGraph.
-      build: MemGraphs of a TaskGraph for the budget; that which ends first counts.
-      budget: bytes of device memory.
-      machine: on which they are simulated.
+      cutter: the program.
+      graphs: a cut's TaskGraph.
+      drafts: by which cuts are compared, on its machine.
       recompute: whether cuts that recompute are among them: "auto", "never", or "always": no
         others are.
     """
 
     def __init__(
         self,
-        captured: Callable[[Cut], TaskGraph],
-        build: Callable[[TaskGraph], Iterable[MemGraph]],
-        budget: int,
-        machine: Machine,
+        cutter: Cutter,
+        graphs: Callable[[Cut], TaskGraph],
+        drafts: Drafts,
+        room: Room,
         recompute: str,
     ):
-        self._recompute = recompute
-        self._captured, self._build = captured, build
-        self._budget, self._machine = budget, machine
+        self._cutter, self._graphs, self._drafts = cutter, graphs, drafts
+        self._room, self._recompute = room, recompute
+        self._budget, self._machine = room.budget, drafts.machine
         self._tried: list[Tried] = []
-        self._work = 0
+        self._captures: dict[Any, int] = {}
+        self._begun = 0.0
+
+    def _captured(self, cut: Cut) -> TaskGraph:
+        self._captures[self._cutter.key(cut)] = CAPTURED * self._cutter.floor(cut).equations
+        return self._graphs(cut)
+
+    @property
+    def _work(self) -> float:
+        """Done so far; see drafts.py. What this search asks for counts, known before or not."""
+        return self._drafts.work + sum(self._captures.values())
 
     @functools.cached_property
     def _allowed(self) -> float:
-        """Vertices to simulate."""
-        return simulated_vertices(self._machine, self._captured(WHOLE))
+        """Work for each part of the search."""
+        return allowed_work(self._machine, self._graphs(WHOLE))
 
     @functools.cached_property
     def _enough(self) -> float:
         """Seconds; a cut that takes no longer ends the search. About what the kernels of the uncut
         program take, or the copies of its arguments and results."""
-        graph = self._captured(WHOLE)
+        graph = self._graphs(WHOLE)
         compute = float(self._machine.task_seconds(graph).sum())
-        read = {t for v in graph.vertices for t in v.inputs if not v.gathered}
-        up = sum(graph.tensors[t].bytes for t in read if graph.tensors[t].argument is not None)
-        down = sum(t.bytes for t in graph.tensors if t.results and t.argument is None)
-        on = self._machine
-        link = max(up / on.to_device.bytes_per_second, down / on.from_device.bytes_per_second)
-        return max(_CLOSE * compute, compute + _LITTLE, SAME * link)
+        least = least_seconds(graph, self._machine, float("inf"))
+        return max(_CLOSE * compute, compute + _LITTLE, SAME * least)
+
+    @functools.cached_property
+    def _callers(self) -> np.ndarray:
+        """Bytes of arguments and of results that any cut copies."""
+        return callers_bytes(self._graphs(WHOLE)).sum(axis=1)
 
     def feasible(self) -> Iterator[Cut]:
         """Cuts that may work within the budget, coarse ones first, none simulated."""
         for cut in self._plain():
-            if min_budget(self._captured(cut))[0] <= self._budget:
+            if self._may_work(cut) and self._room.needs(self._captured(cut)) <= self._budget:
                 yield cut
 
     def by_time(self) -> Iterator[tuple[Cut, float | None]]:
@@ -147,28 +190,45 @@ class Ranking:
         the others, finer ones last, with None."""
         waiting = self._plain()
         before = None
+        self._begun = self._work
         while waiting and not self._is_enough() and not self._gets_worse():
             cut = waiting.pop(0)
+            if not self._may_work(cut):
+                self._note(cut, float("inf"))
+                continue
             graph = self._captured(cut)
-            if min_budget(graph)[0] > self._budget or graph == before:
+            if self._room.needs(graph) > self._budget or graph == before:
                 continue
             before = graph
-            if len(graph.vertices) > SIMULATED_VERTICES[1]:
-                yield cut, None
-                continue
             self._try(cut, graph)
         for bases in self._bases() if self._recompute == "auto" else ():
-            self._work = 0
+            self._begun = self._work
             for base in bases:
                 self._try_recomputing(base)
         yield from self.simulated()
         for cut in waiting:
-            if min_budget(self._captured(cut))[0] <= self._budget:
+            if self._may_work(cut) and self._room.needs(self._captured(cut)) <= self._budget:
                 yield cut, None
 
     def simulated(self) -> list[tuple[Cut, float]]:
-        """The cuts that `by_time` has simulated, fast ones first, and their seconds."""
-        return [(found.cut, found.seconds) for found in _by_time(self._tried)]
+        """The cuts that `by_time` has found to work, fast ones first, and their simulated
+        seconds."""
+        return [
+            (found.cut, found.seconds) for found in _by_time(self._tried) if found.seconds < _NEVER
+        ]
+
+    def _least_seconds(self, cut: Cut) -> tuple[float, float]:
+        """Seconds of kernels and of copies in any draft of a cut, by what is known before it is
+        captured; infinite ones of copies where none can work."""
+        floor, on = self._cutter.floor(cut), self._machine
+        excess = max(0, floor.bytes - self._budget)
+        up, down = self._callers + excess
+        ways = up / on.to_device.bytes_per_second, down / on.from_device.bytes_per_second
+        copies = max(ways) if self._room.moves or not excess else _NEVER
+        return floor.flops / on.flops_per_second, copies
+
+    def _may_work(self, cut: Cut) -> bool:
+        return self._least_seconds(cut)[1] < _NEVER
 
     def _plain(self) -> list[Cut]:
         """Cuts that recompute nothing, or (if others are not wanted) all that they can."""
@@ -190,44 +250,55 @@ class Ranking:
     def _bases(self) -> list[list[Tried]]:
         """Cuts to recompute from: the best and the coarsest of those that split nothing, and of the
         others."""
-        known: set[tuple[float, float]] = set()
+        known: set[Any] = set()
         found = []
         for is_split in (False, True):
             alike = [
                 t
                 for t in self._tried
                 if (t.cut.split_bytes is not None) == is_split
-                and (t.seconds, t.cut.max_bytes) not in known  # a cut that found nothing to split
+                and self._cutter.key(t.cut) not in known  # a cut that found nothing to split
             ]
-            known.update((t.seconds, t.cut.max_bytes) for t in alike)
+            known.update(self._cutter.key(t.cut) for t in alike)
             found.append(list(dict.fromkeys(_by_time(alike, _NEAR)[:1] + alike[:1])))
         return found
 
     def _try(self, cut: Cut, graph: TaskGraph) -> float:
-        took = float("inf")
-        best = min((found.seconds for found in self._tried), default=took)
-        for number, memgraph in enumerate(self._build(graph)):
-            self._work += 0 if number else memgraph.num_vertices
-            took = min(took, simulate(memgraph, machine=self._machine).seconds)
-            if took <= self._enough or took > _WORSE * best:
+        """Drafts by the first rule; by others as long as the cut may still be the best."""
+        took, best = _NEVER, self._best
+        least = least_seconds(graph, self._machine, self._budget, self._room.host_memory)
+        for rule in VARIANTS:
+            draft = self._drafts.of(graph, self._budget, rule)
+            took = took if draft is None else min(took, draft.seconds)
+            if took <= max(self._enough, SAME * least) or min(took, least * _WORSE) > _WORSE * best:
                 break
-        self._tried.append(Tried(took, len(self._tried), cut))
-        return took
+        return self._note(cut, took)
+
+    def _note(self, cut: Cut, seconds: float) -> float:
+        self._tried.append(Tried(seconds, len(self._tried), cut))
+        return seconds
+
+    @property
+    def _best(self) -> float:
+        return min((found.seconds for found in self._tried), default=_NEVER)
 
     def _try_recomputing(self, base: Tried) -> None:
-        """Recomputes more and more, so that less is moved, as long as that is faster."""
+        """Recomputes shares of what is read much later, so that less is moved: those first that
+        may be fastest, and no larger ones than one that is slow."""
         found = {(REUSE_DISTANCES[0], 0.0): base.seconds}
-        for share in RECOMPUTED:
-            least = min(found.values())
+        waiting = self._by_promise(base.cut)
+        while waiting:
+            share, least = waiting.pop(0), min(found.values())
             took = self._attempt(base.cut, REUSE_DISTANCES[0], share, found)
             if took > _WORSE * least:
-                break
+                waiting = [less for less in waiting if less < share]
             if SAME * took < least:  # it pays: the next is tried in any case
-                self._work = min(self._work, int(self._allowed))
-        if len(found) == 1:
+                self._begun = max(self._begun, self._work - self._allowed)
+        if len(found) == 1 and base.seconds < _NEVER:
             return
         best = min(found, key=found.__getitem__)[1]
-        for share in sorted({best, 1.0} if best > RECOMPUTED[0] else {best}):
+        is_far = best > RECOMPUTED[0] or min(found.values()) == _NEVER
+        for share in sorted({best, 1.0} if is_far else {best}):
             self._attempt(base.cut, REUSE_DISTANCES[1], share, found)
         reuse_distance, best = min(found, key=found.__getitem__)
         step = (RECOMPUTED[1] - RECOMPUTED[0]) / 2
@@ -237,6 +308,23 @@ class Ranking:
             > found[reuse_distance, best]
         ):
             self._attempt(base.cut, reuse_distance, best + step, found)
+
+    def _recomputing(self, base: Cut, reuse_distance: float, share: float) -> Cut:
+        far = reuse_distance * self._budget
+        return dataclasses.replace(base, recomputed=share, reuse_distance=far)
+
+    def _by_promise(self, base: Cut) -> list[float]:
+        """Shares to recompute, those first that take least at least, as far as the two ends tell;
+        none where there is nothing to recompute."""
+        most = self._recomputing(base, REUSE_DISTANCES[0], 1.0)
+        if not self._cutter.floor(most).recomputes:
+            return []
+        ends = list(zip(self._least_seconds(base), self._least_seconds(most), strict=True))
+
+        def promise(share: float) -> float:
+            return max(b if share == 1 else (1 - share) * a + share * b for a, b in ends)
+
+        return sorted(RECOMPUTED, key=promise)
 
     def _attempt(
         self,
@@ -250,14 +338,17 @@ class Ranking:
             return found[reuse_distance, share]
         if not 0 < share <= 1 or self._is_enough():
             return float("inf")
-        cut = dataclasses.replace(
-            base, recomputed=share, reuse_distance=reuse_distance * self._budget
-        )
-        graph = self._captured(cut)
-        if not any(vertex.recomputed for vertex in graph.vertices):
+        cut = self._recomputing(base, reuse_distance, share)
+        if not self._cutter.floor(cut).recomputes:
             return found[REUSE_DISTANCES[0], 0.0]
-        took = float("inf") if min_budget(graph)[0] > self._budget else self._try(cut, graph)
-        found[reuse_distance, share] = took
+        kernels, copies = self._least_seconds(cut)
+        if kernels > _WORSE * self._best:
+            return _NEVER
+        if copies > _WORSE * self._best or copies == _NEVER:
+            return min(found.values())  # too little is recomputed to tell
+        graph = self._captured(cut)
+        works = self._room.needs(graph) <= self._budget
+        found[reuse_distance, share] = took = self._try(cut, graph) if works else _NEVER
         return took
 
     def _gets_worse(self) -> bool:
@@ -266,14 +357,13 @@ class Ranking:
         return len(times) > _LAST and min(times[-_LAST:]) > _WORSE * min(times)
 
     def _is_enough(self) -> bool:
-        is_fast = any(found.seconds <= self._enough for found in self._tried)
-        return is_fast or self._work > self._allowed
+        return self._best <= self._enough or self._work - self._begun > self._allowed
 
 
-def simulated_vertices(machine: Machine, whole: TaskGraph) -> float:
-    """How many MemGraph vertices may be simulated for the sake of a program."""
-    least, most = SIMULATED_VERTICES
-    return min(most, max(least, _VERTICES_A_SECOND * float(machine.task_seconds(whole).sum())))
+def allowed_work(machine: Machine, whole: TaskGraph) -> float:
+    """How much work each part of a search may be for the sake of a program."""
+    least, most = WORK
+    return min(most, max(least, _WORK_A_SECOND * float(machine.task_seconds(whole).sum())))
 
 
 def split_size(size: float) -> float:

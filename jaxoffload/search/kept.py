@@ -3,11 +3,12 @@
 Takes a planner; gives the plan that it would make, if one like it made that before, and keeps the
 plans that are made. A plan is kept as its graphs in columns, the digests of its executables, and
 the cuts that were simulated for it. It is found only together with all of its executables, and is
-verified before it runs, as any other. Its planner captures the function when somebody asks for
-another plan.
+verified before it runs, as any other; one that is only looked at has none, and is found on any
+platform. Its planner captures the function when somebody asks for another plan.
 """
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -40,7 +41,8 @@ class KeptPlan:
         self._folder: Folder | None = place.current()
         self._name = ""
         is_kept = planner.request.options.memory is None  # other plans know what carried them
-        if is_kept and self._folder is not None and planner.backend.executables.described:
+        is_kept &= planner.is_the_same_in_any_process
+        if is_kept and self._folder is not None:
             try:
                 self._name = self._named(may_run_whole)
             except UnknownError as error:
@@ -82,6 +84,26 @@ class KeptPlan:
         data = columns.packed(about, plan.memgraph, lambda source: numbers.get(source, source))
         self._folder.write(self._name, data)
 
+    def beside(self, *about: Any) -> Any:
+        """What was kept beside the plan by `keep_beside`, None if nothing was."""
+        data = self._folder.read(self._beside(about)) if self._folder and self._name else None
+        return None if data is None else json.loads(data)
+
+    def keep_beside(self, value: Any, *about: Any) -> None:
+        """Keeps what JSON can say of the function as it is planned.
+
+        Args:
+          about: what it depends on beside all that the plan depends on.
+        """
+        if self._folder is not None and self._name:
+            text = json.dumps(value, separators=(",", ":"))
+            self._folder.write(self._beside(about), text.encode())
+
+    def _beside(self, about: Any) -> str:
+        lines = {id(e): compat.source_line(e.source_info) for e in self._encoder.equations()}
+        named = repr((self._name, list(lines.values()), about))
+        return f"beside-{hashlib.sha256(named.encode()).hexdigest()}"
+
     def runs_whole(self) -> bool:
         """Whether it is kept that the function fits as it is."""
         return self._data == _WHOLE
@@ -102,7 +124,7 @@ class KeptPlan:
         made = hashlib.sha256()
         for part in (
             encode(platform.source_digest()),
-            planner.backend.executables.described,
+            planner.depends_on,
             encode(planner.backend.name),
             encode(planner.backend.machine),
             encode(planner.machine),

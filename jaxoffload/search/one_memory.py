@@ -11,7 +11,7 @@ and what is recomputed. The arena has what the window leaves.
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,9 +36,11 @@ from jaxoffload.runtime.callers import byte_count
 from jaxoffload.runtime.plan import Carried, Plan
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.cuts import FINEST, WHOLE, Cut, split_size
+from jaxoffload.search.drafts import Drafts
+from jaxoffload.search.fastest import Timed, in_other_orders
 from jaxoffload.search.least import SPLITS
-from jaxoffload.search.planner import Planner, Timed
-from jaxoffload.search.program import CompiledCut
+from jaxoffload.search.planner import Planner
+from jaxoffload.search.program import CompiledCut, least_budget
 
 _WINDOWS = (1 / 8, 1 / 4, 1 / 2, 1 / 16)
 """Shares of the memory to try for the host tier above a disk. The cut is chosen with the first that
@@ -80,7 +82,7 @@ class OneMemoryPlanner(Planner):
         """The plan that moves and recomputes nothing, if everything fits."""
         if self._uses_disk_arrays or not self._may_be_kept(memory + self._argument_bytes):
             return None
-        for cut in self._in_other_orders(self._whole()):
+        for cut in in_other_orders(self._whole(), self.machine):
             callers = resident_peak(cut.graph) - intermediates_peak(cut.graph)
             room = memory - new_result_bytes(cut.graph) - self._kept_by_allocator(cut.graph)
             kept = keep_everything(cut.graph, room + callers)
@@ -102,7 +104,8 @@ class OneMemoryPlanner(Planner):
                 best = part, found
         if best is None:
             return None
-        return best[0]._done(best[1].cut, best[1].memgraph)
+        part, found = best
+        return part._done(found.cut, part._built(found, part.arena))
 
     def _done(self, cut: CompiledCut, memgraph: MemGraph) -> Plan:
         """A plan of this share of the memory."""
@@ -139,6 +142,7 @@ class OneMemoryPlanner(Planner):
         other._program = self._program  # captured once for all
         options = replace(options, memory=memory, device_memory=arena, host_memory=host, **changes)
         other.request = replace(self.request, options=options)
+        other._drafts = Drafts(other.build, self.machine)
         return other
 
     @property
@@ -163,27 +167,35 @@ class OneMemoryPlanner(Planner):
         """The best plan of a cut, None if none works."""
         if cut is None or cut.needs > self.arena:
             return None
-        try:
-            return self._fastest_with_or_without_recomputing(cut, self.arena)
-        except PlanError:
-            return None
+        found = self._fastest_with_or_without_recomputing(cut, self.arena)
+        return found if found.seconds < float("inf") else None
 
     def build(self, graph: TaskGraph, budget: int, **choices: Any) -> MemGraph:
         """A MemGraph within the arena and the host tier."""
-        # Results whose donated arguments this cut reads too late take memory of their own.
-        budget -= new_result_bytes(graph) - self._result_bytes
-        budget -= self._kept_by_allocator(graph)
-        can_spill = self._has_disk or bool(self.request.options.host_memory)
-        needed = min_budget(graph)[0] if can_spill else _kept_bytes(graph)
-        if needed > budget:
+        kept = self._kept_by_allocator(graph)
+        if (needed := self.needs(graph) + kept) > budget:
             raise PlanError(f"offload({self.request.name}): needs {needed} bytes of {budget}")
+        budget -= self._more_result_bytes(graph) + kept
         try:
             return super().build(graph, budget, in_place_io="always", **choices)
         except PlanError:
-            found = None if can_spill else keep_in_chosen_places(graph, budget)
+            found = None if self._moves else keep_in_chosen_places(graph, budget)
             if found is None:
                 raise
             return found
+
+    def needs(self, graph: TaskGraph) -> int:
+        least = least_budget(graph) if self._moves else _kept_bytes(graph)
+        return least + self._more_result_bytes(graph)
+
+    @property
+    def _moves(self) -> bool:
+        return self._has_disk or bool(self.request.options.host_memory)
+
+    def _more_result_bytes(self, graph: TaskGraph) -> int:
+        """Bytes of results whose donated arguments this cut reads too late: they take memory of
+        their own."""
+        return new_result_bytes(graph) - self._result_bytes
 
     def _kept_by_allocator(self, graph: TaskGraph) -> int:
         memory = self.request.options.memory
@@ -247,15 +259,26 @@ class OneMemoryPlanner(Planner):
         for size in (share * peak for share in _SIZES):
             split = split_size(size / 2)
             cuts += [Cut(size, None, given, piece_bytes=size / 2) for given in (None, split)]
-        best = min(cuts, key=self._needs_of)
+        again: list[Cut] = []
         if self.request.options.recompute != "never":
-            for share in _LONG:
-                again = (replace(cut, recomputed=1.0, reuse_distance=share * peak) for cut in cuts)
-                best = min([best, *again], key=self._needs_of)
-        return self._program.compiled(best)
+            again = [
+                replace(cut, recomputed=1.0, reuse_distance=share * peak)
+                for share in _LONG
+                for cut in cuts
+            ]
+        return self._program.compiled(self._leanest_of([*again, *cuts]))
 
-    def _needs_of(self, cut: Cut) -> int:
-        return self._needs(self._program.estimated(cut))
+    def _leanest_of(self, cuts: Sequence[Cut]) -> Cut:
+        """Of cuts the one that seems to need least, of equal ones the last. What has to hold more
+        than another needs is not captured."""
+        best, least = cuts[-1], float("inf")
+        for cut in cuts:
+            if not self._has_disk and self._program.floor(cut).bytes > least:
+                continue
+            needed = self._needs(self._program.estimated(cut))
+            if needed <= least:
+                best, least = cut, needed
+        return best
 
     def _needs(self, graph: TaskGraph) -> int:
         """Bytes of arena, workspace and host tier that a cut needs at least."""

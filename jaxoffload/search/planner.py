@@ -11,15 +11,17 @@ Takes a `Request`; gives a `Plan`, or refuses the budget. One search is inside a
        │     │     by their simulated seconds; nothing is compiled
        │     └─ the first `_COMPILED` of them that work once compiled (program.py): the fastest
        │  or, if none works, the cut that needs least memory (least.py)
-       └─ _fastest: of that cut each rule of allocation, then each serial order by the best rule;
-             the MemGraph that ends first in simulation
+       └─ fastest (fastest.py): of that cut each rule of allocation, then each serial order by the
+             best rule; the MemGraph that ends first in simulation
+
+What all of these compare by are drafts (drafts.py), each built and simulated once.
 """
 
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import garbage
@@ -27,10 +29,10 @@ from jaxoffload.capture.build import Captured
 from jaxoffload.capture.operations import is_view
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.errors import PlanError
-from jaxoffload.graphs.memgraph import Kind, MemGraph
+from jaxoffload.graphs.memgraph import MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.options import format_bytes
-from jaxoffload.plan.alloc.build import QUICK_VARIANTS, VARIANTS, build_memgraph
+from jaxoffload.plan.alloc.build import build_memgraph
 from jaxoffload.plan.alloc.limits import (
     least_whole,
     min_budget,
@@ -39,15 +41,15 @@ from jaxoffload.plan.alloc.limits import (
 )
 from jaxoffload.plan.alloc.static import keep_everything
 from jaxoffload.plan.cost.machines import Machine
-from jaxoffload.plan.cost.simulate import simulate
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.callers import byte_count
 from jaxoffload.runtime.plan import Plan, Pricing
 from jaxoffload.runtime.request import Request
-from jaxoffload.search.cuts import FINEST, PIECE, SAME, WHOLE, Cut, Ranking
+from jaxoffload.search.cuts import FINEST, PIECE, SAME, WHOLE, Cut, Ranking, Room
+from jaxoffload.search.drafts import Drafts
+from jaxoffload.search.fastest import Timed, fastest, in_other_orders
 from jaxoffload.search.least import least_cut, roughly_least_cut
-from jaxoffload.search.orders import orders
-from jaxoffload.search.program import NOTHING, CompiledCut, CutProgram
+from jaxoffload.search.program import NOTHING, CompiledCut, CutProgram, least_budget
 
 logger = logging.getLogger(__name__)
 
@@ -58,22 +60,13 @@ _LITTLE = 0.03
 _HOPEFUL = 0.55
 """Share of the resident peak, workspace estimated. With a smaller budget nothing is compiled to see
 whether everything fits."""
-_ORDERED_VERTICES = 2000
-"""Up to so many vertices other serial orders are tried: a second's planning."""
-_ALL_VARIANTS = 300
-"""Up to so many vertices cuts are compared by all rules of allocation, above by two."""
+_LONG = 2000
+"""Operations of a program from which on the least budget is found roughly, where it is only looked
+at."""
 _GAIN = 0.99
-"""Another order is taken if it ends within this share of the best one's time."""
+"""A plan that recomputes nothing is taken if it ends within this share of the other one's time."""
 _WAITS = 1.5
 """A plan that takes so many times its kernels waits for copies."""
-
-
-class Timed(NamedTuple):
-    """A cut in one serial order, its MemGraph, and the simulated seconds of it."""
-
-    cut: CompiledCut
-    memgraph: MemGraph
-    seconds: float
 
 
 class Planner:
@@ -101,7 +94,7 @@ class Planner:
         whole_bytes: Callable[[], int] | None = None,
     ):
         self.request, self._whole_bytes = request, whole_bytes
-        self._compiles = compiles
+        self._compiles, self._estimates = compiles, estimates
         self.backend = backend or backends.current()
         model = machine or self.backend.machine
         self.machine = machine or model.with_rates(request.options.rates)
@@ -109,6 +102,7 @@ class Planner:
         self._make_program = lambda: CutProgram(
             request, self.backend, model, self.machine, compiles, estimates, settings
         )
+        self._drafts = Drafts(self.build, self.machine)
         self._ranked: Ranking | None = None
         self._cuts: list[tuple[Cut, float]] | None = None  # that another process has simulated
 
@@ -116,6 +110,22 @@ class Planner:
     def _program(self) -> CutProgram:
         """The function, captured when somebody asks for it: a plan may be found instead."""
         return self._make_program()
+
+    @property
+    def is_the_same_in_any_process(self) -> bool:
+        """Whether another process would make the same plan, and find its executables."""
+        executables = self.backend.executables
+        if self._compiles:
+            return bool(executables.described)
+        return not (self._estimates and executables.has_some())
+
+    @property
+    def depends_on(self) -> bytes:
+        """What its plans depend on beside request and machine: for executables, on who compiles
+        them."""
+        if self._compiles:
+            return self.backend.executables.described
+        return b"looked at, workspace " + (b"estimated" if self._estimates else b"nothing")
 
     def simulated(self) -> list[tuple[Cut, float]]:
         """The cuts that were simulated and may be compiled, the fastest first; none where the cut
@@ -159,7 +169,7 @@ class Planner:
                 room = 2 * resident_peak(whole.graph)
                 return self._finish(whole, self.build(whole.graph, room), budget, resident=False)
         elif self._may_be_kept(budget):
-            for cut in self._in_other_orders(self._whole()):
+            for cut in in_other_orders(self._whole(), self.machine):
                 kept = keep_everything(cut.graph, budget)
                 if kept is not None:
                     return self._finish(cut, kept, budget, resident=True)
@@ -168,19 +178,23 @@ class Planner:
         if found.needs > budget:
             raise self._refusal(budget)
         best = self._fastest_with_or_without_recomputing(found, budget)
-        return self._finish(best.cut, best.memgraph, budget, resident=False)
+        return self._finish(best.cut, self._built(best, budget), budget, resident=False)
+
+    def _built(self, best: Timed, budget: int) -> MemGraph:
+        """The MemGraph of the best draft."""
+        return self.build(best.cut.graph, budget, **best.rule)
 
     def _fastest_with_or_without_recomputing(self, cut: CompiledCut, budget: int) -> Timed:
-        """As `_fastest`. Where a cut recomputes and waits for copies all the same, the best that
+        """As `fastest`. Where a cut recomputes and waits for copies all the same, the best that
         recomputes nothing is tried beside it: in another order it may have less to move."""
-        best = self._fastest(cut, budget)
+        best = fastest(cut, budget, self._drafts)
         if self._ranked is None or not any(v.recomputed for v in cut.graph.vertices):
             return best
         if best.seconds <= _WAITS * float(self.machine.task_seconds(cut.graph).sum()):
             return best
         for other, _ in self._ranked.simulated():
-            if not other.recomputed and (compiled := self._program.within(other, budget)):
-                rival = self._fastest(compiled, budget)
+            if not other.recomputed and (compiled := self._within(other, budget)):
+                rival = fastest(compiled, budget, self._drafts)
                 return rival if rival.seconds < _GAIN * best.seconds else best
         return best
 
@@ -203,40 +217,8 @@ class Planner:
     def hopeful_peak(self) -> float:
         """Bytes below which nothing is compiled to see whether everything fits: it would not."""
         whole = CompiledCut(Captured(self._program.estimated(WHOLE), ()), [], NOTHING)
-        found = self._in_other_orders(whole)
+        found = in_other_orders(whole, self.machine)
         return _HOPEFUL * min(resident_peak(cut.graph) for cut in found)
-
-    def _fastest(self, cut: CompiledCut, budget: int) -> Timed:
-        """The MemGraph of a cut that ends first in simulation: in its own serial order by each rule
-        of allocation, then in other orders by the best of these."""
-        is_small = len(cut.graph.vertices) <= _ORDERED_VERTICES
-        variants = VARIANTS[: None if is_small else 1]
-        best, rule, least, compute = cut, variants[0], float("inf"), 0.0
-        for ordered in self._in_other_orders(cut) if is_small else ():
-            gain = 1.0 if ordered is cut else _GAIN
-            for variant in variants:
-                memgraph = self._candidate(ordered.graph, budget, variant)
-                if memgraph is None:
-                    continue
-                run = simulate(memgraph, machine=self.machine)
-                if run.seconds < gain * least:
-                    best, rule, least = ordered, variant, run.seconds
-                    compute = run.busy(Kind.KERNEL)
-                if least <= compute / _GAIN:
-                    break
-            variants = (rule,)
-            if least <= compute / _GAIN:
-                break
-        return Timed(best, self.build(best.graph, budget, **rule), least)
-
-    def _in_other_orders(self, cut: CompiledCut) -> Iterator[CompiledCut]:
-        """A cut as it is, and with its vertices in each other order worth a try."""
-        yield cut
-        if len(cut.graph.vertices) <= _ORDERED_VERTICES:
-            seconds = self.machine.task_seconds(cut.graph)
-            for name, graph in orders(cut.graph, seconds.tolist()).items():
-                logger.debug("%s: order %s", self.request.name, name)
-                yield cut.with_order(graph)
 
     def build(self, graph: TaskGraph, budget: int, **choices: Any) -> MemGraph:
         """A MemGraph within the request's limits."""
@@ -284,7 +266,7 @@ class Planner:
             return fixed
         if not self._compiles:
             equations = self._program.ordered(FINEST).equations
-            if sum(not is_view(e) for e in equations) > _ORDERED_VERTICES:
+            if sum(not is_view(e) for e in equations) > _LONG:
                 return roughly_least_cut(self._program)
         return least_cut(self._program, lambda room: self._ranking(room, self.graph).feasible())
 
@@ -306,13 +288,13 @@ class Planner:
             for cut, expected in self._ranked.by_time():
                 if best is not None and (expected is None or least <= SAME * expected):
                     break
-                compiled = self._program.within(cut, budget)
+                compiled = self._within(cut, budget)
                 if compiled is None:
                     continue
                 if expected is None:
                     return compiled
                 taken = reserved_workspace(compiled.graph, 1)[0]
-                took = self._seconds(compiled.graph, budget, SAME * expected)
+                took = self._drafts.seconds(compiled.graph, budget, SAME * expected)
                 if took < least:
                     best, least, workspace = compiled, took, taken
                     assumed = reserved_workspace(graphs(cut), 1)[0]
@@ -323,15 +305,18 @@ class Planner:
                 break
         return best
 
-    def _seconds(self, graph: TaskGraph, budget: int, enough: float) -> float:
-        """Simulated seconds of a graph by the best rule of allocation, or by the first with which
-        they are enough; infinite where no rule makes do with the host memory."""
-        least = float("inf")
-        for candidate in self._candidates(graph, budget):
-            least = min(least, simulate(candidate, machine=self.machine).seconds)
-            if least <= enough:
-                break
-        return least
+    def _within(self, cut: Cut, budget: int) -> CompiledCut | None:
+        """A cut with its kernels compiled, None where it does not work within a budget."""
+        return self._program.within(cut, budget, self.needs)
+
+    def needs(self, graph: TaskGraph) -> int:
+        """Bytes of the budget that a TaskGraph needs at least."""
+        return least_budget(graph)
+
+    @property
+    def _moves(self) -> bool:
+        """Whether what does not fit on the device may be moved away."""
+        return True
 
     @garbage.paused()
     def other(self, than: Plan, expected: float, seconds: float, costs: Pricing) -> Plan | None:
@@ -340,32 +325,16 @@ class Planner:
         for cut, took in self.simulated():
             if budget is None or took >= expected:
                 break
-            compiled = self._program.within(cut, budget)
+            compiled = self._within(cut, budget)
             if compiled is None or set(map(id, compiled.executables)) == set(
                 map(id, than.executables)
             ):
                 continue
-            candidates = self._candidates(costs(compiled.graph, compiled.executables), budget)
-            runs = (simulate(candidate, machine=self.machine).seconds for candidate in candidates)
-            if min(runs, default=float("inf")) < seconds:
-                best = self._fastest(compiled, budget)
-                return self._finish(best.cut, best.memgraph, budget, resident=False)
+            priced = costs(compiled.graph, compiled.executables)
+            if self._drafts.seconds(priced, budget) < seconds:
+                best = fastest(compiled, budget, self._drafts)
+                return self._finish(best.cut, self._built(best, budget), budget, resident=False)
         return None
-
-    def _candidates(self, graph: TaskGraph, budget: int) -> Iterator[MemGraph]:
-        """MemGraphs by several rules of allocation, to compare cuts by."""
-        variants = VARIANTS if len(graph.vertices) <= _ALL_VARIANTS else QUICK_VARIANTS
-        candidates = (self._candidate(graph, budget, variant) for variant in variants)
-        return (candidate for candidate in candidates if candidate is not None)
-
-    def _candidate(self, graph: TaskGraph, budget: int, variant: dict[str, Any]) -> MemGraph | None:
-        """A MemGraph to compare by; None where the rule does not make do with the host memory."""
-        try:
-            return self.build(graph, budget, unreduced=True, **variant)
-        except PlanError as error:
-            if error.min_device_memory is not None:
-                raise
-            return None
 
     @property
     def has_fixed_cut(self) -> bool:
@@ -382,13 +351,9 @@ class Planner:
         return self._program.graph(cut)
 
     def _ranking(self, budget: int, graphs: Callable[[Cut], TaskGraph]) -> Ranking:
-        return Ranking(
-            graphs,
-            lambda graph: self._candidates(graph, budget),
-            budget,
-            self.machine,
-            self.request.options.recompute,
-        )
+        options = self.request.options
+        room = Room(budget, options.host_memory, self._moves, self.needs)
+        return Ranking(self._program, graphs, self._drafts, room, options.recompute)
 
     def _finish(
         self,
@@ -405,6 +370,7 @@ class Planner:
             sum(r.loaded for r in reports),
         )
         self._program.forget_all_but(chosen.executables)
+        self._drafts.forget()
         plan = Plan(
             self, budget, graph, chosen.executables, report, resident, self._program.constants
         ).proven()

@@ -7,7 +7,7 @@ compiled kernels. What two cuts have in common is worked out once.
 import dataclasses
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxoffload import _jax_compat as compat
@@ -15,6 +15,7 @@ from jaxoffload import identity
 from jaxoffload.capture import cost
 from jaxoffload.capture.build import Captured, Ordered, build_taskgraph, order_program
 from jaxoffload.capture.flat import Equation
+from jaxoffload.capture.floor import Floor, floor_of
 from jaxoffload.capture.inline import Constant
 from jaxoffload.capture.kernel import Kernel
 from jaxoffload.capture.recompute import recompute
@@ -34,6 +35,11 @@ NOTHING = CompileReport(0, 0, 0.0)
 _FIRST_COMPILED = 4
 """Kernels of a cut that are compiled first to see whether it works within a budget; then twice as
 many, and so on."""
+
+
+def least_budget(graph: TaskGraph) -> int:
+    """Bytes of device memory that a TaskGraph needs at least, where what does not fit is moved."""
+    return min_budget(graph)[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +63,7 @@ class CompiledCut:
     @property
     def needs(self) -> int:
         """The smallest budget in bytes with which it works."""
-        return min_budget(self.graph)[0]
+        return least_budget(self.graph)
 
     def with_order(self, graph: TaskGraph) -> "CompiledCut":
         """The same vertices in another serial order."""
@@ -107,7 +113,7 @@ class CutProgram:
         self._graphs: dict[tuple[Any, ...], Captured] = {}
         self._guessed: dict[tuple[Any, ...], TaskGraph] = {}
         self._temp: dict[identity.Key, int] = {}  # workspace by kernel
-        self._too_much: dict[Cut, int] = {}  # of cuts that were given up, what they need at least
+        self._floors: dict[tuple[int, int | None], Floor] = {}
 
     def forget_all_but(self, executables: list[Any]) -> None:
         """Forgets the cuts that were only tried: their kernels need not stay compiled while a plan
@@ -158,22 +164,29 @@ class CutProgram:
 
     def estimated(self, cut: Cut) -> TaskGraph:
         """The same with workspace as far as it can be told before anything is compiled."""
-        key = self._vertices_of(cut)
+        key = self.key(cut)
         if key not in self._guessed:
             found = self._looked_at(cut)
             self._guessed[key] = _with_workspace(found.taskgraph, found.workspace())
         return self._guessed[key]
 
     def _looked_at(self, cut: Cut) -> Captured:
-        key = self._vertices_of(cut)
+        key = self.key(cut)
         if key not in self._graphs:
             self._graphs[key] = self._captured(cut, self._compiles)
         return self._graphs[key]
 
-    def _vertices_of(self, cut: Cut) -> tuple[Any, ...]:
-        """A key that is equal for cuts with the same vertices, as where there is nothing to
-        split."""
+    def key(self, cut: Cut) -> tuple[Any, ...]:
+        """Equal for cuts with the same vertices, as where there is nothing to split."""
         return id(self.ordered(cut)), cut.max_bytes, cut.max_equations
+
+    def floor(self, cut: Cut) -> Floor:
+        """What such a cut holds and computes at least, known before its graph is captured."""
+        ordered = self.ordered(cut)
+        key = id(ordered), cut.max_equations
+        if key not in self._floors:
+            self._floors[key] = floor_of(ordered, cut.max_equations)
+        return self._floors[key]
 
     def _captured(self, cut: Cut, kernels: bool) -> Captured:
         limit = {} if cut.max_equations is None else {"max_equations": cut.max_equations}
@@ -199,25 +212,28 @@ class CutProgram:
         assert found is not None, "there is no limit"
         return found
 
-    def within(self, cut: Cut, budget: int | None) -> CompiledCut | None:
+    def within(
+        self, cut: Cut, budget: int | None, needs: Callable[[TaskGraph], int] = least_budget
+    ) -> CompiledCut | None:
         """The same if it works within a budget, else None: then no more kernels are compiled than
-        it takes to know that, those first that seem to need most workspace."""
+        it takes to know that, those first that seem to need most workspace.
+
+        Args:
+          needs: bytes that a TaskGraph needs at least.
+        """
         if cut in self._cuts:
-            return self._cuts[cut] if budget is None or self._cuts[cut].needs <= budget else None
-        if budget is not None and self._too_much.get(cut, 0) > budget:
-            return None
+            known = self._cuts[cut]
+            return known if budget is None or needs(known.graph) <= budget else None
         if not self._compiles:
             self._cuts[cut] = CompiledCut(self._imagined(cut), [], NOTHING)
-            return self.within(cut, budget)
+            return self.within(cut, budget, needs)
         captured = self._looked_at(cut)
         kernels = captured.kernels
         tried = []  # stays, so that nothing is compiled twice
         waiting = _by_workspace(captured) if budget is not None else []
         number = _FIRST_COMPILED
         while budget is not None:
-            needs = min_budget(self._with_known_workspace(captured))[0]
-            if needs > budget:
-                self._too_much[cut] = needs
+            if needs(self._with_known_workspace(captured)) > budget:
                 return None
             waiting = [i for i in waiting if kernels[i].key not in self._temp]
             if not waiting:
@@ -228,7 +244,7 @@ class CutProgram:
         logger.debug("%s: %s: %s", self._request.name, cut, report)
         graph = self._with_known_workspace(captured)
         self._cuts[cut] = CompiledCut(Captured(graph, kernels), executables, report)
-        return self.within(cut, budget)
+        return self.within(cut, budget, needs)
 
     def cut_of(self, compiled: CompiledCut) -> Cut:
         """How a program was cut, of which some order of vertices was compiled."""

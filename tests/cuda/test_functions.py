@@ -8,6 +8,8 @@ import pytest
 import jaxoffload as jo
 from jaxoffload import _native
 from jaxoffload.runtime import backends
+from jaxoffload.search import planner
+from jaxoffload.store import place
 from tests.cuda import fake
 from tests.transform.test_equal import assert_equal, budgets
 from tests.transform.test_tiers import lookup, table_ids_weights
@@ -148,3 +150,21 @@ def test_rows_of_a_table_are_read_over_the_link(gpu, monkeypatch):
     monkeypatch.setattr(_native, "host_is_pinned", lambda address, nbytes: False)
     with pytest.raises(MemoryError, match="cannot be pinned.*ulimit -l"):
         step(table, ids, weights)
+
+
+def test_what_was_explained_and_predicted_is_found_again(gpu, tmp_path, monkeypatch):
+    """Plans that are only looked at have no executables, which are not kept here."""
+    monkeypatch.setenv(place.VARIABLE, str(tmp_path / "kept"))
+    state, batch = state_and_batch()
+    made, real = [], planner.CutProgram
+    monkeypatch.setattr(planner, "CutProgram", lambda *args: made.append(args) or real(*args))
+
+    def told():
+        jo.clear_caches()
+        step = jo.offload(train_step, device_memory="150KB", donate_argnums=0)
+        explained = str(step.explain(state, batch)).split("(free")[0]
+        return explained, step.predict(state, batch, machine="H200").seconds
+
+    first = told()
+    assert len(made) == 2 and "fits with offloading" in first[0]
+    assert told() == first and len(made) == 2

@@ -1,7 +1,6 @@
 """The search for a cut does a limited amount of work, counted and not timed."""
 
 import collections
-import types
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,8 @@ from jaxoffload.capture.scan import unroll
 from jaxoffload.compile.cache import ExecutableCache
 from jaxoffload.plan.alloc.limits import least_whole, min_budget
 from jaxoffload.plan.cost.machines import SMALL_SERVER
-from jaxoffload.search import cuts, program
+from jaxoffload.search import cuts, one_memory, program
+from jaxoffload.search import drafts as drafting
 from jaxoffload.search import planner as searching
 
 WIDTH, LENGTH, HEADS = 16, 16, 2
@@ -128,6 +128,27 @@ def test_work_of_a_split_is_limited(monkeypatch):
     steps.clear()
     splitting.split(ordered, 333.0)
     assert 100 <= len(steps) < whole / 2
+
+
+def test_a_group_that_reads_too_much_of_the_callers_is_given_up(monkeypatch):
+    """Tiles of the last layer would make all layers again, from all weights; nothing else is
+    found for that."""
+    ordered = _ordered(*_transformer(6))
+    steps, plain = [], group.Group._add
+
+    def add(group, member):
+        steps.append(member)
+        plain(group, member)
+
+    monkeypatch.setattr(group.Group, "_add", add)
+    found = splitting.split(ordered, 1000.0).equations
+    few = len(steps)
+    steps.clear()
+    nothing = property(lambda group: 0, lambda group, count: None)
+    monkeypatch.setattr(group.Group, "argument_bytes", nothing, raising=False)
+    slowly = splitting.split(ordered, 1000.0).equations
+    assert [e.operation.key for e in found] == [e.operation.key for e in slowly]
+    assert few < 0.7 * len(steps)
 
 
 def test_what_a_split_notes_about_the_program_is_what_is_there(monkeypatch):
@@ -250,16 +271,67 @@ def test_of_a_recurrence_nothing_is_compiled_that_is_not_run(work):
     assert report.compiled == report.kernels
 
 
-def test_of_a_cut_far_from_the_best_one_rule_is_tried(monkeypatch):
-    candidates = {
-        name: [types.SimpleNamespace(num_vertices=1, seconds=s) for s in seconds]
-        for name, seconds in {"first": (10, 9, 8), "near": (9, 7), "far": (10, 1)}.items()
-    }
-    monkeypatch.setattr(cuts, "simulate", lambda candidate, machine: candidate)
-    ranking = cuts.Ranking(lambda cut: None, candidates.get, 100, None, "never")
+class _Drafts(drafting.Drafts):
+    """Of graphs that are names: as many seconds as are given for each, rule by rule."""
+
+    def __init__(self, seconds):
+        super().__init__(lambda graph, budget, **rule: None, SMALL_SERVER)
+        self._seconds, self.asked = seconds, collections.Counter()
+
+    def of(self, graph, budget, rule):
+        took = self._seconds[graph][self.asked[graph]]
+        self.asked[graph] += 1
+        return drafting.Draft(took, took, 1)
+
+
+def _ranking(monkeypatch, seconds, least=None):
+    """Of graphs that are names, by seconds of rules; and of what they take at least."""
+    monkeypatch.setattr(cuts, "least_seconds", lambda graph, *_: (least or {}).get(graph, 0.0))
+    monkeypatch.setattr(cuts, "VARIANTS", range(max(map(len, seconds.values()))))
+    drafts = _Drafts(seconds)
+    room = cuts.Room(100, None, True, lambda graph: 0)
+    ranking = cuts.Ranking(None, lambda cut: None, drafts, room, "never")
     vars(ranking)["_enough"] = 0.0
-    found = [ranking._try(cuts.Cut(size), name) for size, name in enumerate(candidates)]
-    assert found == [8, 7, 10]
+    return ranking, drafts
+
+
+def test_rules_are_tried_for_as_long_as_a_cut_may_be_the_best(monkeypatch):
+    seconds = {"first": (9, 8, 8), "far": (10, 7, 8), "hopeless": (10, 1, 1), "bound": (6, 5, 5)}
+    ranking, drafts = _ranking(monkeypatch, seconds, {"hopeless": 9.0, "bound": 5.9})
+    found = [ranking._try(cuts.Cut(size), name) for size, name in enumerate(seconds)]
+    assert found == [8, 7, 10, 6]
+    assert drafts.asked == {"first": 3, "far": 3, "hopeless": 1, "bound": 1}
+
+
+def test_a_cut_without_a_plan_is_not_among_those_to_compile(monkeypatch):
+    ranking, _ = _ranking(monkeypatch, {"none": (float("inf"),), "some": (1.0,)})
+    for size, name in enumerate(("none", "some")):
+        ranking._try(cuts.Cut(size), name)
+    assert ranking.simulated() == [(cuts.Cut(1), 1.0)]
+
+
+def test_a_cut_that_holds_too_much_is_neither_captured_nor_compiled(work):
+    """Nothing can be moved, and every cut that recomputes nothing holds all tanh(x @ w)."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+            x = x - x.mean(0, keepdims=True)
+        return jnp.mean(x**2)
+
+    x = np.zeros((512, 64), np.float32)
+    weights = [np.eye(64, dtype=np.float32)] * 100
+    step = jo.offload(jax.grad(loss), memory=60 * x.nbytes, cut="always")
+    planner = one_memory.planner_for(step._program(step._spec.bind((weights, x), {})).request())
+    kept = planner._program.floor(cuts.FINEST).bytes
+    assert kept > 60 * x.nbytes
+    part = next(planner._parts(60 * x.nbytes))
+    ranking = part._ranking(part.arena, part.graph)
+    assert not list(ranking.feasible()) and work["taskgraphs"] == 1  # uncut, for new results
+    assert part._within(cuts.FINEST, part.arena) is None and work["compiled"] == 0
+    plan = planner.plan()
+    assert plan.recomputed > 0
+    assert plan.compile_report.compiled <= plan.compile_report.kernels + program._FIRST_COMPILED
 
 
 def test_a_split_of_nothing_is_no_other_graph(work):
@@ -301,12 +373,13 @@ def test_search_is_as_long_as_what_it_plans_for(work):
     for seconds in (0.0, 1.0):
         work.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cuts, "_VERTICES_A_SECOND", seconds * 1e12)
+            patch.setattr(cuts, "WORK", (3_000, 1_000_000))
+            patch.setattr(cuts, "_WORK_A_SECOND", seconds * 1e15)
             jo.offload(lambda *a: step(*a), device_memory=least).plan(x[0], x)
         found.append(work["memgraphs"])
     assert found[0] < 0.8 * found[1]
     machine, whole = jo.MACHINES["H200"], jo.offload(step, device_memory=None).plan(x[0], x)
-    assert cuts.simulated_vertices(machine, whole.taskgraph) == cuts.SIMULATED_VERTICES[0]
+    assert cuts.allowed_work(machine, whole.taskgraph) == cuts.WORK[0]
 
 
 def test_computing_more_again_is_tried_for_as_long_as_it_pays(monkeypatch):
@@ -317,8 +390,8 @@ def test_computing_more_again_is_tried_for_as_long_as_it_pays(monkeypatch):
             x = jnp.tanh(jnp.sin(jnp.tanh(x @ w)) * 2.0)
         return (x**2).sum()
 
-    monkeypatch.setattr(cuts, "SIMULATED_VERTICES", (1, 10_000))
-    monkeypatch.setattr(cuts, "_VERTICES_A_SECOND", 0)
+    monkeypatch.setattr(cuts, "WORK", (1, 10_000))
+    monkeypatch.setattr(cuts, "_WORK_A_SECOND", 0)
     plain, tried = cuts.Ranking._try, {}
 
     def note(ranking, cut, graph):

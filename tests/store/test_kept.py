@@ -132,6 +132,52 @@ def test_what_was_found_can_be_planned_anew(kept, captures):
         same_graphs(first, second)
 
 
+def test_what_was_explained_and_predicted_is_found_again(kept, captures, names):
+    def told(budget=BUDGET):
+        step = offloaded(device_memory=budget)
+        found = step.explain(WEIGHTS, X)
+        return str(found).split("(free")[0], found.usage.live.tolist(), found.plan
+
+    want, refused = told(), told(1000)
+    assert refused[2] is None and want[2] is not None
+    seconds = offloaded().predict(WEIGHTS, X, machine="H200").seconds
+    assert len(names("plan")) == 2 and len(names("beside")) == 2 and not names("executable")
+    offloaded().predict(WEIGHTS, X, machine=backends.current().machine)
+    assert len(names("plan")) == 3, "without workspace it is another plan"
+    jo.clear_caches()
+    captures.clear()
+    again = told()
+    assert again[:2] == want[:2] and told(1000) == refused
+    same_graphs(again[2], want[2])
+    assert offloaded().predict(WEIGHTS, X, machine="H200").seconds == seconds
+    assert not captures, "what is found needs no capture"
+    assert offloaded().predict(WEIGHTS, X, machine="4 x P100").seconds != seconds
+    assert len(captures) == 1, "another machine has another plan"
+
+
+def test_what_is_explained_is_of_this_call_and_of_these_lines(kept, captures):
+    """A duplicate, what arguments are called, and where the code stands."""
+    weights = [jnp.asarray(WEIGHTS[0])] * 4
+    assert "Duplicate" not in str(offloaded().explain(WEIGHTS, X))
+    assert "Duplicate" in str(offloaded().explain(weights, X))
+    assert "gates[0]" in str(offloaded(lambda gates, x: step(gates, x)).explain(WEIGHTS, X))
+    scope = {"jnp": jnp, "jax": jax}
+    for above in ("", "\n\n"):
+        code = above + "def f(w, x):\n    return jnp.tanh(jnp.tanh(x @ w) @ w)\n"
+        exec(compile(code, "moved.py", "exec"), scope)
+        line = f"moved.py:{2 + len(above)}"
+        assert line in str(offloaded(scope["f"]).explain(WEIGHTS[0], X)), "not where it was"
+
+
+def test_what_is_compiled_is_no_longer_estimated(kept):
+    assert offloaded().explain(WEIGHTS, X).has_estimates
+    step = offloaded()
+    step(WEIGHTS, X)
+    before = {entry.name for entry in kept.entries()}
+    offloaded(device_memory=BUDGET + 4096).explain(WEIGHTS, X)
+    assert {entry.name for entry in kept.entries()} == before, "nor kept: it is of this process"
+
+
 CHANGES = {
     "the budget": lambda: offloaded(device_memory=BUDGET + 256),
     "what is donated": lambda: offloaded(donate_argnums=0),

@@ -51,11 +51,6 @@ VARIANTS: tuple[dict[str, Any], ...] = tuple(
     for victims in CHOICES
 )
 """Rules of allocation to compare by simulated time: which is best differs from graph to graph."""
-QUICK_VARIANTS: tuple[dict[str, Any], ...] = (
-    {"victims": "cheapest", "lookahead": None},
-    {"victims": "cheapest", "lookahead": 3},
-)
-"""The two that differ most."""
 _BOTH_RULES = 3000
 """Up to so many vertices of a TaskGraph both rules for victims are tried: some hundredths of a
 second."""

@@ -1,0 +1,68 @@
+"""Seconds that no plan of a TaskGraph can do without, known before one is made.
+
+Takes a TaskGraph, a budget and a machine; gives the longest of what each lane has to do in any
+case: all kernels; arguments up and results down, where kernels do not reach the caller's memory;
+what is alive at once beyond the budget away and back; and of that, what host memory cannot hold,
+to the disk and back. Copies count their bytes only, so no plan takes less in simulation.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
+from jaxoffload.plan.alloc.limits import live_ranges, num_devices, reserved_workspace
+from jaxoffload.plan.cost.machines import Machine
+
+
+def least_seconds(
+    graph: TaskGraph, machine: Machine, budget: float, host_memory: int | None = None
+) -> float:
+    """Seconds that a run takes at least, in the graph's own serial order.
+
+    Args:
+      budget: bytes of each device, workspace included.
+      host_memory: bytes of the host tier, None for no limit.
+    """
+    columns, devices = graph.columns, num_devices(graph)
+    is_kernel = columns.kind == VertexKind.KERNEL
+    seconds = machine.task_seconds(graph)[: len(is_kernel)]
+    compute = np.bincount(columns.vertex_device[is_kernel], seconds[is_kernel]).max(initial=0.0)
+    room = budget - np.array(reserved_workspace(graph, devices))
+    excess = np.maximum(_most_alive(graph) - room, 0)
+    up, down = callers_bytes(graph) + excess
+    on = machine
+    ways = up / on.to_device.bytes_per_second, down / on.from_device.bytes_per_second
+    links = (np.maximum(*ways) if on.duplex else np.add(*ways)).max()
+    below = max(0.0, excess.sum() - host_memory) if host_memory is not None else 0.0
+    on_disk = _is_read(graph) & np.isin(columns.argument, columns.disk_arguments)
+    loaded = below + columns.bytes[on_disk].sum()
+    disk = loaded / on.disk_read.bytes_per_second, below / on.disk_write.bytes_per_second
+    return float(max(compute, links, *disk))
+
+
+def callers_bytes(graph: TaskGraph) -> np.ndarray:
+    """Bytes of arguments that are copied to each device and of results that are copied away, in any
+    case: float64[2, devices]. None where kernels reach the caller's memory."""
+    columns = graph.columns
+    moved = np.zeros((2, num_devices(graph)))
+    if not graph.in_place_io:
+        is_made = (np.diff(columns.result_offsets) > 0) & (columns.argument < 0)
+        for way, chosen in zip(moved, (_is_read(graph), is_made), strict=True):
+            np.add.at(way, columns.tensor_device[chosen], columns.bytes[chosen])
+    return moved
+
+
+def _is_read(graph: TaskGraph) -> np.ndarray:
+    """Whether each tensor is an argument that some vertex reads whole."""
+    columns = graph.columns
+    found = np.zeros(len(columns.argument), dtype=bool)
+    found[columns.inputs[columns.gathered == 0]] = True
+    return found & (columns.argument >= 0)
+
+
+def _most_alive(graph: TaskGraph) -> np.ndarray:
+    """The most bytes on each device of tensors that are neither arguments nor results."""
+    found = live_ranges(graph)
+    own = np.where(found.is_callers, 0, graph.columns.bytes)
+    return dataclasses.replace(found, bytes=own).live_bytes(graph).max(axis=1, initial=0)

@@ -1,0 +1,95 @@
+"""Drafts: MemGraphs by which a search compares, each built and simulated once.
+
+Takes TaskGraphs, budgets and rules of allocation; gives simulated seconds. The MemGraph itself is
+let go: that of the best draft is built again, with its edges reduced.
+
+Work is counted in MemGraph vertices that are built and simulated, two microseconds each on one core
+of an EPYC. To split, recompute, cluster and capture a cut takes far longer: for each equation of
+the program as long as `CAPTURED` of these vertices.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxoffload.errors import PlanError
+from jaxoffload.graphs.memgraph import Kind, MemGraph
+from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.plan.alloc.build import VARIANTS
+from jaxoffload.plan.cost.machines import Machine
+from jaxoffload.plan.cost.simulate import simulate
+
+CAPTURED = 10
+"""Vertices that are built and simulated in the time in which an equation is captured: 20 us of a
+LLaMA model's steps, whether cut coarsely or finely."""
+
+Rule = dict[str, Any]
+"""One of `build.VARIANTS`."""
+
+
+class Draft(NamedTuple):
+    """What is known of a MemGraph.
+
+    Attributes:
+      seconds: simulated.
+      compute: of these, the seconds in which the busiest compute lane works.
+      vertices: how many it has.
+    """
+
+    seconds: float
+    compute: float
+    vertices: int
+
+
+class Drafts:
+    """Drafts for one machine.
+
+    Args:
+      build: a MemGraph of a TaskGraph for a budget, by a rule.
+      machine: on which they are simulated.
+
+    Attributes:
+      work: vertices of all drafts that were asked for, known before or not: what a search may do
+        does not depend on what was found out earlier.
+    """
+
+    def __init__(self, build: Callable[..., MemGraph], machine: Machine):
+        self._build, self.machine = build, machine
+        self._known: dict[tuple[int, int, Any], Draft | None] = {}
+        self._graphs: dict[int, TaskGraph] = {}  # so that their identities stay taken
+        self.work = 0
+
+    def of(self, graph: TaskGraph, budget: int, rule: Rule) -> Draft | None:
+        """The draft by one rule; None where that does not make do with the host memory."""
+        key = id(graph), budget, tuple(rule.items())
+        if key not in self._known:
+            self._graphs[id(graph)] = graph
+            self._known[key] = self._made(graph, budget, rule)
+        found = self._known[key]
+        self.work += 0 if found is None else found.vertices
+        return found
+
+    def _made(self, graph: TaskGraph, budget: int, rule: Rule) -> Draft | None:
+        try:
+            memgraph = self._build(graph, budget, unreduced=True, **rule)
+        except PlanError as error:
+            if error.min_device_memory is not None:
+                raise
+            return None
+        run = simulate(memgraph, machine=self.machine)
+        return Draft(run.seconds, run.busy(Kind.KERNEL), memgraph.num_vertices)
+
+    def seconds(self, graph: TaskGraph, budget: int, enough: float = 0.0) -> float:
+        """The least by any rule, or that by the first which is enough; infinite where none makes
+        do with the host memory."""
+        least = float("inf")
+        for rule in VARIANTS:
+            draft = self.of(graph, budget, rule)
+            least = least if draft is None else min(least, draft.seconds)
+            if least <= enough:
+                break
+        return least
+
+    def forget(self) -> None:
+        """Lets go of all graphs."""
+        self._known.clear()
+        self._graphs.clear()

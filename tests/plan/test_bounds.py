@@ -1,0 +1,69 @@
+"""No plan takes less in simulation than what is known before it is made."""
+
+import dataclasses
+import random
+
+import pytest
+
+from jaxoffload.errors import PlanError
+from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
+from jaxoffload.plan.alloc.build import VARIANTS, build_memgraph
+from jaxoffload.plan.alloc.limits import HOST_PAGE, min_budget, min_host_memory
+from jaxoffload.plan.bounds import least_seconds
+from jaxoffload.plan.cost.machines import SMALL_SERVER, Link
+from jaxoffload.plan.cost.simulate import simulate
+from tests.plan.strategies import random_taskgraph
+from tests.plan.test_same_plans import with_gathers_and_disks
+
+SLOW = dataclasses.replace(SMALL_SERVER, to_device=Link(1e6, 0.0), from_device=Link(5e5, 0.0))
+
+
+@pytest.mark.parametrize("duplex", [True, False])
+def test_no_plan_of_a_random_graph_takes_less(duplex):
+    machine = dataclasses.replace(SLOW, duplex=duplex)
+    tight = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        graph = random_taskgraph(rng, rng.choice((5, 14, 40)))
+        graph = with_gathers_and_disks(rng, graph) if rng.random() < 0.5 else graph
+        disk = bool(graph.disk_arguments or graph.disk_results) or rng.random() < 0.5
+        host = min_host_memory(graph, disk)[0] + 2 * HOST_PAGE if disk else None
+        budget = int(rng.choice((1.0, 1.3)) * min_budget(graph)[0])
+        least = least_seconds(graph, machine, budget, host)
+        for rule in VARIANTS:
+            try:
+                plan = build_memgraph(graph, budget, host_memory=host, disk=disk, **rule)
+            except PlanError:
+                continue
+            seconds = simulate(plan, machine=machine).seconds
+            assert least <= seconds * (1 + 1e-9), (seed, rule)
+            tight += least > 0.8 * seconds
+    assert tight > 100  # it says something
+
+
+def _two_large_values(large):
+    """Two values alive at once, each read again once both are made."""
+    sizes = (8, large, large, 8)
+    tensors = [Tensor(size) for size in sizes]
+    tensors[0] = dataclasses.replace(tensors[0], argument=Span(0, 0))
+    tensors[3] = dataclasses.replace(tensors[3], results=(Span(0, 0),))
+    reads = ((0,), (0,), (1,), (2,))
+    tensors.insert(3, Tensor(8))
+    writes = (1, 2, 3, 4)
+    vertices = [
+        Vertex(VertexKind.KERNEL, read, (made,), seconds=1e-9)
+        for read, made in zip(reads, writes, strict=True)
+    ]
+    return TaskGraph(tuple(tensors), tuple(vertices))
+
+
+def test_what_is_alive_beyond_the_budget_goes_away_and_comes_back():
+    large = 1 << 20
+    graph = _two_large_values(large)
+    seconds = (2 * large - 1.5 * large) / SLOW.from_device.bytes_per_second
+    assert least_seconds(graph, SLOW, int(1.5 * large)) == pytest.approx(seconds, rel=1e-3)
+    on_disk = (0.5 * large - 1000) / SLOW.disk_read.bytes_per_second
+    fast = dataclasses.replace(SLOW, to_device=Link(1e15), from_device=Link(1e15))
+    found = least_seconds(graph, fast, int(1.5 * large), host_memory=1000)
+    assert found == pytest.approx(on_disk, rel=1e-3)
+    assert least_seconds(graph, SLOW, 3 * large) == pytest.approx(16 / 1e6)
