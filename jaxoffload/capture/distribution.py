@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from jaxoffload import identity
 from jaxoffload.capture import cost, operations
@@ -28,8 +29,10 @@ from jaxoffload.capture.order import live_equations
 WORTH = 2**20
 """Bytes that the steps together need not read again, below which a loop stays as it is: it would
 take longer to compile for a tenth of a millisecond."""
-MOST_CROSSING = 2**24
-"""Bytes that may be stacked for it at once, where pieces may be larger."""
+MOST_CROSSING = 2**22
+"""Bytes that are stacked for it at once, at most: products grow no faster by then."""
+FEWEST = 2
+"""Steps that are worth being done at once."""
 _LINEAR = frozenset({"transpose", "reshape", "neg"})
 """What may be done to a sum instead of its terms; and it may be converted to numbers that round."""
 
@@ -87,8 +90,8 @@ class Distributed:
     extra_bytes: int
     invariant: list[Equation]
 
-    def apply(self, operands: Sequence[Any]) -> list[Any]:
-        """Evaluates the loop on arrays or tracers."""
+    def apply(self, operands: Sequence[Any], steps: int) -> list[Any]:
+        """Evaluates so many consecutive steps on arrays or tracers."""
         loop, body = self.loop, self.loop.body
         first = loop.num_consts + loop.num_carry
         known: dict[Operand, Any] = dict(zip(body.inputs, operands, strict=True))
@@ -100,7 +103,11 @@ class Distributed:
                 found = raised(equation, stacked)
                 assert found is not None, "it was asked before"
                 operation, axis = found
-                (made,) = operation.apply([_read(x, known) for x in equation.inputs])
+                read = [_read(x, known) for x in equation.inputs]
+                if equation.operation is operation:  # elementwise
+                    shape = (steps, *equation.outputs[0].shape)
+                    read = [jnp.broadcast_to(x, shape) if jnp.ndim(x) else x for x in read]
+                (made,) = operation.apply(read)
                 known[equation.outputs[0]] = jnp.moveaxis(made, axis, 0)
                 stacked.update(equation.outputs)
 
@@ -110,10 +117,9 @@ class Distributed:
         apply_to_all(self.ahead)
         carried = [start for start, stays in zip(starts, self.is_carried, strict=True) if stays]
         counts = len(self.constants), len(carried)
-        core = Loop(loop.eqn, self.core, loop.length, counts)
-        read = [known[x] for x in (*self.constants, *self.read)]
-        read[counts[0] : counts[0]] = carried
-        made = iter(core.apply(read))
+        constants, read = ([known[x] for x in values] for values in (self.constants, self.read))
+        core = Loop(loop.eqn, self.core, steps, counts)
+        made = iter(core.apply([*constants, *carried, *read]))
         results = [next(made) if stays else None for stays in self.is_carried]
         rows = dict(zip(self.core.outputs[counts[1] :], made, strict=True))
         known.update((x, rows[x]) for x in self.crossing)
@@ -126,19 +132,36 @@ class Distributed:
 
 
 class DistributedLoop(Loop):
-    """A loop that is evaluated in its parts."""
+    """A loop that is evaluated in its parts, so many steps at once as there is room for.
 
-    __slots__ = ("_parts", "held_bytes")
+    Args:
+      at_once: divides the length.
+    """
 
-    def __init__(self, parts: Distributed):
+    __slots__ = ("_at_once", "_parts", "held_bytes")
+
+    def __init__(self, parts: Distributed, at_once: int):
         loop = parts.loop
         super().__init__(loop.eqn, loop.body, loop.length)
-        self._parts = parts
-        self._key = identity.intern("distributed", loop.key)
-        self.held_bytes = loop.length * parts.extra_bytes
+        self._parts, self._at_once = parts, at_once
+        self._key = identity.intern("distributed", loop.key, at_once)
+        self.held_bytes = at_once * parts.extra_bytes
 
     def apply(self, operands: Sequence[Any]) -> list[Any]:
-        return self._parts.apply(operands)
+        blocks, at_once = self.length // self._at_once, self._at_once
+        if blocks == 1:
+            return self._parts.apply(operands, at_once)
+        first = self.num_consts + self.num_carry
+        constants, start = list(operands[: self.num_consts]), operands[self.num_consts : first]
+
+        def block(carries: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+            made = self._parts.apply([*constants, *carries, *rows], at_once)
+            return made[: self.num_carry], made[self.num_carry :]
+
+        rows = [x.reshape(blocks, at_once, *x.shape[1:]) for x in operands[first:]]
+        reverse = self.params["reverse"]
+        carries, stacks = lax.scan(block, list(start), rows, blocks, reverse)
+        return [*carries, *(x.reshape(self.length, *x.shape[2:]) for x in stacks)]
 
 
 def distributed(loop: Loop, room: float, rates: cost.Rates) -> Loop:
@@ -148,14 +171,15 @@ def distributed(loop: Loop, room: float, rates: cost.Rates) -> Loop:
       room: bytes that may be stacked for it.
     """
     body = loop.body
-    if body.has_constants or loop.length < 2 or any(map(is_literal, body.outputs)):
+    if body.has_constants or any(map(is_literal, body.outputs)):
         return loop
     found = _Distributor(loop)
     if found.saved_bytes * loop.length < WORTH:
         return loop
     parts = found.result(rates)
-    fits = loop.length * parts.extra_bytes <= min(room, MOST_CROSSING)
-    return DistributedLoop(parts) if fits else loop
+    fit = min(room, MOST_CROSSING) // max(1, parts.extra_bytes)
+    at_once = max(n for n in range(1, loop.length + 1) if loop.length % n == 0 and n <= max(1, fit))
+    return DistributedLoop(parts, at_once) if at_once >= FEWEST else loop
 
 
 class _Distributor:
@@ -341,9 +365,9 @@ def raised(equation: Equation, varies: set[Value]) -> tuple[Operation, int] | No
         return _raised_product(equation, stacked.index(True))
     if not known.is_elementwise or len(equation.outputs) != 1:
         return None
-    shape = equation.outputs[0].shape
+    rank = len(equation.outputs[0].shape)
     for x, is_stacked in zip(equation.inputs, stacked, strict=True):
-        if tuple(x.aval.shape) != (shape if is_stacked else ()):
+        if len(x.aval.shape) != rank and (is_stacked or x.aval.shape):
             return None
     return equation.operation, 0
 
