@@ -5,12 +5,15 @@ executable: the layers of a model, for one.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from jaxoffload import identity
+from jaxoffload.capture import cost
 from jaxoffload.capture.cluster import Cluster
 from jaxoffload.capture.flat import Equation, Operation, Value, is_literal
+from jaxoffload.capture.whole import with_bodies
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class Kernel:
       output_avals: JAX's abstract value of each output.
       overwrites: pairs (input position, output position); the outputs that overwrite come first,
         in the order of the inputs that they overwrite.
+      traffic: bytes that its operations read and write, each by itself; infinite if nobody knows
+        how often.
       key: interned; equal keys mean equal functions.
     """
 
@@ -45,6 +50,7 @@ class Kernel:
     outputs: tuple[int, ...]
     output_avals: tuple[Any, ...]
     overwrites: tuple[tuple[int, int], ...]
+    traffic: float
     key: identity.Key
 
     def apply(self, operands: Sequence[Any]) -> list[Any]:
@@ -70,7 +76,8 @@ def kernel_of(
     chosen = tuple(slot[v] for v in outputs)
     key = identity.intern(*body, chosen, overwrites)
     avals = tuple(v.aval for v in outputs)
-    return Kernel(inputs, tuple(steps), chosen, avals, overwrites, key)
+    traffic = sum(map(_traffic, cluster.equations))
+    return Kernel(inputs, tuple(steps), chosen, avals, overwrites, traffic, key)
 
 
 def body_key(cluster: Cluster) -> tuple[identity.Key, dict[Value, int]]:
@@ -95,6 +102,17 @@ def _body(cluster: Cluster) -> tuple[list[Step], tuple[Any, Any], dict[Value, in
 
 def _reference(operand: Any, slot: dict[Value, int]) -> Any:
     return operand if is_literal(operand) else slot[operand]
+
+
+def _traffic(equation: Equation) -> float:
+    operation = equation.operation
+    eqn, inner = operation.eqn, operation.equations
+    if inner is not None:
+        return cost.traffic(equation) if all(_traffic(e) < math.inf for e in inner) else math.inf
+    is_whole = eqn is not None and eqn.primitive.name == operation.name
+    if is_whole and any(e.primitive.name in ("while", "scan") for e in with_bodies(eqn)):
+        return math.inf
+    return cost.traffic(equation)
 
 
 def main_source(equations: Sequence[Equation], seconds: Sequence[float]) -> str:
