@@ -14,6 +14,7 @@ from jaxoffload.capture import cost
 from jaxoffload.capture.cluster import Cluster
 from jaxoffload.capture.flat import Equation, Operation, Value, is_literal
 from jaxoffload.capture.whole import with_bodies
+from jaxoffload.capture.words import is_small
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Kernel:
       overwrites: pairs (input position, output position); the outputs that overwrite come first,
         in the order of the inputs that they overwrite.
       traffic: bytes that its operations read and write, each by itself; infinite if nobody knows
-        how often.
+        how often, and of elements of less than a byte.
       key: interned; equal keys mean equal functions.
     """
 
@@ -107,6 +108,8 @@ def _reference(operand: Any, slot: dict[Value, int]) -> Any:
 def _traffic(equation: Equation) -> float:
     operation = equation.operation
     eqn, inner = operation.eqn, operation.equations
+    if any(is_small(x.aval.dtype) for x in (*equation.inputs, *equation.outputs)):
+        return math.inf
     if inner is not None:
         return cost.traffic(equation) if all(_traffic(e) < math.inf for e in inner) else math.inf
     is_whole = eqn is not None and eqn.primitive.name == operation.name

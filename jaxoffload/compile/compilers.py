@@ -76,7 +76,13 @@ class PluginCompiler:
     def compile(self, digest: bytes, code: Any) -> Any:
         """The executable, which is kept for other processes. Any thread."""
         program, called, options = code
-        executable = self._client.compile(program, options)
+        try:
+            executable = self._client.compile(program, options)
+        except RuntimeError:
+            usual = compile_options(self._flags)
+            if options == usual:
+                raise
+            executable = self._client.compile(program, usual)
         if called:  # a program has numbers of functions of this process
             self._called[executable] = called
         elif (folder := place.current()) is not None:

@@ -30,7 +30,8 @@ FLAGS: dict[str, bool | int | str] = {
 QUICKER: tuple[tuple[int, dict[str, bool | int | str]], ...] = (
     # Beside them: a vertex is launched in about the time by which unoptimized code is slower.
     (2**14, {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}),
-    # The former emitters' code has the same bits and speed, but of a softmax of megabytes.
+    # The former emitters' code has the same bits and speed, but of a softmax of megabytes. They do
+    # not know elements of less than a byte.
     (2**20, {"xla_cpu_use_fusion_emitters": False}),
 )
 """Flags by which kernels are compiled in less than half, and two thirds, of the time, and the bytes

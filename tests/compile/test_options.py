@@ -66,6 +66,28 @@ def test_a_loop_of_unknown_length_is_optimized(name):
     assert options_of(LOOPS[name], numbers(8))[0] == compile_options(FLAGS)
 
 
+def test_elements_of_less_than_a_byte_are_compiled_as_usual():
+    made = options_of(lambda x: x.astype(jnp.float4_e2m1fn).astype(jnp.float32), numbers(8))[0]
+    assert made == compile_options(FLAGS)
+
+
+def test_what_is_refused_with_other_flags_is_compiled_with_the_usual_ones():
+    class Refusing(Client):
+        def compile(self, program, options):
+            if options != compile_options(self.known):
+                raise RuntimeError("refused")
+            return super().compile(program, options)
+
+    client = Refusing()
+    compiler = PluginCompiler(client, FLAGS, lambda: "")
+    for client.known in (UNOPTIMIZED, FLAGS):
+        compiler.compile(b"digest", (b"program", [], compile_options(UNOPTIMIZED)))
+        assert client.options == compile_options(client.known)
+    client.known = FORMER
+    with pytest.raises(RuntimeError, match="refused"):
+        compiler.compile(b"digest", (b"program", [], compile_options(FLAGS)))
+
+
 def test_code_of_other_flags_is_other_code(monkeypatch):
     before = options_of(lambda x: x + 1, numbers(8))[1]
     monkeypatch.setattr(cost, "traffic", lambda equation: 2**30)
