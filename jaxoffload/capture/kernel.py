@@ -41,9 +41,9 @@ class Kernel:
       output_avals: JAX's abstract value of each output.
       overwrites: pairs (input position, output position); the outputs that overwrite come first,
         in the order of the inputs that they overwrite.
+      key: interned; equal keys mean equal functions.
       traffic: bytes that its operations read and write, each by itself; infinite if nobody knows
         how often, and of elements of less than a byte.
-      key: interned; equal keys mean equal functions.
     """
 
     inputs: tuple[Any, ...]
@@ -51,8 +51,8 @@ class Kernel:
     outputs: tuple[int, ...]
     output_avals: tuple[Any, ...]
     overwrites: tuple[tuple[int, int], ...]
-    traffic: float
     key: identity.Key
+    traffic: float = math.inf
 
     def apply(self, operands: Sequence[Any]) -> list[Any]:
         """Evaluates the kernel on arrays or tracers."""
@@ -77,8 +77,12 @@ def kernel_of(
     chosen = tuple(slot[v] for v in outputs)
     key = identity.intern(*body, chosen, overwrites)
     avals = tuple(v.aval for v in outputs)
-    traffic = sum(map(_traffic, cluster.equations))
-    return Kernel(inputs, tuple(steps), chosen, avals, overwrites, traffic, key)
+    return Kernel(inputs, tuple(steps), chosen, avals, overwrites, key)
+
+
+def with_traffic(kernel: Kernel, cluster: Cluster) -> Kernel:
+    """The kernel of a cluster, its traffic known. Of equal ones it is asked of the first alone."""
+    return dataclasses.replace(kernel, traffic=sum(map(_traffic, cluster.equations)))
 
 
 def body_key(cluster: Cluster) -> tuple[identity.Key, dict[Value, int]]:
