@@ -54,11 +54,13 @@ class Operation:
       eqn: the JAX equation that it comes from, for its source line and settings; may be None.
       equations: of an operation that consists of others, those; else None.
       repeats: of a loop the steps, each of which applies `equations`; else None.
+      held_bytes: what it holds in any case while it runs, beside operands and results.
     """
 
     __slots__ = ("_function", "_key", "_source", "eqn", "name", "params")
     equations: Any = None
     repeats: int | None = None
+    held_bytes: int = 0
 
     def __init__(self, eqn: Any, params: dict[str, Any] | None = None):
         self.eqn = eqn

@@ -5,12 +5,16 @@ executable: the layers of a model, for one.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from jaxoffload import identity
+from jaxoffload.capture import cost
 from jaxoffload.capture.cluster import Cluster
 from jaxoffload.capture.flat import Equation, Operation, Value, is_literal
+from jaxoffload.capture.whole import with_bodies
+from jaxoffload.capture.words import is_small
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class Kernel:
       overwrites: pairs (input position, output position); the outputs that overwrite come first,
         in the order of the inputs that they overwrite.
       key: interned; equal keys mean equal functions.
+      traffic: bytes that its operations read and write, each by itself; infinite if nobody knows
+        how often, and of elements of less than a byte.
     """
 
     inputs: tuple[Any, ...]
@@ -46,6 +52,7 @@ class Kernel:
     output_avals: tuple[Any, ...]
     overwrites: tuple[tuple[int, int], ...]
     key: identity.Key
+    traffic: float = math.inf
 
     def apply(self, operands: Sequence[Any]) -> list[Any]:
         """Evaluates the kernel on arrays or tracers."""
@@ -73,6 +80,11 @@ def kernel_of(
     return Kernel(inputs, tuple(steps), chosen, avals, overwrites, key)
 
 
+def with_traffic(kernel: Kernel, cluster: Cluster) -> Kernel:
+    """The kernel of a cluster, its traffic known. Of equal ones it is asked of the first alone."""
+    return dataclasses.replace(kernel, traffic=sum(map(_traffic, cluster.equations)))
+
+
 def body_key(cluster: Cluster) -> tuple[identity.Key, dict[Value, int]]:
     """What one cluster computes, whatever is read of it; and the slot of each of its values."""
     _, body, slot = _body(cluster)
@@ -95,6 +107,19 @@ def _body(cluster: Cluster) -> tuple[list[Step], tuple[Any, Any], dict[Value, in
 
 def _reference(operand: Any, slot: dict[Value, int]) -> Any:
     return operand if is_literal(operand) else slot[operand]
+
+
+def _traffic(equation: Equation) -> float:
+    operation = equation.operation
+    eqn, inner = operation.eqn, operation.equations
+    if any(is_small(x.aval.dtype) for x in (*equation.inputs, *equation.outputs)):
+        return math.inf
+    if inner is not None:
+        return cost.traffic(equation) if all(_traffic(e) < math.inf for e in inner) else math.inf
+    is_whole = eqn is not None and eqn.primitive.name == operation.name
+    if is_whole and any(e.primitive.name in ("while", "scan") for e in with_bodies(eqn)):
+        return math.inf
+    return cost.traffic(equation)
 
 
 def main_source(equations: Sequence[Equation], seconds: Sequence[float]) -> str:

@@ -100,15 +100,18 @@ class Loop(Operation):
       body: one step.
       length: the steps.
       num_consts, num_carry: of its operands, in this order; slices follow.
+
+    Args:
+      counts: `num_consts` and `num_carry`; None: the scan's.
     """
 
     __slots__ = ("body", "equations", "length", "num_carry", "num_consts", "repeats")
 
-    def __init__(self, eqn: Any, body: Body, length: int):
+    def __init__(self, eqn: Any, body: Body, length: int, counts: tuple[int, int] | None = None):
         super().__init__(eqn, {**eqn.params, "length": length})
         self.body, self.equations = body, body.equations
         self.length = self.repeats = length
-        self.num_consts, self.num_carry = compat.scan_counts(eqn)
+        self.num_consts, self.num_carry = counts or compat.scan_counts(eqn)
 
     def apply(self, operands: Sequence[Any]) -> list[Any]:
         if self.body.has_constants:

@@ -25,6 +25,7 @@ import numpy as np
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import cost, operations, slicing, sums
+from jaxoffload.capture.distribution import distributed
 from jaxoffload.capture.flat import Equation, Operand, Program, Value, is_literal
 from jaxoffload.capture.inline import Constant, inline
 from jaxoffload.capture.loops import Body, Loop, Rows, rows_for
@@ -233,8 +234,11 @@ class _Unroller:
             body = Body(closed, inputs, live_equations(inner, results), outputs, self._rates)
             self._bodies[id(closed)] = (body, None)
         body, _ = self._bodies[id(closed)]
-        loop = Loop(operation.eqn, body, operation.params["length"])
+        loop = self._distributed(Loop(operation.eqn, body, operation.params["length"]))
         return dataclasses.replace(equation, operation=loop)
+
+    def _distributed(self, loop: Loop) -> Loop:
+        return distributed(loop, self._piece_bytes, self._rates)
 
     def _step(self, loop: Loop) -> _Level:
         """The level of a step that is unrolled."""
@@ -468,7 +472,8 @@ class _Unroller:
             carry = [self._written_down(x, eqn) for x in carry]
         stacked = [v.aval for v in equation.outputs[num_carry:]]
         ys: list[list[Operand]] = [[None] * len(spans) for _ in stacked]
-        chunks = {stop - first: loop.of_length(stop - first) for first, stop in spans}
+        lengths = {stop - first for first, stop in spans}
+        chunks = {length: self._distributed(loop.of_length(length)) for length in lengths}
         parent = self._segment
         for i in _in_order(len(spans), loop):
             self.parents.append(parent)

@@ -46,7 +46,8 @@ def _inside(equation: Equation) -> int:
     """Bytes that one operation holds by itself."""
     inner = getattr(equation.operation, "equations", None) or ()
     tiles = getattr(equation.operation, "count", 1)
-    return max((_bytes((*e.values(), *e.outputs)) for e in inner), default=0) // tiles
+    largest = max((_bytes((*e.values(), *e.outputs)) for e in inner), default=0)
+    return largest // tiles + getattr(equation.operation, "held_bytes", 0)
 
 
 def _bytes(values: Sequence[Value]) -> int:

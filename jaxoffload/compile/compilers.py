@@ -19,6 +19,7 @@ from jaxoffload.capture.kernel import Kernel
 from jaxoffload.capture.whole import with_bodies
 from jaxoffload.compile import callbacks
 from jaxoffload.compile.lower import lower, portable
+from jaxoffload.compile.options import compile_options, flags_for
 from jaxoffload.errors import CaptureError
 from jaxoffload.store import place
 
@@ -34,12 +35,12 @@ class PluginCompiler:
 
     Args:
       client: has `compile(code, options)`, `load(serialized)` and `attributes`.
-      options: serialized compile options.
+      flags: of the compiler, without what kernels' sizes change (`options.flags_for`).
       platform: gives text on which machine code depends beside program and options.
     """
 
-    def __init__(self, client: Any, options: bytes, platform: Callable[[], str]):
-        self._client, self._options = client, options
+    def __init__(self, client: Any, flags: dict[str, Any], platform: Callable[[], str]):
+        self._client, self._flags = client, flags
         self._called: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._version = stablehlo_version(client.attributes)
         self._platform = platform
@@ -47,7 +48,7 @@ class PluginCompiler:
     @functools.cached_property
     def described(self) -> bytes:
         """On what machine code depends beside the program, as a digest."""
-        made = hashlib.sha256(self._options)
+        made = hashlib.sha256(compile_options(self._flags))
         made.update(self._platform().encode())
         return made.digest()
 
@@ -55,7 +56,8 @@ class PluginCompiler:
         """What tells the kernel's program from others, and what `compile` takes."""
         with callbacks.collected() as called:
             code = portable(lower(kernel, "cpu"), self._version)
-        return hashlib.sha256(self.described + code).digest(), (code, called)
+        options = compile_options(flags_for(kernel.traffic, self._flags))
+        return hashlib.sha256(self.described + options + code).digest(), (code, called, options)
 
     def load(self, digest: bytes) -> Any:
         """The executable of a program, if it is kept: None otherwise. Any thread."""
@@ -73,8 +75,14 @@ class PluginCompiler:
 
     def compile(self, digest: bytes, code: Any) -> Any:
         """The executable, which is kept for other processes. Any thread."""
-        program, called = code
-        executable = self._client.compile(program, self._options)
+        program, called, options = code
+        try:
+            executable = self._client.compile(program, options)
+        except RuntimeError:
+            usual = compile_options(self._flags)
+            if options == usual:
+                raise
+            executable = self._client.compile(program, usual)
         if called:  # a program has numbers of functions of this process
             self._called[executable] = called
         elif (folder := place.current()) is not None:

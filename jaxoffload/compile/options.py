@@ -9,6 +9,8 @@ product feeds another directly ("partition compile failed", then an illegal inst
 are left off.
 """
 
+from typing import Any
+
 FLAGS: dict[str, bool | int | str] = {
     # This pass keeps sums accurate by window reductions, in which a softmax takes 16 times as long;
     # sums are lowered in blocks instead (reductions.py).
@@ -24,6 +26,21 @@ FLAGS: dict[str, bool | int | str] = {
     # multiplied.
     "xla_cpu_use_xnnpack": False,
 }
+
+QUICKER: tuple[tuple[int, dict[str, bool | int | str]], ...] = (
+    # Beside them: a vertex is launched in about the time by which unoptimized code is slower.
+    (2**14, {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}),
+    # The former emitters' code has the same bits and speed, but of a softmax of megabytes. They do
+    # not know elements of less than a byte.
+    (2**20, {"xla_cpu_use_fusion_emitters": False}),
+)
+"""Flags by which kernels are compiled in less than half, and two thirds, of the time, and the bytes
+of traffic up to which they are. Ascending."""
+
+
+def flags_for(traffic: float, flags: dict[str, bool | int | str] = FLAGS) -> dict[str, Any]:
+    """The flags for a kernel whose operations read and write so many bytes."""
+    return flags | next((changed for most, changed in QUICKER if traffic <= most), {})
 
 
 def compile_options(flags: dict[str, bool | int | str] = FLAGS) -> bytes:

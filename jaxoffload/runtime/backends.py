@@ -19,7 +19,7 @@ from jaxoffload import _native
 from jaxoffload.compile import callbacks
 from jaxoffload.compile.cache import ExecutableCache
 from jaxoffload.compile.compilers import JaxCompiler, PluginCompiler
-from jaxoffload.compile.options import compile_options
+from jaxoffload.compile.options import FLAGS
 from jaxoffload.errors import BackendError
 from jaxoffload.plan.cost.machines import SMALL_SERVER, Machine, gpu
 from jaxoffload.runtime.callers import DeviceMemory, HostMemory
@@ -73,7 +73,7 @@ class CpuBackend(Backend):
         self.client.register_ffi_handlers(compat.cpu_custom_call_targets())
         self.client.register_ffi_handlers([callbacks.handler()])
         about = functools.partial(platform.description, self.client, path)
-        self.executables = ExecutableCache(PluginCompiler(self.client, compile_options(), about))
+        self.executables = ExecutableCache(PluginCompiler(self.client, FLAGS, about))
         self.memory = HostMemory()
 
     def free_memory(self) -> int:

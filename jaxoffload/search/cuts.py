@@ -29,9 +29,9 @@ from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.search.drafts import CAPTURED, Drafts
 
 SHARES = (1 / 3, 1 / 5, 1 / 8, 1 / 14, 1 / 24)
-"""Working sets of a vertex to try, as shares of the budget; after these, single operations."""
-PIECE = 0.5
-"""The share of such a working set that the rows take that a chunk of a scan reads and writes."""
+"""Working sets of a vertex to try, as shares of the budget; after these, single operations. Of a
+chunk of a scan it is the rows that it reads and writes: with half of that recurrent steps took 5 to
+15% longer."""
 RECOMPUTED = (0.25, 0.5, 0.75, 1.0)
 """Shares to recompute of the values with a long reuse distance; the best one's neighbours are tried
 too."""
@@ -236,8 +236,8 @@ class Ranking:
         for share in SHARES:
             size = _rounded(share * self._budget)
             split = split_size(share * self._budget)
-            cuts.append(Cut(size, piece_bytes=PIECE * size))
-            cuts.append(Cut(size, None, split, piece_bytes=PIECE * size))
+            cuts.append(Cut(size, piece_bytes=size))
+            cuts.append(Cut(size, None, split, piece_bytes=size))
         cuts.append(FINEST)
         if self._recompute == "always":
             reuse_distance = REUSE_DISTANCES[-1] * self._budget

@@ -45,7 +45,7 @@ from jaxoffload.runtime import backends
 from jaxoffload.runtime.callers import byte_count
 from jaxoffload.runtime.plan import Plan, Pricing
 from jaxoffload.runtime.request import Request
-from jaxoffload.search.cuts import FINEST, PIECE, SAME, WHOLE, Cut, Ranking, Room
+from jaxoffload.search.cuts import FINEST, SAME, WHOLE, Cut, Ranking, Room
 from jaxoffload.search.drafts import Drafts
 from jaxoffload.search.fastest import Timed, fastest, in_other_orders
 from jaxoffload.search.least import least_cut, roughly_least_cut
@@ -272,7 +272,7 @@ class Planner:
 
     def _fixed_cut(self) -> CompiledCut | None:
         size = self.request.options.vertex_memory
-        return None if size is None else self._program.compiled(Cut(size, piece_bytes=PIECE * size))
+        return None if size is None else self._program.compiled(Cut(size, piece_bytes=size))
 
     def _best_cut(self, budget: int) -> CompiledCut | None:
         """The best cut that works within a budget, None if none is found.

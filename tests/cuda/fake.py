@@ -18,7 +18,7 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
 from jaxoffload.compile.cache import ExecutableCache
 from jaxoffload.compile.compilers import PluginCompiler
-from jaxoffload.compile.options import compile_options
+from jaxoffload.compile.options import FLAGS
 from jaxoffload.runtime.backends import Backend
 from jaxoffload.runtime.callers import DeviceMemory
 
@@ -142,7 +142,7 @@ class FakeBackend(Backend):
 
     def __init__(self):
         self.client = client()
-        compiler = PluginCompiler(self.client, compile_options(), lambda: "imitated")
+        compiler = PluginCompiler(self.client, FLAGS, lambda: "imitated")
         self.executables = ExecutableCache(compiler)
         self.memory = FakeMemory()
 

@@ -283,15 +283,15 @@ def test_an_edit_of_the_package_makes_all_plans_others(described, change):
 
 def test_code_depends_on_compile_options_and_platform(kept, names):
     from jaxoffload.compile.compilers import PluginCompiler
-    from jaxoffload.compile.options import FLAGS, compile_options
+    from jaxoffload.compile.options import FLAGS
     from tests.helpers import capture
 
     captured, _ = capture(lambda x: x + 1, X)
     client = backends.cpu().client
-    options = (compile_options(), compile_options(FLAGS | {"xla_backend_optimization_level": 0}))
+    flags = (FLAGS, FLAGS | {"xla_backend_optimization_level": 0})
     found = {
-        PluginCompiler(client, o, lambda p=p: p).lower(captured.kernels[0])[0]
-        for o in options
+        PluginCompiler(client, f, lambda p=p: p).lower(captured.kernels[0])[0]
+        for f in flags
         for p in ("one", "other")
     }
     assert len(found) == 4
