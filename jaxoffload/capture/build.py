@@ -18,7 +18,7 @@ from jaxoffload.capture import cost, operations
 from jaxoffload.capture.alike import make_alike
 from jaxoffload.capture.cluster import MAX_EQUATIONS, Cluster, cut
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
-from jaxoffload.capture.kernel import Kernel, kernel_of, main_source, with_traffic
+from jaxoffload.capture.kernel import Kernel, kernel_of, main_source, sized
 from jaxoffload.capture.loops import Loop
 from jaxoffload.capture.order import live_equations, serial_order
 from jaxoffload.capture.products import with_small_transpositions
@@ -168,7 +168,7 @@ class _Builder:
                 kernel = kernel_of(cluster, outputs, overwrites)
                 number = known.setdefault(kernel.key, len(kernels))
                 if number == len(kernels):
-                    kernels.append(with_traffic(kernel, cluster))
+                    kernels.append(sized(kernel, cluster))
             seconds = [cost.seconds(e, self.program.rates) for e in cluster.equations]
             dearest = max(range(len(seconds)), key=seconds.__getitem__)
             source = main_source(cluster.equations, seconds)

@@ -6,15 +6,24 @@ executable: the layers of a model, for one.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxoffload import identity
-from jaxoffload.capture import cost
+from jaxoffload.capture import cost, operations
 from jaxoffload.capture.cluster import Cluster
 from jaxoffload.capture.flat import Equation, Operation, Value, is_literal
 from jaxoffload.capture.whole import with_bodies
 from jaxoffload.capture.words import is_small
+
+_ORDERLESS = frozenset(
+    """
+    argmax argmin concatenate copy cummax cummin dynamic_slice dynamic_update_slice gather join
+    literal numbers pad reduce_and reduce_max reduce_min reduce_or reduce_window_max
+    reduce_window_min slice sort split stack start
+    """.split()
+)
+"""Operations that compute nothing, or the same in any order."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +53,8 @@ class Kernel:
       key: interned; equal keys mean equal functions.
       traffic: bytes that its operations read and write, each by itself; infinite if nobody knows
         how often, and of elements of less than a byte.
+      adds, reduces: whether it may add several elements of an array, and whether in a reduction,
+        which is fused with what makes its operand: in an order that is the compiler's.
     """
 
     inputs: tuple[Any, ...]
@@ -53,6 +64,8 @@ class Kernel:
     overwrites: tuple[tuple[int, int], ...]
     key: identity.Key
     traffic: float = math.inf
+    adds: bool = True
+    reduces: bool = True
 
     def apply(self, operands: Sequence[Any]) -> list[Any]:
         """Evaluates the kernel on arrays or tracers."""
@@ -80,9 +93,16 @@ def kernel_of(
     return Kernel(inputs, tuple(steps), chosen, avals, overwrites, key)
 
 
-def with_traffic(kernel: Kernel, cluster: Cluster) -> Kernel:
-    """The kernel of a cluster, its traffic known. Of equal ones it is asked of the first alone."""
-    return dataclasses.replace(kernel, traffic=sum(map(_traffic, cluster.equations)))
+def sized(kernel: Kernel, cluster: Cluster) -> Kernel:
+    """The kernel of a cluster, with what its size and operations are. Of equal ones it is asked of
+    the first alone."""
+    equations = list(_with_steps(cluster.equations))
+    return dataclasses.replace(
+        kernel,
+        traffic=sum(map(_traffic, cluster.equations)),
+        adds=any(map(_adds, equations)),
+        reduces=any(map(_reduces, equations)),
+    )
 
 
 def body_key(cluster: Cluster) -> tuple[identity.Key, dict[Value, int]]:
@@ -120,6 +140,23 @@ def _traffic(equation: Equation) -> float:
     if is_whole and any(e.primitive.name in ("while", "scan") for e in with_bodies(eqn)):
         return math.inf
     return cost.traffic(equation)
+
+
+def _with_steps(equations: Sequence[Equation]) -> Iterator[Equation]:
+    """Some equations, loops as those of their steps."""
+    for equation in equations:
+        inner = equation.operation.equations
+        yield from (equation,) if inner is None else _with_steps(inner)
+
+
+def _adds(equation: Equation) -> bool:
+    known, name = operations.of(equation), equation.operation.name.partition("[")[0]
+    return not (known.is_elementwise or operations.is_view(equation) or name in _ORDERLESS)
+
+
+def _reduces(equation: Equation) -> bool:
+    # Small products are made reductions when they are lowered.
+    return _adds(equation) and not equation.operation.name.startswith("scatter")
 
 
 def main_source(equations: Sequence[Equation], seconds: Sequence[float]) -> str:

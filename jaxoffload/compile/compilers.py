@@ -56,7 +56,7 @@ class PluginCompiler:
         """What tells the kernel's program from others, and what `compile` takes."""
         with callbacks.collected() as called:
             code = portable(lower(kernel, "cpu"), self._version)
-        options = compile_options(flags_for(kernel.traffic, self._flags))
+        options = compile_options(flags_for(kernel, self._flags))
         return hashlib.sha256(self.described + options + code).digest(), (code, called, options)
 
     def load(self, digest: bytes) -> Any:

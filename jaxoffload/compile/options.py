@@ -11,6 +11,8 @@ are left off.
 
 from typing import Any
 
+from jaxoffload.capture.kernel import Kernel
+
 FLAGS: dict[str, bool | int | str] = {
     # This pass keeps sums accurate by window reductions, in which a softmax takes 16 times as long;
     # sums are lowered in blocks instead (reductions.py).
@@ -27,20 +29,23 @@ FLAGS: dict[str, bool | int | str] = {
     "xla_cpu_use_xnnpack": False,
 }
 
-QUICKER: tuple[tuple[int, dict[str, bool | int | str]], ...] = (
-    # Beside them: a vertex is launched in about the time by which unoptimized code is slower.
-    (2**14, {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}),
-    # The former emitters' code has the same bits and speed, but of a softmax of megabytes. They do
-    # not know elements of less than a byte.
-    (2**20, {"xla_cpu_use_fusion_emitters": False}),
-)
-"""Flags by which kernels are compiled in less than half, and two thirds, of the time, and the bytes
-of traffic up to which they are. Ascending."""
+FORMER_EMITTERS = {"xla_cpu_use_fusion_emitters": False}
+"""Flags with which kernels are compiled in two thirds of the time. The code has the same bits and
+speed, but of reductions; elements of less than a byte it does not know."""
+UNOPTIMIZED = FORMER_EMITTERS | {"xla_backend_optimization_level": 0}
+"""In less than half of the time: slower by about what a vertex's launch takes, where kernels are as
+small as that. Sums would have one accumulator where optimized ones have one for each lane."""
+FORMER_EMITTERS_BYTES, UNOPTIMIZED_BYTES = 2**20, 2**14
+"""What kernels read and write that are compiled with them, at most."""
 
 
-def flags_for(traffic: float, flags: dict[str, bool | int | str] = FLAGS) -> dict[str, Any]:
-    """The flags for a kernel whose operations read and write so many bytes."""
-    return flags | next((changed for most, changed in QUICKER if traffic <= most), {})
+def flags_for(kernel: Kernel, flags: dict[str, bool | int | str] = FLAGS) -> dict[str, Any]:
+    """The flags for a kernel, by its traffic and whether it adds elements."""
+    if kernel.traffic <= UNOPTIMIZED_BYTES and not kernel.adds:
+        return flags | UNOPTIMIZED
+    if kernel.traffic <= FORMER_EMITTERS_BYTES and not kernel.reduces:
+        return flags | FORMER_EMITTERS
+    return flags
 
 
 def compile_options(flags: dict[str, bool | int | str] = FLAGS) -> bytes:

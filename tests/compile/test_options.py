@@ -7,7 +7,7 @@ from jax import lax
 
 from jaxoffload.capture import cost
 from jaxoffload.compile.compilers import PluginCompiler
-from jaxoffload.compile.options import FLAGS, compile_options, flags_for
+from jaxoffload.compile.options import FLAGS, compile_options
 from tests.helpers import capture
 
 
@@ -45,6 +45,31 @@ FORMER = FLAGS | {"xla_cpu_use_fusion_emitters": False}
 )
 def test_flags_follow_what_a_kernel_reads_and_writes(count, flags):
     assert options_of(lambda x: x + 1, numbers(count))[0] == compile_options(flags)
+
+
+ADDS = {
+    "sum": (lambda x: x.sum(), FLAGS),
+    "running sum": (jnp.cumsum, FLAGS),
+    "window": (lambda x: lax.reduce_window(x, 0.0, lax.add, (2,), (1,), "VALID"), FLAGS),
+    "product": (lambda x: jnp.dot(x, x), FLAGS),
+    "maximum": (lambda x: x.max(), UNOPTIMIZED),
+    "scatter": (lambda x: x.at[:2].add(x[:2]), FORMER),
+    "in a loop": (
+        lambda x: lax.scan(lambda c, _: (c + x.sum(), None), x[0], None, length=2)[0],
+        FLAGS,
+    ),
+    "loop that adds no several": (
+        lambda x: lax.scan(lambda c, _: (jnp.sin(c) + x, None), x, None, length=2)[0],
+        UNOPTIMIZED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADDS)
+def test_what_adds_several_elements_is_optimized(name):
+    """And what reduces has the bits that it has always had."""
+    function, flags = ADDS[name]
+    assert options_of(function, numbers(64))[0] == compile_options(flags)
 
 
 def test_a_loop_counts_as_often_as_it_runs():
@@ -92,4 +117,3 @@ def test_code_of_other_flags_is_other_code(monkeypatch):
     before = options_of(lambda x: x + 1, numbers(8))[1]
     monkeypatch.setattr(cost, "traffic", lambda equation: 2**30)
     assert options_of(lambda x: x + 1, numbers(8))[1] != before
-    assert flags_for(2**30) == FLAGS
