@@ -305,7 +305,7 @@ class Ranking:
         if (
             best
             and self._attempt(base.cut, reuse_distance, best - step, found)
-            > found[reuse_distance, best]
+            >= found[reuse_distance, best]
         ):
             self._attempt(base.cut, reuse_distance, best + step, found)
 
@@ -344,13 +344,12 @@ class Ranking:
         if not 0 < share <= 1 or self._is_enough():
             return float("inf")
         cut = self._recomputing(base, reuse_distance, share)
-        if not self._cutter.floor(cut).recomputes:
-            return found[REUSE_DISTANCES[0], 0.0]
         kernels, copies = self._least_seconds(cut)
         if kernels > _WORSE * self._best:
             return _NEVER
-        if copies > _WORSE * self._best or copies == _NEVER:
-            return min(found.values())  # too little is recomputed to tell
+        is_too_little = copies > _WORSE * self._best or copies == _NEVER
+        if is_too_little or not self._cutter.floor(cut).recomputes:
+            return min(found.values())  # which says nothing of larger shares
         graph = self._captured(cut)
         works = self._room.needs(graph) <= self._budget
         found[reuse_distance, share] = took = self._try(cut, graph) if works else _NEVER
