@@ -2,10 +2,10 @@
 
 Every program from shapes alone, nothing compiled: at shares of what keeping everything takes and at
 the least budget, on the model of a small server with its own link and with a slow one (as
-throttled.py has it); LoRA steps of LLaMA models on one device of a server
-and on a part of a larger one. Planning seconds are the
-processor's, tracing included. With `--against FILE`, the figures of another version, its budgets
-are planned for again, and each plan's simulated seconds stand over that one's.
+throttled.py has it); LoRA steps of LLaMA models on one device of a server and on a part of a larger
+one. Planning seconds are the processor's, tracing included. With `--against FILE`, the figures of
+another version, its budgets are planned for again, and each plan's simulated seconds stand over
+that one's.
 """
 
 import dataclasses

@@ -41,11 +41,13 @@ class Captured:
     Attributes:
       kernels: indexed by `Vertex.kernel`.
       clusters: one for each vertex, to estimate from; empty where nobody needs them.
+      least_max_bytes: the smallest `max_bytes` with which the same vertices are cut.
     """
 
     taskgraph: TaskGraph
     kernels: tuple[Kernel, ...]
     clusters: tuple[Cluster, ...] = ()
+    least_max_bytes: float = float("inf")
 
     def workspace(self) -> list[int]:
         """Bytes that each vertex takes, as far as can be told before it is compiled."""
@@ -105,7 +107,7 @@ def build_taskgraph(
     for index, parts in enumerate(program.results):
         for value, offset in parts:
             results.setdefault(value, []).append(Span(index, offset))
-    clusters = cut(
+    clusters, least_max_bytes = cut(
         ordered.equations,
         program.parents,
         {v for v in results if v.argument is None},
@@ -115,7 +117,8 @@ def build_taskgraph(
         max_equations=max_equations,
     )
     make_alike(clusters)
-    return _Builder(program, results, kinds, clusters).build(tuple(donated), kernels)
+    found = _Builder(program, results, kinds, clusters).build(tuple(donated), kernels)
+    return dataclasses.replace(found, least_max_bytes=least_max_bytes)
 
 
 class _Builder:

@@ -59,8 +59,8 @@ def cut(
     rates: cost.Rates,
     max_bytes: float = float("inf"),
     max_equations: int = MAX_EQUATIONS,
-) -> list[Cluster]:
-    """Clusters that together compute every result.
+) -> tuple[list[Cluster], float]:
+    """Clusters that together compute every result; and the least `max_bytes` that gives the same.
 
     Args:
       equations: in serial order.
@@ -78,13 +78,14 @@ def cut(
     reads = [roots(e.values(), view_of) for e in solid]
     if max_equations == 1:
         runs = [(i, i + 1) for i in range(len(solid))]
-        return _assemble(equations, solid, reads, view_of, runs, results)
+        return _assemble(equations, solid, reads, view_of, runs, results), 0.0
     segments = _segments_worth_a_cut(solid, parents, updates, rates)
     last_reader = dict.fromkeys(results, len(solid))
     for i, values in enumerate(reads):
         for v in values:
             last_reader[v] = max(i, last_reader.get(v, i))
     runs: list[tuple[int, int]] = []
+    least = 0.0
     bytes_of_a_cut = SECONDS_OF_A_CUT * rates.memory_bytes_per_second
     start, memo = 0, {}
     for i in range(1, len(solid) + 1):
@@ -94,9 +95,11 @@ def cut(
             if (stretch.key, most) not in memo:
                 found = _best_cuts(stretch, bytes_of_a_cut, max_bytes, most)
                 memo[stretch.key, most] = found
-            runs += [(start + a, start + b) for a, b in memo[stretch.key, most]]
+            found, largest = memo[stretch.key, most]
+            runs += [(start + a, start + b) for a, b in found]
+            least = max(least, largest)
             start = i
-    return _assemble(equations, solid, reads, view_of, runs, results)
+    return _assemble(equations, solid, reads, view_of, runs, results), least
 
 
 def _segments_worth_a_cut(
@@ -161,7 +164,9 @@ class _Stretch:
 
 def _best_cuts(
     stretch: _Stretch, bytes_of_a_cut: float, max_bytes: float, max_equations: int
-) -> list[tuple[int, int]]:
+) -> tuple[list[tuple[int, int]], float]:
+    """The runs, and the largest working set of one that has several equations: with any limit from
+    there on to this one the same are best."""
     run, reads, fused_until = stretch.equations, stretch.reads, stretch.fused_until
     crossing = _crossing_bytes(run, reads)
     written = [[(v, v.num_bytes(), fused_until.get(v, len(run))) for v in e.outputs] for e in run]
@@ -177,6 +182,7 @@ def _best_cuts(
         for e, known in zip(run, kinds, strict=True)
     ]
     best, previous = [0.0] + [float("inf")] * len(run), [0] * (len(run) + 1)
+    size_of = [0.0] * (len(run) + 1)
     for stop in range(1, len(run) + 1):
         held: dict[Value, int] = {}
         total, products, largest, has_temporaries = 0, 0, 0, False
@@ -199,11 +205,13 @@ def _best_cuts(
             price = best[first] + bytes_of_a_cut + crossing[stop]
             if price < best[stop]:
                 best[stop], previous[stop] = price, first
-    cuts, stop = [], len(run)
+                size_of[stop] = total if first < stop - 1 else 0.0
+    cuts, stop, largest = [], len(run), 0.0
     while stop:
         cuts.append((previous[stop], stop))
+        largest = max(largest, size_of[stop])
         stop = previous[stop]
-    return cuts[::-1]
+    return cuts[::-1], largest
 
 
 def _crossing_bytes(run: Sequence[Equation], reads: Sequence[list[Value]]) -> list[float]:

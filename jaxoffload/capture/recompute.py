@@ -12,6 +12,7 @@ the order; its convex choice of how much, by simulation).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
@@ -58,7 +59,7 @@ def recompute(
       share: of the bytes of all such values, how much is made again: 0 to 1.
       seconds: time of an operation.
     """
-    return _Recomputer(ordered, reuse_distance, seconds).run(share)
+    return Recomputer(ordered, reuse_distance, seconds).run(share)
 
 
 def _is_priced(equation: Equation) -> bool:
@@ -78,7 +79,9 @@ def _checkpoints(equation: Equation) -> tuple[Value, ...]:
     return carried if sum(v.num_bytes() for v in carried) <= worth else ()
 
 
-class _Recomputer:
+class Recomputer:
+    """What `recompute` finds out of a program and a reuse distance, for however many shares."""
+
     def __init__(
         self, ordered: Ordered, reuse_distance: float, seconds: Callable[[Equation], float]
     ):
@@ -129,8 +132,9 @@ class _Recomputer:
             return Ordered(self.equations, self.program)
         return Ordered(_Rewriter(self, chosen).run(), self.program)
 
-    def _choose(self, share: float) -> list[_Reuse]:
-        """The values to make again, by the place where they are needed."""
+    @functools.cached_property
+    def _known(self) -> list[_Reuse]:
+        """The values that can be made again, those that save most for their cost first."""
         known = []
         for reuse in self.far.values():
             reuse.repeated = self._repeated(reuse)
@@ -138,13 +142,16 @@ class _Recomputer:
                 spent = sum(self.seconds(self.equations[i]) for i in reuse.repeated)
                 reuse.worth = self._made_with(reuse.value) / max(spent, 1e-12)
                 known.append(reuse)
-        known.sort(key=lambda reuse: (-reuse.worth, reuse.position))
+        return sorted(known, key=lambda reuse: (-reuse.worth, reuse.position))
+
+    def _choose(self, share: float) -> list[_Reuse]:
+        """The values to make again, by the place where they are needed."""
         wanted = share * sum(reuse.value.num_bytes() for reuse in self.far.values())
         taken: dict[Value, _Reuse] = {}
         # What is made again needs what it is made from: at about the same time, or kept.
         sources: dict[Value, list[_Reuse]] = {}
         total = 0
-        for reuse in known:
+        for reuse in self._known:
             if total >= wanted:
                 break
             needed = [
@@ -218,7 +225,7 @@ def _finished(steps: "_Steps[_T]") -> _T:
 class _Rewriter:
     """Puts copies of operations before far readers, which then read those."""
 
-    def __init__(self, source: _Recomputer, chosen: Sequence[_Reuse]):
+    def __init__(self, source: Recomputer, chosen: Sequence[_Reuse]):
         self.source = source
         self.starts = {reuse.value: reuse.position for reuse in chosen}
         self.chosen = chosen

@@ -292,22 +292,27 @@ class Ranking:
             took = self._attempt(base.cut, REUSE_DISTANCES[0], share, found)
             if took > _WORSE * least:
                 waiting = [less for less in waiting if less < share]
-            if SAME * took < least:  # it pays: the next is tried in any case
-                self._begun = max(self._begun, self._work - self._allowed)
+            self._go_on_if_it_pays(took, least)
         if len(found) == 1 and base.seconds < _NEVER:
             return
         best = min(found, key=found.__getitem__)[1]
         is_far = best > RECOMPUTED[0] or min(found.values()) == _NEVER
         for share in sorted({best, 1.0} if is_far else {best}):
-            self._attempt(base.cut, REUSE_DISTANCES[1], share, found)
+            least = min(found.values())
+            self._go_on_if_it_pays(self._attempt(base.cut, REUSE_DISTANCES[1], share, found), least)
         reuse_distance, best = min(found, key=found.__getitem__)
         step = (RECOMPUTED[1] - RECOMPUTED[0]) / 2
         if (
             best
             and self._attempt(base.cut, reuse_distance, best - step, found)
-            > found[reuse_distance, best]
+            >= found[reuse_distance, best]
         ):
             self._attempt(base.cut, reuse_distance, best + step, found)
+
+    def _go_on_if_it_pays(self, took: float, least: float) -> None:
+        """After a better one the next is tried in any case."""
+        if SAME * took < least:
+            self._begun = max(self._begun, self._work - self._allowed)
 
     def _recomputing(self, base: Cut, reuse_distance: float, share: float) -> Cut:
         far = reuse_distance * self._budget
@@ -339,13 +344,12 @@ class Ranking:
         if not 0 < share <= 1 or self._is_enough():
             return float("inf")
         cut = self._recomputing(base, reuse_distance, share)
-        if not self._cutter.floor(cut).recomputes:
-            return found[REUSE_DISTANCES[0], 0.0]
         kernels, copies = self._least_seconds(cut)
         if kernels > _WORSE * self._best:
             return _NEVER
-        if copies > _WORSE * self._best or copies == _NEVER:
-            return min(found.values())  # too little is recomputed to tell
+        is_too_little = copies > _WORSE * self._best or copies == _NEVER
+        if is_too_little or not self._cutter.floor(cut).recomputes:
+            return min(found.values())  # which says nothing of larger shares
         graph = self._captured(cut)
         works = self._room.needs(graph) <= self._budget
         found[reuse_distance, share] = took = self._try(cut, graph) if works else _NEVER

@@ -51,7 +51,7 @@ of what keeping everything takes. (Of a LoRA step 1/4 leaves a sixth, 1/16 two f
 _SIZES = (1 / 12, 1 / 48)
 """Working sets of a vertex in that search, as shares of the same."""
 _SINGLE_VERTICES = 2000
-"""Up to so many operations each is also looked at by itself there: some seconds."""
+"""Up to so many operations each is also looked at by itself there: about a second."""
 _MORE = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)
 """What a cut seems to need is multiplied by these until a plan is found: memory may fragment."""
 

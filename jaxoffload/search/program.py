@@ -18,7 +18,7 @@ from jaxoffload.capture.flat import Equation
 from jaxoffload.capture.floor import Floor, floor_of
 from jaxoffload.capture.inline import Constant
 from jaxoffload.capture.kernel import Kernel
-from jaxoffload.capture.recompute import recompute
+from jaxoffload.capture.recompute import Recomputer
 from jaxoffload.capture.scan import unroll
 from jaxoffload.capture.split import Tilings, split
 from jaxoffload.compile.cache import CompileReport
@@ -109,9 +109,12 @@ class CutProgram:
         self._ordered = self._ordered_in_pieces(float("inf"))
         self._rewritten: dict[tuple[int, float | None, float, float], Ordered] = {}
         self._tilings = Tilings()
+        self._recomputers: dict[tuple[int, float], Recomputer] = {}
         self._cuts: dict[Cut, CompiledCut] = {}
         self._graphs: dict[tuple[Any, ...], Captured] = {}
         self._guessed: dict[tuple[Any, ...], TaskGraph] = {}
+        # Limits of bytes from which to which vertices are the same.
+        self._same: dict[tuple[int, int | None], list[tuple[float, float]]] = {}
         self._temp: dict[identity.Key, int] = {}  # workspace by kernel
         self._floors: dict[tuple[int, int | None], Floor] = {}
 
@@ -132,13 +135,18 @@ class CutProgram:
         if key not in self._rewritten:
             if cut.recomputed:
                 ordered = self.ordered(dataclasses.replace(cut, recomputed=0.0))
-                ordered = recompute(
-                    ordered, cut.reuse_distance, cut.recomputed, self._equation_seconds
-                )
+                ordered = self._recomputer(ordered, cut.reuse_distance).run(cut.recomputed)
             elif cut.split_bytes is not None:
                 ordered = split(ordered, cut.split_bytes, self._tilings)
             self._rewritten[key] = ordered
         return self._rewritten[key]
+
+    def _recomputer(self, ordered: Ordered, reuse_distance: float) -> Recomputer:
+        key = id(ordered), reuse_distance
+        if key not in self._recomputers:
+            made = Recomputer(ordered, reuse_distance, self._equation_seconds)
+            self._recomputers[key] = made
+        return self._recomputers[key]
 
     def _ordered_in_pieces(self, piece_bytes: float) -> Ordered:
         """The program with its scans cut into chunks of so many bytes, or of half as many."""
@@ -173,12 +181,19 @@ class CutProgram:
     def _looked_at(self, cut: Cut) -> Captured:
         key = self.key(cut)
         if key not in self._graphs:
-            self._graphs[key] = self._captured(cut, self._compiles)
+            self._graphs[key] = found = self._captured(cut, self._compiles)
+            same = self._same.setdefault((key[0], cut.max_equations), [])
+            same.append((found.least_max_bytes, cut.max_bytes))
         return self._graphs[key]
 
     def key(self, cut: Cut) -> tuple[Any, ...]:
-        """Equal for cuts with the same vertices, as where there is nothing to split."""
-        return id(self.ordered(cut)), cut.max_bytes, cut.max_equations
+        """Equal for cuts with the same vertices, as far as that is known: where there is nothing to
+        split, or vertices are smaller than they may be."""
+        ordered = id(self.ordered(cut))
+        for least, most in self._same.get((ordered, cut.max_equations), ()):
+            if least <= cut.max_bytes <= most:
+                return ordered, most, cut.max_equations
+        return ordered, cut.max_bytes, cut.max_equations
 
     def floor(self, cut: Cut) -> Floor:
         """What such a cut holds and computes at least, known before its graph is captured."""
@@ -204,7 +219,7 @@ class CutProgram:
             disk_results=self._request.disk_results,
             in_place_io=self._request.options.memory is not None,
         )
-        return Captured(graph, captured.kernels, captured.clusters)
+        return dataclasses.replace(captured, taskgraph=graph)
 
     def compiled(self, cut: Cut) -> CompiledCut:
         """One cut, its kernels compiled, its vertices' workspace known."""

@@ -30,8 +30,8 @@ TRIAL = 2
 """Runs of the second, before the faster of the two is kept."""
 GAIN = 0.02
 """Share of the simulated time that another plan must save to be tried."""
-_MAX_VERTICES = 20_000
-"""Of the graphs that are built for a choice, all together: about a second."""
+_MAX_VERTICES = 60_000
+"""Of the TaskGraphs that are planned for a choice, all together: about a second."""
 
 
 class State(enum.Enum):

@@ -161,6 +161,7 @@ def test_what_was_explained_and_predicted_is_found_again(gpu, tmp_path, monkeypa
 
     def told():
         jo.clear_caches()
+        gpu.executables.clear()
         step = jo.offload(train_step, device_memory="150KB", donate_argnums=0)
         explained = str(step.explain(state, batch)).split("(free")[0]
         return explained, step.predict(state, batch, machine="H200").seconds

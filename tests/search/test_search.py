@@ -344,6 +344,18 @@ def test_a_split_of_nothing_is_no_other_graph(work):
     assert work["taskgraphs"] == 2
 
 
+def test_limits_that_cut_the_same_vertices_are_one_graph(work):
+    function, args = _transformer(2)
+    step = jo.offload(function, device_memory=None)
+    planner = searching.Planner(step._program(step._spec.bind(args, {})).request())
+    graph = planner.graph(cuts.Cut(1e9))
+    least = planner._program._looked_at(cuts.Cut(1e9)).least_max_bytes
+    assert planner.graph(cuts.Cut(least)) is graph and work["taskgraphs"] == 1
+    assert planner._program._captured(cuts.Cut(least), True).taskgraph == graph
+    finer = planner.graph(cuts.Cut(least - 1))
+    assert finer != graph and planner.graph(cuts.Cut(least - 1)) is finer
+
+
 def test_explain_of_a_long_program_looks_at_few_cuts(work):
     def loss(x, w):
         for _ in range(1000):
