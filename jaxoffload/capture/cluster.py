@@ -26,6 +26,7 @@ took 22 ms in one kernel, 11 in several."""
 MAX_UPDATE = 32
 """The same of an update, whose operations read and write arrays of one shape element by element:
 AdamW has 15 to 20."""
+_WHERE_ALL_FUSE = 3
 SECONDS_OF_A_CUT = 20e-6
 """What a cut costs beside the bytes that cross it: a vertex's launch, XLA's own start and end."""
 _FUSED, _FUSED_AT_AN_END, _THROUGH_MEMORY = 1.0, 0.2, 0.1
@@ -70,7 +71,8 @@ def cut(
         of equal arrays share executables.
       rates: of the device, by which it is judged what a cut costs.
       max_bytes: the largest working set of a cluster, where single equations allow it. Those that
-        fuse into one loop, which has no temporaries, may have that of the largest of them.
+        fuse into one loop, which has no temporaries, may have that of the largest of them, up to
+        three times this.
       max_equations: the most operations of a cluster.
     """
     solid = [e for e in equations if not is_view(e) or any(v in results for v in e.outputs)]
@@ -200,7 +202,8 @@ def _best_cuts(
             products += is_product[first]
             if products > MAX_PRODUCTS:
                 break
-            if total > max(max_bytes, 0 if has_temporaries else largest) and first < stop - 1:
+            fused = 0 if has_temporaries else min(largest, _WHERE_ALL_FUSE * max_bytes)
+            if total > max(max_bytes, fused) and first < stop - 1:
                 continue
             price = best[first] + bytes_of_a_cut + crossing[stop]
             if price < best[stop]:

@@ -344,9 +344,9 @@ class _Distributor:
 
 
 def _is_linear(equation: Equation) -> bool:
-    (operand, *_), (result,) = equation.inputs, equation.outputs
     if equation.operation.name == "convert_element_type":
-        return all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (operand, result))
+        values = equation.inputs[0], equation.outputs[0]
+        return all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in values)
     return equation.operation.name in _LINEAR
 
 
