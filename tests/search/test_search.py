@@ -416,7 +416,7 @@ def test_computing_more_again_is_tried_for_as_long_as_it_pays(monkeypatch):
     rate = here.to_device.bytes_per_second / 16
     slow = here.with_rates([("to_device", rate), ("from_device", rate)])
     weights = [jax.ShapeDtypeStruct((64, 64), np.float32)] * 12
-    step = jo.offload(jax.grad(loss), device_memory="8MiB")
+    step = jo.offload(jax.grad(loss), device_memory="10MiB")
     step.predict(weights, jax.ShapeDtypeStruct((4096, 64), np.float32), machine=slow)
     times = [tried[key] for key in sorted(tried, key=lambda key: key[0]) if key[1] > 0 and key[0]]
     assert len(times) >= 2 and min(times[1:]) < times[0] < tried[0.0, float("inf")]
