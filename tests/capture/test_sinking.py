@@ -16,11 +16,31 @@ def square(seed):
     return np.random.default_rng(seed).standard_normal((N, N), np.float32) / N**0.5
 
 
+@jax.custom_vjp
+def activation(x):
+    return jnp.tanh(x)
+
+
+def _forward(x):
+    y = jnp.tanh(x)
+    return y, (y, 1 - y)
+
+
+def _backward(kept, ct):
+    y, rest = kept
+    return (ct * rest + ct * rest * y,)
+
+
+activation.defvjp(_forward, _backward)
+
+
 def perceptron(weights, x):
+    """Its forward pass makes 1 - y, which only the backward pass reads, as it reads y."""
+
     def loss(weights):
         y = x
         for w in weights:
-            y = jnp.tanh(y @ w)
+            y = activation(y @ w)
         return jnp.mean(y**2)
 
     return jax.grad(loss)(weights)
