@@ -13,20 +13,20 @@ from collections.abc import Sequence, Set
 
 from jaxoffload.capture import cost, operations
 from jaxoffload.capture.flat import Equation, Value
-from jaxoffload.capture.operations import is_view
-from jaxoffload.capture.views import roots
+from jaxoffload.capture.views import apart, roots
 
 MAX_EQUATIONS = 16
 """Operations of a cluster, views not counted. On the training step of benchmarks/ratios.py 6 to 16
 gave 0.53 to 0.59 of the scanned jit on 2 cores, 24 gave 0.69, 48 gave 0.72, 100 gave 0.77."""
+MAX_UPDATE = 32
+"""Operations of a cluster of an update, all of which read and write arrays of one shape element by
+element: AdamW has 15 to 20."""
 MAX_PRODUCTS = 3
 """Products and convolutions of a cluster whose results cost more than a cut. What stands between
 more of them XLA's CPU compiler repeats for each: the part of a gradient of attention that has five
 took 22 ms in one kernel, 11 in several."""
-MAX_UPDATE = 32
-"""The same of an update, whose operations read and write arrays of one shape element by element:
-AdamW has 15 to 20."""
 _WHERE_ALL_FUSE = 3
+"""How many times a cut's largest working set a cluster may have that fuses into one loop."""
 SECONDS_OF_A_CUT = 20e-6
 """What a cut costs beside the bytes that cross it: a vertex's launch, XLA's own start and end."""
 _FUSED, _FUSED_AT_AN_END, _THROUGH_MEMORY = 1.0, 0.2, 0.1
@@ -75,8 +75,7 @@ def cut(
         three times this.
       max_equations: the most operations of a cluster.
     """
-    solid = [e for e in equations if not is_view(e) or any(v in results for v in e.outputs)]
-    view_of = {v: e for e in equations if is_view(e) for v in e.outputs if v not in results}
+    solid, view_of = apart(equations, results)
     reads = [roots(e.values(), view_of) for e in solid]
     if max_equations == 1:
         runs = [(i, i + 1) for i in range(len(solid))]
@@ -97,9 +96,9 @@ def cut(
             if (stretch.key, most) not in memo:
                 found = _best_cuts(stretch, bytes_of_a_cut, max_bytes, most)
                 memo[stretch.key, most] = found
-            found, largest = memo[stretch.key, most]
+            found, needed = memo[stretch.key, most]
             runs += [(start + a, start + b) for a, b in found]
-            least = max(least, largest)
+            least = max(least, needed)
             start = i
     return _assemble(equations, solid, reads, view_of, runs, results), least
 
@@ -167,8 +166,8 @@ class _Stretch:
 def _best_cuts(
     stretch: _Stretch, bytes_of_a_cut: float, max_bytes: float, max_equations: int
 ) -> tuple[list[tuple[int, int]], float]:
-    """The runs, and the largest working set of one that has several equations: with any limit from
-    there on to this one the same are best."""
+    """The runs, and the least `max_bytes` that admits them: with any from there on to this one the
+    same are best."""
     run, reads, fused_until = stretch.equations, stretch.reads, stretch.fused_until
     crossing = _crossing_bytes(run, reads)
     written = [[(v, v.num_bytes(), fused_until.get(v, len(run))) for v in e.outputs] for e in run]
@@ -184,7 +183,7 @@ def _best_cuts(
         for e, known in zip(run, kinds, strict=True)
     ]
     best, previous = [0.0] + [float("inf")] * len(run), [0] * (len(run) + 1)
-    size_of = [0.0] * (len(run) + 1)
+    needs_of = [0.0] * (len(run) + 1)
     for stop in range(1, len(run) + 1):
         held: dict[Value, int] = {}
         total, products, largest, has_temporaries = 0, 0, 0, False
@@ -202,19 +201,22 @@ def _best_cuts(
             products += is_product[first]
             if products > MAX_PRODUCTS:
                 break
-            fused = 0 if has_temporaries else min(largest, _WHERE_ALL_FUSE * max_bytes)
-            if total > max(max_bytes, fused) and first < stop - 1:
+            in_one_loop = not has_temporaries and total <= largest
+            needs = total / _WHERE_ALL_FUSE if in_one_loop else total
+            if first == stop - 1:
+                needs = 0.0  # What one equation needs is not the cut's choice.
+            if needs > max_bytes:
                 continue
             price = best[first] + bytes_of_a_cut + crossing[stop]
             if price < best[stop]:
                 best[stop], previous[stop] = price, first
-                size_of[stop] = total if first < stop - 1 else 0.0
-    cuts, stop, largest = [], len(run), 0.0
+                needs_of[stop] = needs
+    cuts, stop, least = [], len(run), 0.0
     while stop:
         cuts.append((previous[stop], stop))
-        largest = max(largest, size_of[stop])
+        least = max(least, needs_of[stop])
         stop = previous[stop]
-    return cuts[::-1], largest
+    return cuts[::-1], least
 
 
 def _crossing_bytes(run: Sequence[Equation], reads: Sequence[list[Value]]) -> list[float]:

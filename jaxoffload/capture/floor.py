@@ -11,8 +11,7 @@ from jaxoffload.capture import cost
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.cluster import MAX_EQUATIONS, MAX_UPDATE
 from jaxoffload.capture.flat import Value
-from jaxoffload.capture.operations import is_view
-from jaxoffload.capture.views import roots
+from jaxoffload.capture.views import apart, roots
 
 
 class Floor(NamedTuple):
@@ -35,9 +34,8 @@ def floor_of(ordered: Ordered, max_equations: int | None = None) -> Floor:
     """The floor of cuts into vertices of so many operations (None: of the usual number)."""
     program = ordered.program
     results = {v for v in program.result_values() if v.argument is None}
-    solid = [e for e in ordered.equations if not is_view(e) or any(v in results for v in e.outputs)]
+    solid, view_of = apart(ordered.equations, results)
     made = {v: i for i, e in enumerate(solid) for v in e.outputs}
-    view_of = {v: e for e in ordered.equations if is_view(e) for v in e.outputs if v not in made}
     longest = max_equations or MAX_EQUATIONS
     if longest > 1 and program.updates:
         longest = max(longest, MAX_UPDATE)

@@ -20,9 +20,8 @@ from jaxoffload.capture import operations
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.loops import Loop
-from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.order import live_equations
-from jaxoffload.capture.views import roots
+from jaxoffload.capture.views import apart, roots
 
 MOST_OPERATIONS = 24
 """Operations that are repeated for the sake of one value, at most."""
@@ -89,12 +88,7 @@ class Recomputer:
         self.equations = ordered.equations
         self.producer = {v: i for i, e in enumerate(self.equations) for v in e.outputs}
         self.results = self.program.result_values()
-        self.view_of = {
-            v: e
-            for e in self.equations
-            if is_view(e) and not any(v in self.results for v in e.outputs)
-            for v in e.outputs
-        }
+        _, self.view_of = apart(self.equations, self.results)
         self.traffic = [0.0]
         self.reads: list[list[Value]] = []  # of each equation, in memory; of views none
         self.uses: dict[Value, list[int]] = {}

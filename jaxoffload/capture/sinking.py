@@ -18,7 +18,7 @@ def sunk(equations: Sequence[Equation], results: Set[Value], updates: Set[int]) 
     """The same equations, those that sink before their first reader, and in its segment.
 
     An elementwise operation sinks past a heavier one if its result is larger than what must live
-    longer for it.
+    longer for it; if as large, where that lives longer past fewer heavy operations.
 
     Args:
       equations: in serial order.
@@ -66,16 +66,19 @@ class _Sinking:
             return
         segments = {self._equations[self.place[j]].segment for j in readers}
         reader = self._equations[at]
-        is_past_heavy = bisect.bisect(self._heavy, i) < bisect.bisect_left(self._heavy, at)
-        if not is_past_heavy or len(segments) > 1 or segments & self._updates:
+        passed = self._heavy_between(i, at)
+        if not passed or len(segments) > 1 or segments & self._updates:
             return
         if reader.operation.repeats is not None:
             return
         made = sum(v.num_bytes() for v in self._equations[i].outputs)
         longer, group = self._longer(i, at)
-        if longer < made:
+        if longer < (made, made * passed):
             for j in (i, *group):
                 self.place[j] = at
+
+    def _heavy_between(self, i: int, at: int) -> int:
+        return bisect.bisect_left(self._heavy, at) - bisect.bisect(self._heavy, i)
 
     def _may_sink(self, i: int) -> bool:
         equation = self._equations[i]
@@ -86,9 +89,10 @@ class _Sinking:
         is_cheap = operations.of(equation).is_elementwise and equation.operation.repeats is None
         return is_array and is_cheap and equation.segment not in self._updates
 
-    def _longer(self, i: int, at: int) -> tuple[int, list[int]]:
-        """Bytes that live longer if an equation sinks, and the equations that sink with it."""
-        total, group = 0, []
+    def _longer(self, i: int, at: int) -> tuple[tuple[int, int], list[int]]:
+        """What lives longer if an equation sinks (bytes, and the sum of bytes times the heavy
+        operations they live past), and the equations that sink with it."""
+        total, past, group = 0, 0, []
         for v in self._equations[i].values():
             k = self._producer.get(v)
             if k is None or v in self._results:
@@ -97,15 +101,14 @@ class _Sinking:
             if max(others, default=-1) >= at:
                 continue
             size = v.num_bytes()
+            alone = (size, size * self._heavy_between(max(others, default=i), at))
+            more, with_it = alone, []
             if operations.is_view(self._equations[k]):
                 more, with_it = self._longer(k, at)
-                total, group = total + more, group + with_it
-                continue
-            more, with_it = (size, [])
-            if not others and self._may_sink(k):
+            elif not others and self._may_sink(k):
                 more, with_it = self._longer(k, at)
-            if more < size:
-                total, group = total + more, [*group, k, *with_it]
-            else:
-                total += size
-        return total, group
+                with_it = [k, *with_it]
+                if more[0] >= size:
+                    more, with_it = alone, []
+            total, past, group = total + more[0], past + more[1], group + with_it
+        return (total, past), group
