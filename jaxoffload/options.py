@@ -38,6 +38,8 @@ class Options:
         estimates only.
       recompute: "auto": values are computed again where that is faster than moving them; "never";
         "always": whatever is read again late.
+      host_compute: "auto": optimizers' updates run on the host's cores where that is faster than
+        moving what they need; "never"; "always".
       cut: "auto": a function for which everything fits runs whole; "always": it is cut, too.
       rates: what a profile has measured, to take the place of the machine model's rates
         (`Machine.with_rates`): what is planned, and how it is cut, follows from the options alone.
@@ -59,6 +61,7 @@ class Options:
     cut: str = "auto"
     rates: tuple[tuple[str, float], ...] = ()
     memory: int | None = None
+    host_compute: str = "auto"
 
 
 def make_options(
@@ -75,12 +78,18 @@ def make_options(
     cut: object,
     rates: tuple[tuple[str, float], ...] = (),
     memory: object = None,
+    host_compute: object = "auto",
 ) -> Options:
     """Options from what the user typed.
 
     Raises:
       TypeError, ValueError: names the option, its value, and what it may be.
     """
+    if memory is not None and host_compute == "always":
+        raise ValueError(
+            "offload: host_compute='always' needs a device's memory apart from the host's, which "
+            f"memory={memory!r} is both. Pass device_memory= in its place."
+        )
     if memory is not None:
         _refuse_two_budgets(memory, device_memory, host_memory)
         device_memory = memory = parse_bytes(memory, "memory", "None")
@@ -98,16 +107,17 @@ def make_options(
         raise ValueError(f'offload: results={results!r} is no tier. Pass "device" or "host".')
     if policy not in ("auto", "once"):
         raise ValueError(f'offload: policy={policy!r} is not known. Pass "auto" or "once".')
-    if recompute not in ("auto", "never", "always"):
-        raise ValueError(
-            f'offload: recompute={recompute!r} is not known. Pass "auto", "never" or "always".'
-        )
+    for name, value in (("recompute", recompute), ("host_compute", host_compute)):
+        if value not in ("auto", "never", "always"):
+            raise ValueError(
+                f'offload: {name}={value!r} is not known. Pass "auto", "never" or "always".'
+            )
     if cut not in ("auto", "always"):
         raise ValueError(f'offload: cut={cut!r} is not known. Pass "auto" or "always".')
     return Options(
         device_memory, host_memory, folders, vertex_memory, policies.as_policy(launch), check,
         verify, str(results), str(policy), str(recompute), str(cut), rates,
-        memory,
+        memory, str(host_compute),
     )  # fmt: skip
 
 

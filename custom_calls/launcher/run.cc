@@ -216,7 +216,7 @@ void Run::End() {
       report->peak_device_bytes =
           std::max(report->peak_device_bytes, plan_->offset(version) + plan_->bytes(version));
     }
-    if (plan_->kind(v) == Kind::kKernel) continue;
+    if (IsKernel(plan_->kind(v))) continue;
     const int64_t bytes = plan_->bytes(plan_->input(plan_->inputs(v).begin));
     if (plan_->kind(v) == Kind::kOffload) report->bytes_offloaded += bytes;
     if (plan_->kind(v) == Kind::kReload) report->bytes_reloaded += bytes;

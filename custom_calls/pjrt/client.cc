@@ -45,10 +45,11 @@ std::shared_ptr<Client> Client::Create(const std::string& plugin_path, int32_t n
   }
   const PJRT_Api* const api = LoadPlugin(plugin_path);
   // Synchronous: a vertex runs on its lane's own thread, so its end is the end of the call. One
-  // device for each compute lane, for executions of one device wait for each other.
+  // device for each compute lane, the host's too, for executions of one device wait for each other.
+  const int32_t num_lanes = num_devices + 1;
   PJRT_NamedValue options[] = {Option("cpu_device_count", PJRT_NamedValue_kInt64),
                                Option("asynchronous", PJRT_NamedValue_kBool)};
-  options[0].int64_value = num_devices;
+  options[0].int64_value = num_lanes;
   options[1].bool_value = false;
   JO_PJRT_ARGS(PJRT_Client_Create, create);
   create.create_options = options;
@@ -57,14 +58,14 @@ std::shared_ptr<Client> Client::Create(const std::string& plugin_path, int32_t n
   JO_PJRT_ARGS(PJRT_Client_AddressableDevices, devices);
   devices.client = create.client;
   Check(api, api->PJRT_Client_AddressableDevices(&devices), "listing the XLA client's devices");
-  if (static_cast<int32_t>(devices.num_addressable_devices) < num_devices) {
+  if (static_cast<int32_t>(devices.num_addressable_devices) < num_lanes) {
     throw std::runtime_error("Client: num_devices=" + std::to_string(num_devices) +
-                             ", but the plugin has " +
+                             ", and one for the host, but the plugin has " +
                              std::to_string(devices.num_addressable_devices));
   }
   const std::vector<PJRT_Device*> used(devices.addressable_devices,
-                                       devices.addressable_devices + num_devices);
-  return std::shared_ptr<Client>(new Client(api, create.client, true, used,
+                                       devices.addressable_devices + num_lanes);
+  return std::shared_ptr<Client>(new Client(api, create.client, true, num_devices, used,
                                             std::make_unique<CpuPlatform>(api, create.client, used),
                                             nullptr));
 }
@@ -91,20 +92,22 @@ std::shared_ptr<Client> Client::Adopt(const std::string& plugin_path, PJRT_Clien
   }
   std::shared_ptr<CudaDriver> driver = CudaDriver::Load(driver_path);
   auto platform = std::make_unique<CudaPlatform>(api, client, used, std::move(ordinals), driver);
+  const auto num_devices = static_cast<int32_t>(used.size());
   return std::shared_ptr<Client>(
-      new Client(api, client, false, used, std::move(platform), std::move(driver)));
+      new Client(api, client, false, num_devices, used, std::move(platform), std::move(driver)));
 }
 
-Client::Client(const PJRT_Api* api, PJRT_Client* client, bool is_ours,
+Client::Client(const PJRT_Api* api, PJRT_Client* client, bool is_ours, int32_t num_devices,
                std::vector<PJRT_Device*> devices, std::unique_ptr<Platform> platform,
                std::shared_ptr<CudaDriver> driver)
     : api_(api),
       client_(client),
       is_ours_(is_ours),
+      num_devices_(num_devices),
       devices_(std::move(devices)),
       platform_(std::move(platform)),
       driver_(std::move(driver)),
-      launcher_(Lanes(num_devices()), platform_->window()) {}
+      launcher_(Lanes(num_devices), platform_->window()) {}
 
 Client::~Client() {
   launcher_.Shutdown();

@@ -73,7 +73,10 @@ class Client : public std::enable_shared_from_this<Client> {
 
   const PJRT_Api* api() const { return api_; }
   PJRT_Client* get() const { return client_; }
-  int32_t num_devices() const { return static_cast<int32_t>(devices_.size()); }
+  // Devices of plans.
+  int32_t num_devices() const { return num_devices_; }
+  // Whether there is one more for the host's own kernels, number `num_devices`.
+  bool has_host_device() const { return static_cast<int32_t>(devices_.size()) > num_devices_; }
   PJRT_Device* device(int32_t device) const { return devices_[device]; }
   Platform& platform() { return *platform_; }
   // The driver behind the platform; null on CPU.
@@ -81,13 +84,15 @@ class Client : public std::enable_shared_from_this<Client> {
   Launcher& launcher() { return launcher_; }
 
  private:
-  Client(const PJRT_Api* api, PJRT_Client* client, bool is_ours, std::vector<PJRT_Device*> devices,
-         std::unique_ptr<Platform> platform, std::shared_ptr<CudaDriver> driver);
+  Client(const PJRT_Api* api, PJRT_Client* client, bool is_ours, int32_t num_devices,
+         std::vector<PJRT_Device*> devices, std::unique_ptr<Platform> platform,
+         std::shared_ptr<CudaDriver> driver);
 
   const HomeProcess home_;
   const PJRT_Api* const api_;
   PJRT_Client* const client_;
   const bool is_ours_;
+  const int32_t num_devices_;
   const std::vector<PJRT_Device*> devices_;
   const std::unique_ptr<Platform> platform_;
   const std::shared_ptr<CudaDriver> driver_;

@@ -40,6 +40,7 @@ PlanBackend::PlanBackend(std::shared_ptr<Client> client, std::shared_ptr<const L
       executables_(std::move(executables)),
       disk_(std::move(disk)),
       slot_of_version_(plan_->num_versions(), -1),
+      host_slot_of_version_(plan_->num_versions(), -1),
       calls_(plan_->num_vertices()),
       complete_(platform_.window() > 0 ? plan_->num_vertices() : 0) {
   const int64_t disk_bytes = disk_ == nullptr ? 0 : disk_->bytes();
@@ -50,14 +51,14 @@ PlanBackend::PlanBackend(std::shared_ptr<Client> client, std::shared_ptr<const L
   std::memset(&execute_options_, 0, sizeof(execute_options_));
   execute_options_.struct_size = PJRT_ExecuteOptions_STRUCT_SIZE;
   for (int32_t v = 0; v < plan_->num_vertices(); ++v) {
-    if (plan_->kind(v) == Kind::kKernel) AddCall(v);
+    if (IsKernel(plan_->kind(v))) AddCall(v);
     if (plan_->kind(v) == Kind::kLoad || plan_->kind(v) == Kind::kStore) uses_disk_ = true;
   }
   slot_of_place_.clear();
   parameters_.resize(parameter_slot_.size());
   outputs_.resize(output_slot_.size());
   for (size_t slot = 0; slot < slots_.size(); ++slot) {
-    if (slots_[slot].in_callers_array) movable_slots_.push_back(static_cast<int32_t>(slot));
+    if (slots_[slot].owner == Owner::kCaller) movable_slots_.push_back(static_cast<int32_t>(slot));
   }
   int32_t device = 0;
   const std::vector<int64_t>& arena_bytes = plan_->arena_bytes();
@@ -94,7 +95,11 @@ void PlanBackend::AddCall(int32_t vertex_id) {
     Refuse(plan_->Describe(vertex_id) + " has " + std::to_string(outputs.size()) +
            " outputs, but its executable " + std::to_string(executable->num_outputs()));
   }
-  const int32_t device = plan_->device(vertex_id);
+  const bool on_host = plan_->kind(vertex_id) == Kind::kHostKernel;
+  if (on_host && !client_->has_host_device()) {
+    Refuse(plan_->Describe(vertex_id) + " is for the host's cores, which this client cannot use");
+  }
+  const int32_t device = on_host ? host_device() : plan_->device(vertex_id);
   Call& call = calls_[vertex_id];
   call.executable = executable->get();
   if (executable->device() != client_->device(device)) call.device = client_->device(device);
@@ -134,7 +139,8 @@ void PlanBackend::CheckOutput(int32_t vertex_id, int64_t position, int32_t versi
 }
 
 int32_t PlanBackend::SlotOf(int32_t version_id, int32_t device) {
-  int32_t& slot_id = slot_of_version_[version_id];
+  int32_t& slot_id =
+      (device == host_device() ? host_slot_of_version_ : slot_of_version_)[version_id];
   if (slot_id >= 0) {
     if (slots_[slot_id].device != device) {
       Refuse("version " + std::to_string(version_id) + " is used by kernels of devices " +
@@ -143,8 +149,12 @@ int32_t PlanBackend::SlotOf(int32_t version_id, int32_t device) {
     return slot_id;
   }
   CheckPlace(version_id, device);
-  const bool in_arena = plan_->space(version_id) == Space::kDevice;
-  if (in_arena && plan_->bytes(version_id) > 0) {  // empty ones take no place, so do not share one
+  const Space space = plan_->space(version_id);
+  const Owner owner = space == Space::kDevice ? Owner::kArena
+                      : space == Space::kHost ? Owner::kHostTier
+                                              : Owner::kCaller;
+  const bool has_place = owner != Owner::kCaller && plan_->bytes(version_id) > 0;
+  if (has_place) {  // empty ones take none, so do not share one
     const int64_t* const dims = plan_->dims(version_id);
     const auto place =
         std::make_tuple(device, plan_->offset(version_id), plan_->dtype(version_id),
@@ -156,7 +166,7 @@ int32_t PlanBackend::SlotOf(int32_t version_id, int32_t device) {
   Slot slot;
   slot.version = version_id;
   slot.device = device;
-  slot.in_callers_array = !in_arena;
+  slot.owner = owner;
   slots_.push_back(slot);
   return slot_id;
 }
@@ -179,12 +189,15 @@ void PlanBackend::CheckPlace(int32_t version_id, int32_t device) const {
            std::to_string(bytes));
   }
   const Space space = plan_->space(version_id);
-  if (space == Space::kHost || (space == Space::kDevice && plan_->index(version_id) != device)) {
+  const bool on_host = device == host_device();
+  const bool in_arena = space == Space::kDevice && plan_->index(version_id) == device && !on_host;
+  const bool in_host_tier = space == Space::kHost && on_host;
+  if (!in_arena && !in_host_tier && space != Space::kArgument && space != Space::kResult) {
     Refuse(entry("space", static_cast<int>(space)) + " and " +
-           entry("index", plan_->index(version_id)) + ", but a kernel of device " +
-           std::to_string(device) + " uses it");
+           entry("index", plan_->index(version_id)) + ", but a kernel of " +
+           (on_host ? "the host" : "device " + std::to_string(device)) + " uses it");
   }
-  if (space == Space::kDevice && plan_->offset(version_id) % kAlignment != 0) {
+  if ((in_arena || in_host_tier) && plan_->offset(version_id) % kAlignment != 0) {
     Refuse(entry("offset", plan_->offset(version_id)) + " is not a multiple of 64");
   }
 }
@@ -206,11 +219,17 @@ void PlanBackend::Drop(Slot& slot) {
 void PlanBackend::BindArenas() {
   platform_.Prepare();
   for (Slot& slot : slots_) {
-    if (slot.in_callers_array) continue;
-    char* const address = DeviceBase(slot.device) + plan_->offset(slot.version);
-    if (slot.address != address) Drop(slot);
-    slot.address = address;
+    if (slot.owner == Owner::kArena) MoveTo(slot, DeviceBase(slot.device));
   }
+}
+
+// The same of what begins `offset` bytes after a base.
+void PlanBackend::MoveTo(Slot& slot, char* base) {
+  char* const address = plan_->bytes(slot.version) == 0 && slot.owner == Owner::kHostTier
+                            ? nowhere_
+                            : base + plan_->offset(slot.version);
+  if (slot.address != address) Drop(slot);
+  slot.address = address;
 }
 
 void PlanBackend::Begin(RunContext& context) {
@@ -225,6 +244,9 @@ void PlanBackend::Begin(RunContext& context) {
                                "Pass host_memory=, and disk= to go on from there.");
     }
     if (uses_disk_) fixed_ = std::make_unique<FixedMemory>(host_, host_bytes);
+  }
+  for (Slot& slot : slots_) {
+    if (slot.owner == Owner::kHostTier) MoveTo(slot, host_);
   }
   if (plan_->is_alone()) {
     // Results and the host tier have their places by now.
@@ -263,16 +285,16 @@ void PlanBackend::PlaceSlot(Slot& slot, char* place, RunContext& context) {
   const int64_t bytes = plan_->bytes(slot.version);
   char* address = place;
   if (bytes == 0) {
-    address = DeviceBase(
-        slot.device);  // never read or written; a caller's empty array may have no address
+    // Never read or written; a caller's empty array may have no address.
+    address = slot.device == host_device() ? nowhere_ : DeviceBase(slot.device);
   } else if (!IsAligned(place)) {
-    if (platform_.window() > 0) {
+    if (platform_.window() > 0 && slot.device != host_device()) {
       throw std::runtime_error(
           "an array on the device begins at an address that is not a multiple of 64, where a "
           "kernel uses it. Pass whole arrays, not parts of others.");
     }
     const int32_t writer = plan_->writer(slot.version);
-    if (writer >= 0 && plan_->kind(writer) != Kind::kKernel) {
+    if (writer >= 0 && !IsKernel(plan_->kind(writer))) {
       throw std::runtime_error(plan_->Describe(writer) +
                                " copies to an address that is not a multiple of 64, where a kernel "
                                "reads. Pass results that are aligned to 64 bytes.");
@@ -306,7 +328,7 @@ void PlanBackend::End(RunContext&) {
 }
 
 bool PlanBackend::Execute(int32_t vertex_id, RunContext& context, std::string* error) {
-  if (plan_->kind(vertex_id) == Kind::kKernel) return ExecuteKernel(vertex_id, context, error);
+  if (IsKernel(plan_->kind(vertex_id))) return ExecuteKernel(vertex_id, context, error);
   const int32_t from = plan_->input(plan_->inputs(vertex_id).begin);
   const int32_t to = plan_->output(plan_->outputs(vertex_id).begin);
   if (plan_->kind(vertex_id) == Kind::kLoad) return ExecuteLoad(from, to, context, error);
@@ -324,6 +346,7 @@ bool PlanBackend::Await(int32_t vertex_id, RunContext&, std::string* error) {
   switch (plan_->kind(vertex_id)) {
     case Kind::kLoad:
     case Kind::kStore:
+    case Kind::kHostKernel:
       return true;  // they ended in Execute
     case Kind::kKernel:
       break;
@@ -341,8 +364,9 @@ bool PlanBackend::Await(int32_t vertex_id, RunContext&, std::string* error) {
 }
 
 bool PlanBackend::IsInOrder(int32_t lane) const {
-  // Kernels share a stream, and loads and stores end before they return.
-  return plan_->lanes().IsDisk(lane) || plan_->lanes().IsCompute(lane);
+  // Kernels share a stream; loads, stores and what the host's cores do end before they return.
+  const Lanes& lanes = plan_->lanes();
+  return lanes.IsDisk(lane) || lanes.IsHost(lane) || lanes.IsCompute(lane);
 }
 
 bool PlanBackend::ExecuteLoad(int32_t from, int32_t to, RunContext& context, std::string* error) {
@@ -388,7 +412,7 @@ bool PlanBackend::ExecuteKernel(int32_t vertex_id, RunContext& context, std::str
     DropDonated(call);
     return false;
   }
-  if (platform_.window() > 0) {
+  if (platform_.window() > 0 && plan_->kind(vertex_id) == Kind::kKernel) {
     if (!TakeOutputs(call, &complete, context, error)) return false;
     complete_[vertex_id] = complete;
     return true;

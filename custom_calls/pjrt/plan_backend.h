@@ -58,12 +58,14 @@ class PlanBackend : public Backend {
   void End(RunContext& context) override;
 
  private:
+  // Whose memory a slot is in, and so when its address is known.
+  enum class Owner { kArena, kHostTier, kCaller };
   struct Slot {
     PJRT_Buffer* buffer = nullptr;
     char* address = nullptr;
     int32_t version = -1;  // one of those that share it: for dtype and dims
-    int32_t device = 0;
-    bool in_callers_array = false;
+    int32_t device = 0;    // or `host_device`
+    Owner owner = Owner::kArena;
     // The place is not aligned: `address` is a place of the host tier, freed in End.
     bool is_scratch = false;
   };
@@ -77,11 +79,14 @@ class PlanBackend : public Backend {
 
   void AddCall(int32_t vertex_id);
   void CheckOutput(int32_t vertex_id, int64_t position, int32_t version_id) const;
+  // The client's device for the host's kernels.
+  int32_t host_device() const { return client_->num_devices(); }
   int32_t SlotOf(int32_t version_id, int32_t device);
   void CheckPlace(int32_t version_id, int32_t device) const;
   PJRT_Error* Import(Slot& slot);
   void Drop(Slot& slot);
   void BindArenas();
+  void MoveTo(Slot& slot, char* base);
   void PlaceSlot(Slot& slot, char* place, RunContext& context);
   bool ExecuteLoad(int32_t from, int32_t to, RunContext& context, std::string* error);
   bool ExecuteStore(int32_t from, int32_t to, RunContext& context, std::string* error);
@@ -100,16 +105,18 @@ class PlanBackend : public Backend {
   const std::vector<std::shared_ptr<Executable>> executables_;
   const std::shared_ptr<DiskExtent> disk_;
   PJRT_ExecuteOptions execute_options_;
-  char* host_ = nullptr;  // the plan's part of the host block, during a run
+  char* host_ = nullptr;          // the plan's part of the host block, during a run
+  alignas(64) char nowhere_[64];  // where an empty array of the host's kernels is
   bool uses_disk_ = false;
   std::unique_ptr<FixedMemory> fixed_;
 
   // Of slots in arenas: device, offset, dtype, dims. Empty after construction.
   std::map<std::tuple<int32_t, int64_t, int32_t, std::vector<int64_t>>, int32_t> slot_of_place_;
   std::vector<Slot> slots_;
-  std::vector<int32_t> slot_of_version_;
-  std::vector<int32_t> movable_slots_;  // those in the caller's arrays
-  std::vector<Call> calls_;             // by vertex
+  std::vector<int32_t> slot_of_version_;       // for kernels of devices
+  std::vector<int32_t> host_slot_of_version_;  // for the host's, which run at the same time
+  std::vector<int32_t> movable_slots_;         // those in the caller's arrays
+  std::vector<Call> calls_;                    // by vertex
   std::vector<int32_t> parameter_slot_;
   std::vector<PJRT_Buffer*> parameters_;  // written before each execution, by the lane's thread
   std::vector<int32_t> output_slot_;

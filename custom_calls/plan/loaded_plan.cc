@@ -153,9 +153,10 @@ void CheckTiers(const PlanArrays& a, int64_t v, const Lanes& lanes) {
 void CheckVertex(const PlanArrays& a, int64_t v, const Lanes& lanes) {
   const int64_t num_inputs = a.input_offsets[v + 1] - a.input_offsets[v];
   const int64_t num_outputs = a.output_offsets[v + 1] - a.output_offsets[v];
-  if (static_cast<Kind>(a.kind[v]) == Kind::kKernel) {
+  if (IsKernel(static_cast<Kind>(a.kind[v]))) {
     if (a.executable[v] < 0) Refuse(Entry("executable", v, a.executable[v]) + ", but a kernel");
-    if (!lanes.IsCompute(a.lane[v])) {
+    const bool on_host = static_cast<Kind>(a.kind[v]) == Kind::kHostKernel;
+    if (!(on_host ? lanes.IsHost(a.lane[v]) : lanes.IsCompute(a.lane[v]))) {
       Refuse(Entry("lane", v, a.lane[v]) + " is not a compute lane, but the vertex is a kernel");
     }
     for (int64_t o = a.output_offsets[v]; o < a.output_offsets[v + 1]; ++o) {
@@ -201,7 +202,7 @@ void CheckVertices(const PlanArrays& a, const Lanes& lanes, int32_t num_executab
   }
   CheckOffsets("input_offsets", a.input_offsets, num_vertices, a.inputs.size());
   CheckOffsets("output_offsets", a.output_offsets, num_vertices, a.outputs.size());
-  CheckBounds("kind", a.kind, 0, 7);
+  CheckBounds("kind", a.kind, 0, kNumKinds);
   for (int64_t v = 0; v < num_vertices; ++v) {
     if (static_cast<Kind>(a.kind[v]) != Kind::kInput) continue;
     Refuse(Entry("kind", v, a.kind[v]) + " exists in hand-made graphs only");

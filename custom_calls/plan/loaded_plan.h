@@ -73,7 +73,7 @@ class LoadedPlan {
 
   Kind kind(int32_t vertex_id) const { return static_cast<Kind>(a_.kind[vertex_id]); }
   int32_t lane(int32_t vertex_id) const { return a_.lane[vertex_id]; }
-  // Not of loads and stores.
+  // Not of loads, stores and kernels of the host's.
   int32_t device(int32_t vertex_id) const { return DeviceOfLane(a_.lane[vertex_id]); }
   int32_t executable(int32_t vertex_id) const { return a_.executable[vertex_id]; }
   // Place in the order of falling priority, ties by serial position: smaller goes first.

@@ -36,10 +36,11 @@ CallersMemory::CallersMemory(const TaskTable& table, bool in_place_io)
   written_in_place_.resize(columns.output_offsets[columns.num_vertices]);
   for (int64_t v = 0; v < columns.num_vertices; ++v) {
     for (int64_t e = columns.input_offsets[v]; e < columns.input_offsets[v + 1]; ++e) {
-      read_in_place_[e] = MayReadInPlace(v, e);
+      read_in_place_[e] =
+          table.on_host(v) || table.Gathers(e) || (in_place_io_ && ReachesArgument(v, e));
     }
     for (int64_t e = columns.output_offsets[v]; e < columns.output_offsets[v + 1]; ++e) {
-      written_in_place_[e] = MayWriteInPlace(v, e);
+      written_in_place_[e] = table.on_host(v) || (in_place_io_ && ReachesResult(v, e));
     }
   }
 }
@@ -79,11 +80,10 @@ void CallersMemory::Overwritten(int64_t part, int32_t tensor, std::vector<int32_
   }
 }
 
-bool CallersMemory::MayReadInPlace(int64_t vertex, int64_t entry) const {
+bool CallersMemory::ReachesArgument(int64_t vertex, int64_t entry) const {
   const TaskColumns& columns = table_.columns();
   const int32_t tensor = columns.inputs[entry];
-  if (table_.Gathers(entry)) return true;
-  if (!in_place_io_ || !table_.IsReadable(tensor)) return false;
+  if (!table_.IsReadable(tensor)) return false;
   if (!table_.is_overwritten(entry)) return true;
   const int32_t output = overwriter_.at(tensor);
   for (int64_t p = columns.result_offsets[output]; p < columns.result_offsets[output + 1]; ++p) {
@@ -92,11 +92,11 @@ bool CallersMemory::MayReadInPlace(int64_t vertex, int64_t entry) const {
   return false;
 }
 
-bool CallersMemory::MayWriteInPlace(int64_t vertex, int64_t entry) const {
+bool CallersMemory::ReachesResult(int64_t vertex, int64_t entry) const {
   const TaskColumns& columns = table_.columns();
   const int32_t tensor = columns.outputs[entry];
   const int64_t first = columns.result_offsets[tensor];
-  if (!in_place_io_ || first == columns.result_offsets[tensor + 1] ||
+  if (first == columns.result_offsets[tensor + 1] ||
       columns.result_offset[first] % kInPlaceAlignment != 0 ||
       table_.result_on_disk(columns.result[first])) {
     return false;

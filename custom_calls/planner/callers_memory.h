@@ -26,12 +26,18 @@ class CallersMemory {
   // Argument tensors whose memory a result part of a tensor takes.
   void Overwritten(int64_t part, int32_t tensor, std::vector<int32_t>* found) const;
 
-  // Of each entry of TaskColumns::inputs, whether its vertex reads it where the caller has it; if
-  // the vertex overwrites it, only where the output's result is that very memory.
+  // Of each entry of TaskColumns::inputs, whether its vertex reads it in the host's memory: on the
+  // host's cores, or on a device where the caller has it; if the vertex overwrites it there, only
+  // where the output's result is that very memory.
   const std::vector<uint8_t>& read_in_place() const { return read_in_place_; }
-  // Of each entry of TaskColumns::outputs, whether its vertex writes its first result part
-  // directly.
+  // Of each entry of TaskColumns::outputs, whether its vertex writes it in the host's memory: on
+  // the host's cores, or from a device directly to its first result part.
   const std::vector<uint8_t>& written_in_place() const { return written_in_place_; }
+  // Whether a kernel may read an entry of its inputs, a part of an argument, where the caller has
+  // it, and overwrite it there if it does; and write one of its outputs directly to its first
+  // result part.
+  bool ReachesArgument(int64_t vertex, int64_t entry) const;
+  bool ReachesResult(int64_t vertex, int64_t entry) const;
 
  private:
   struct Parts {                                      // of one donated argument
@@ -39,8 +45,6 @@ class CallersMemory {
     int64_t longest = 0;
   };
 
-  bool MayReadInPlace(int64_t vertex, int64_t entry) const;
-  bool MayWriteInPlace(int64_t vertex, int64_t entry) const;
   // Whether a kernel may write there while it reads its inputs.
   bool MayWrite(int64_t part, int32_t tensor, int64_t vertex, int32_t except_for) const;
   int32_t ArgumentOf(int32_t result) const;

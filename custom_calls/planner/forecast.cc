@@ -20,15 +20,16 @@ Forecast::Forecast(SimulatedMemory& memory, const CallersMemory& callers) : memo
     for (int32_t d = 0; d < devices; ++d) freed_[d][v] = freed[d];
     for (int64_t e = columns.input_offsets[v]; e < columns.input_offsets[v + 1]; ++e) {
       const int32_t t = columns.inputs[e];
-      const Row readers = table.readers(t);
-      if (readers[readers.size() - 1] == v && !table.is_overwritten(e) &&
+      if (table.last_device_reader(t) == v && !table.is_overwritten(e) &&
           !callers.read_in_place()[e]) {
         freed[memory.device(t)] += memory.size(t);
       }
     }
     for (int64_t e = columns.output_offsets[v]; e < columns.output_offsets[v + 1]; ++e) {
       const int32_t t = columns.outputs[e];
-      if (table.readers(t).size() == 0) freed[memory.device(t)] += memory.size(t);
+      if (table.last_device_reader(t) < 0 && !table.on_host(v)) {
+        freed[memory.device(t)] += memory.size(t);
+      }
       if (table.is_fresh(e) && !callers.written_in_place()[e]) {
         taken[memory.device(t)] += memory.size(t);
       }

@@ -37,6 +37,7 @@ LowerTiers::LowerTiers(const TaskTable& table, Emitter& emitter, std::optional<i
       disk_space_(std::nullopt),
       next_use_(table.num_tensors(), 0),
       on_device_(table.num_tensors(), false),
+      is_pinned_(table.num_tensors(), false),
       rule_(*this, VictimRule::kCheapest, table.num_vertices()) {
   const TaskColumns& columns = table.columns();
   for (int32_t t = 0; t < columns.num_tensors; ++t) {
@@ -71,7 +72,7 @@ int32_t LowerTiers::Offload(int32_t tensor, int32_t source, int64_t vertex) {
     std::vector<int32_t> after;
     const int32_t version = TakePlace(tensor, vertex, &after);
     emitter_.Vertex(Kind::kOffload, vertex, device(tensor), {source}, {version}, after);
-    Hold(tensor, version);
+    Enter(tensor, version);
   }
   return in_host_[tensor];
 }
@@ -79,6 +80,36 @@ int32_t LowerTiers::Offload(int32_t tensor, int32_t source, int64_t vertex) {
 int32_t LowerTiers::Fetch(int32_t tensor, int64_t vertex) {
   const int32_t found = InMemory(tensor);
   return found >= 0 ? found : Load(tensor, vertex);
+}
+
+int32_t LowerTiers::Hold(int32_t tensor, int32_t source, int64_t vertex) {
+  int32_t found = in_host_[tensor];
+  if (found < 0) found = source >= 0 ? Offload(tensor, source, vertex) : Load(tensor, vertex);
+  Pin(tensor);
+  return found;
+}
+
+int32_t LowerTiers::Make(int32_t tensor, int64_t vertex, std::vector<int32_t>* after) {
+  const int32_t version = TakePlace(tensor, vertex, after);
+  Enter(tensor, version);
+  Pin(tensor);
+  return version;
+}
+
+int32_t LowerTiers::Inherit(int32_t tensor, int32_t old) {
+  const int32_t operand = emitter_.tensor(old);
+  const int32_t version = emitter_.Version(tensor, Space::kHost, 0, emitter_.offset(old));
+  Bequeath(operand);
+  in_host_[operand] = -1;
+  Enter(tensor, version);
+  Pin(tensor);
+  return version;
+}
+
+void LowerTiers::Release(int64_t vertex) {
+  ForgetVictimsOf(vertex);
+  for (const int32_t t : pinned_) is_pinned_[t] = false;
+  pinned_.clear();
 }
 
 void LowerTiers::StoreResult(int32_t tensor, int32_t source, int64_t part,
@@ -124,7 +155,7 @@ int32_t LowerTiers::Load(int32_t tensor, int64_t vertex) {
   std::vector<int32_t> after;
   const int32_t version = TakePlace(tensor, vertex, &after);
   emitter_.Vertex(Kind::kLoad, vertex, device(tensor), {on_disk_[tensor]}, {version}, after);
-  Hold(tensor, version);
+  Enter(tensor, version);
   return version;
 }
 
@@ -133,7 +164,9 @@ int32_t LowerTiers::TakePlace(int32_t tensor, int64_t vertex, std::vector<int32_
   std::optional<Place> found = space.Take(size(tensor));
   if (!found && rule_.FreeAPlace(0, size(tensor), vertex)) found = space.Take(size(tensor));
   if (!found) {
-    for (const int32_t other : ByAge(0)) Evict(other, vertex);
+    for (const int32_t other : ByAge(0)) {
+      if (!is_pinned_[other]) Evict(other, vertex);
+    }
     found = space.Take(size(tensor));
   }
   if (!found) throw HostTierFull{tensor};
@@ -141,14 +174,21 @@ int32_t LowerTiers::TakePlace(int32_t tensor, int64_t vertex, std::vector<int32_
   return emitter_.Version(tensor, Space::kHost, 0, found->start);
 }
 
-void LowerTiers::Hold(int32_t tensor, int32_t version) {
+void LowerTiers::Pin(int32_t tensor) {
+  if (is_pinned_[tensor]) return;
+  is_pinned_[tensor] = true;
+  pinned_.push_back(tensor);
+  ForbidEviction(tensor);
+}
+
+void LowerTiers::Enter(int32_t tensor, int32_t version) {
   in_host_[tensor] = version;
   Occupy(tensor, emitter_.offset(version));
   UpdateVictim(tensor);
 }
 
 void LowerTiers::UpdateVictim(int32_t tensor) {
-  if (!is_capped_ || start(tensor) < 0 || size(tensor) == 0) return;
+  if (!is_capped_ || start(tensor) < 0 || size(tensor) == 0 || is_pinned_[tensor]) return;
   int64_t use = next_use_[tensor];
   if (use == kNever) use = 2 * kFirstNever - in_host_[tensor];
   int64_t cost = kDiskCost * size(tensor);

@@ -36,7 +36,7 @@ struct HostTierFull {
 // tensor has copies, and what changes that:
 //
 //   caller's array   from the start, or once a result has been written; stays to the end
-//   host tier        from `Offload` or a load until `Evict` or `Retire`
+//   host tier        from `Offload`, `Make` or a load until `Evict` or `Retire`
 //   disk             from the start, or once `Evict` or `StoreResult` has stored it; stays until
 //                    `Retire`
 //
@@ -51,6 +51,8 @@ class LowerTiers : public Occupancy {
   bool is_capped() const { return is_capped_; }
   // The version of a tensor in the caller's argument, or -1.
   int32_t argument(int32_t tensor) const { return arguments_[tensor]; }
+  // One in the caller's memory, argument or result, or -1.
+  int32_t callers(int32_t tensor) const { return in_callers_[tensor]; }
   // A version that the device can reload from, or -1.
   int32_t InMemory(int32_t tensor) const;
   // Whether evicting the tensor from its device needs no copy.
@@ -70,6 +72,17 @@ class LowerTiers : public Occupancy {
   int32_t Offload(int32_t tensor, int32_t source, int64_t vertex);
   // A version in memory to reload from; loads it from disk if it is only there.
   int32_t Fetch(int32_t tensor, int64_t vertex);
+  // What a vertex of the host's cores reads and writes is no victim from here to `Release`.
+  //
+  // The version in the host tier that it reads, copied from `source` if need be, on the device or
+  // in the caller's memory, or from disk if that is -1.
+  int32_t Hold(int32_t tensor, int32_t source, int64_t vertex);
+  // A place for what it writes, `after` as of TakePlace; or one that is an operand's so far, a
+  // version in the host tier which it overwrites.
+  int32_t Make(int32_t tensor, int64_t vertex, std::vector<int32_t>* after);
+  int32_t Inherit(int32_t tensor, int32_t old);
+  // After a vertex: drops victims whose next use has come.
+  void Release(int64_t vertex);
   // Copies a tensor by way of the host tier to a result part that is on disk. `source`: a version
   // on the device or in the caller's memory, or -1: the tensor is on disk.
   void StoreResult(int32_t tensor, int32_t source, int64_t part, const std::vector<int32_t>& after,
@@ -78,13 +91,13 @@ class LowerTiers : public Occupancy {
   void Retire(int32_t tensor, int64_t used);
   // Takes a tensor out of the host tier; stores it if that was its only copy.
   void Evict(int32_t tensor, int64_t vertex) override;
-  using Occupancy::ForgetVictimsOf;
 
  private:
   int32_t Load(int32_t tensor, int64_t vertex);
   // A fresh version in the host tier; `after` gets what must be done before it is written.
   int32_t TakePlace(int32_t tensor, int64_t vertex, std::vector<int32_t>* after);
-  void Hold(int32_t tensor, int32_t version);
+  void Enter(int32_t tensor, int32_t version);
+  void Pin(int32_t tensor);
   // Makes a tensor a possible victim with its present next use and spill cost.
   void UpdateVictim(int32_t tensor);
   void Leave(int32_t tensor, int64_t used);
@@ -101,6 +114,8 @@ class LowerTiers : public Occupancy {
   AddressSpace disk_space_;
   std::vector<int64_t> next_use_;
   std::vector<bool> on_device_;
+  std::vector<bool> is_pinned_;
+  std::vector<int32_t> pinned_;
   Victims rule_;
 };
 

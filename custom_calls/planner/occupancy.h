@@ -54,6 +54,8 @@ class Occupancy {
   void Vacate(int32_t tensor, Dependencies after, int64_t used);
   // Makes a tensor a possible victim, or tells its next use and cost anew.
   void AllowEviction(int32_t tensor, int64_t use, int64_t spill_cost);
+  // Makes a tensor no victim until it is allowed again.
+  void ForbidEviction(int32_t tensor) { use_[tensor] = -1; }
   // Drops entries whose next use has come.
   void ForgetVictimsOf(int64_t vertex);
   // A tensor's place passes to another, which will be told by Occupy.

@@ -24,6 +24,8 @@ Kind KindOf(uint8_t kind) {
       return Kind::kInput;
     case TaskKind::kTransfer:
       return Kind::kTransfer;
+    case TaskKind::kHostKernel:
+      return Kind::kHostKernel;
     default:
       return Kind::kKernel;
   }
@@ -54,9 +56,14 @@ SimulatedMemory::SimulatedMemory(const TaskTable& table, const CallersMemory& ca
 bool SimulatedMemory::PlaceVertex(int64_t vertex, Victims* victims) {
   const Needs& needs = NeedsOf(vertex);
   if (victims == nullptr && LacksRoom(needs.wanted)) return false;
+  // What the host's cores make can be reloaded once it is there.
+  for (const int32_t t : needs.reloads) {
+    if (!lower_.HasCopy(t)) return false;
+  }
   std::vector<int32_t> pending;
   if (!PlaceAll(vertex, needs.reloads, needs.wanted, victims, &pending)) return false;
   pending_.push_back(std::move(pending));
+  if (table_.on_host(vertex)) return true;
   for (const int32_t t : table_.outputs(vertex)) placed_[t] = true;
   return true;
 }
@@ -163,6 +170,7 @@ void SimulatedMemory::Hold(int32_t tensor, int32_t version, int64_t start) {
 }
 
 void SimulatedMemory::UpdateVictim(int32_t tensor) {
+  if (start(tensor) < 0 && lower_.is_capped()) lower_.NoteUse(tensor, UseAfter(tensor, 0), false);
   if (start(tensor) < 0 || size(tensor) == 0) return;
   if (lower_.is_capped()) lower_.NoteUse(tensor, UseAfter(tensor, 1), true);
   AllowEviction(tensor, UseAfter(tensor, 0), lower_.SpillCostOf(tensor, size(tensor)));
@@ -177,6 +185,21 @@ int64_t SimulatedMemory::UseAfter(int32_t tensor, int64_t count) const {
 // The exec horizon -------------------------------------------------------------------------------
 
 void SimulatedMemory::Execute(int64_t vertex) {
+  if (table_.on_host(vertex)) {
+    ExecuteOnHost(vertex);
+  } else {
+    ExecuteOnDevice(vertex);
+  }
+  const Row read = table_.inputs(vertex), written = table_.outputs(vertex);
+  for (const int32_t t : read) ++num_read_[t];
+  ForgetVictimsOf(vertex);
+  lower_.Release(vertex);
+  for (const Row row : {read, written}) {
+    for (const int32_t t : row) Touch(t, vertex);
+  }
+}
+
+void SimulatedMemory::ExecuteOnDevice(int64_t vertex) {
   std::vector<int32_t> after = std::move(pending_.front());
   pending_.pop_front();
   const Row read = table_.inputs(vertex), written = table_.outputs(vertex);
@@ -192,19 +215,67 @@ void SimulatedMemory::Execute(int64_t vertex) {
   }
   emitter_.Vertex(KindOf(table_.columns().kind[vertex]), vertex,
                   table_.columns().vertex_device[vertex], inputs, outputs, after);
-  for (const int32_t t : written) OffloadResults(t, vertex);
-  for (const int32_t t : read) ++num_read_[t];
-  ForgetVictimsOf(vertex);
-  lower_.ForgetVictimsOf(vertex);
-  for (const Row row : {read, written}) {
-    for (const int32_t t : row) {
-      last_touch_[t] = vertex;
-      if (UseAfter(t, 0) == kNever) {
-        Retire(t);
-      } else {
-        UpdateVictim(t);
-      }
+  for (const int32_t t : written) OffloadResults(t, version_[t], vertex);
+}
+
+void SimulatedMemory::ExecuteOnHost(int64_t vertex) {
+  pending_.pop_front();
+  const Row read = table_.inputs(vertex), written = table_.outputs(vertex);
+  std::vector<int32_t> inputs, outputs(written.size(), -1), after;
+  for (int64_t k = 0; k < read.size(); ++k) {
+    const int32_t t = read[k], callers = lower_.callers(t);
+    const bool reaches = callers >= 0 && ReadsCallers(vertex, k, callers);
+    const int32_t source = callers < 0 && placed_[t] ? version_[t] : callers;
+    inputs.push_back(reaches ? callers : lower_.Hold(t, source, vertex));
+  }
+  for (int64_t k = 0; k < table_.num_overwrites(vertex); ++k) {
+    const auto [operand, output] = table_.overwrite(vertex, k);
+    const int32_t t = written[output], old = inputs[operand];
+    if (emitter_.space(old) == Space::kHost) {
+      if (size(t) > 0) emitter_.AppendReaders(&after, old);
+      outputs[output] = lower_.Inherit(t, old);
+    } else {
+      const int64_t part = callers_.AliasOf(t, emitter_.tensor(old));
+      outputs[output] = ResultVersion(t, part);
+      AppendReadersThere(&after, part, t);
+      lower_.AddResult(t, outputs[output]);
     }
+    emitter_.Over(outputs[output], old);
+  }
+  const int64_t first = table_.columns().output_offsets[vertex];
+  for (int64_t k = 0; k < written.size(); ++k) {
+    if (outputs[k] < 0) outputs[k] = MakeOnHost(vertex, first + k, &after);
+  }
+  emitter_.Vertex(Kind::kHostKernel, vertex, table_.columns().vertex_device[vertex], inputs,
+                  outputs, after);
+  for (int64_t k = 0; k < written.size(); ++k) OffloadResults(written[k], outputs[k], vertex);
+}
+
+bool SimulatedMemory::ReadsCallers(int64_t vertex, int64_t k, int32_t version) const {
+  if (emitter_.space(version) == Space::kArgument) {
+    return callers_.ReachesArgument(vertex, table_.columns().input_offsets[vertex] + k);
+  }
+  return emitter_.offset(version) % kInPlaceAlignment == 0;
+}
+
+int32_t SimulatedMemory::MakeOnHost(int64_t vertex, int64_t entry, std::vector<int32_t>* after) {
+  const int32_t tensor = table_.columns().outputs[entry];
+  if (!callers_.ReachesResult(vertex, entry)) return lower_.Make(tensor, vertex, after);
+  const int64_t part = table_.columns().result_offsets[tensor];
+  const int32_t version = ResultVersion(tensor, part);
+  AppendReadersThere(after, part, tensor);
+  lower_.AddResult(tensor, version);
+  return version;
+}
+
+void SimulatedMemory::Touch(int32_t tensor, int64_t vertex) {
+  last_touch_[tensor] = vertex;
+  if (UseAfter(tensor, 0) == kNever) {
+    Retire(tensor);
+  } else if (start(tensor) >= 0 && table_.last_device_reader(tensor) <= vertex) {
+    Evict(tensor, vertex);  // only the host's cores read it from here on
+  } else {
+    UpdateVictim(tensor);
   }
 }
 
@@ -242,9 +313,8 @@ void SimulatedMemory::AppendReadersThere(std::vector<int32_t>* after, int64_t pa
   for (const int32_t other : taken) emitter_.AppendReaders(after, lower_.argument(other));
 }
 
-void SimulatedMemory::OffloadResults(int32_t tensor, int64_t vertex) {
+void SimulatedMemory::OffloadResults(int32_t tensor, int32_t source, int64_t vertex) {
   const TaskColumns& columns = table_.columns();
-  const int32_t source = version_[tensor];
   for (int64_t p = columns.result_offsets[tensor]; p < columns.result_offsets[tensor + 1]; ++p) {
     if (emitter_.space(source) == Space::kResult && emitter_.index(source) == columns.result[p] &&
         emitter_.offset(source) == columns.result_offset[p]) {

@@ -44,6 +44,9 @@ struct BuildOptions {
 //   HELD       has a place and its bytes there; a possible victim.
 //   RESULT     written where the caller wants it: its bytes are in no arena of ours.
 //
+// What a vertex of the host's cores reads and writes is in the lower tiers: its outputs are ABSENT,
+// as an argument is.
+//
 //   ABSENT --place, of an output-----------> RESERVED
 //   RESERVED --execute its writer----------> HELD, or RESULT
 //   ABSENT --place or fetch, of an operand-> HELD      a reload; none if its bytes are still in the
@@ -124,8 +127,19 @@ class SimulatedMemory : public Occupancy {
   int32_t ResultVersion(int32_t tensor, int64_t part);
   // Readers of the argument bytes that a result part takes.
   void AppendReadersThere(std::vector<int32_t>* after, int64_t part, int32_t tensor);
-  // Copies a tensor to every result part that it was not written to directly.
-  void OffloadResults(int32_t tensor, int64_t vertex);
+  // Copies a tensor to every result part that it was not written to directly. `source`: where it
+  // was written.
+  void OffloadResults(int32_t tensor, int32_t source, int64_t vertex);
+  // What a vertex reads and writes, if it runs on its device, and on the host's cores.
+  void ExecuteOnDevice(int64_t vertex);
+  void ExecuteOnHost(int64_t vertex);
+  // Whether a vertex of the host's cores can read its k-th input from a version in the caller's
+  // memory.
+  bool ReadsCallers(int64_t vertex, int64_t k, int32_t version) const;
+  // A version of what it writes over nothing.
+  int32_t MakeOnHost(int64_t vertex, int64_t entry, std::vector<int32_t>* after);
+  // After a vertex: frees or evicts a tensor that it touched, or tells its next use.
+  void Touch(int32_t tensor, int64_t vertex);
   // Frees a tensor that nobody reads any more.
   void Retire(int32_t tensor);
   // Gives a tensor's place back.

@@ -44,8 +44,12 @@ TaskTable::TaskTable(TaskColumns columns) : columns_(std::move(columns)) {
   for (int64_t t = 0; t < num_tensors(); ++t) reader_offsets_[t + 1] += reader_offsets_[t];
   readers_.resize(count);
   std::vector<int64_t> next(reader_offsets_.begin(), reader_offsets_.end() - 1);
+  last_device_reader_.assign(num_tensors(), -1);
   for (int64_t v = 0; v < num_vertices(); ++v) {
-    for (const int32_t t : inputs(v)) readers_[next[t]++] = static_cast<int32_t>(v);
+    for (const int32_t t : inputs(v)) {
+      readers_[next[t]++] = static_cast<int32_t>(v);
+      if (!on_host(v)) last_device_reader_[t] = v;
+    }
   }
   is_overwritten_.assign(count, false);
   is_fresh_.assign(columns_.output_offsets[num_vertices()], true);

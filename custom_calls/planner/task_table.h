@@ -10,7 +10,7 @@
 namespace jaxoffload {
 
 // Of graphs/taskgraph.py's VertexKind.
-enum class TaskKind : uint8_t { kInput = 0, kKernel = 1, kTransfer = 2 };
+enum class TaskKind : uint8_t { kInput = 0, kKernel = 1, kTransfer = 2, kHostKernel = 3 };
 
 // The arrays that Python made; they outlive whoever reads them. CSR offsets have one entry more
 // than there are rows.
@@ -80,6 +80,12 @@ class TaskTable {
   Row readers(int64_t tensor) const {
     return Slice(reader_offsets_.data(), readers_.data(), tensor);
   }
+  // Whether a vertex runs on the host's cores, on tensors in the host's memory.
+  bool on_host(int64_t vertex) const {
+    return static_cast<TaskKind>(columns_.kind[vertex]) == TaskKind::kHostKernel;
+  }
+  // The last vertex that reads a tensor on its device, or -1.
+  int64_t last_device_reader(int64_t tensor) const { return last_device_reader_[tensor]; }
   int64_t num_overwrites(int64_t vertex) const {
     return columns_.overwrite_offsets[vertex + 1] - columns_.overwrite_offsets[vertex];
   }
@@ -124,6 +130,7 @@ class TaskTable {
   int32_t num_devices_ = 1;
   std::vector<int64_t> reader_offsets_;
   std::vector<int32_t> readers_;
+  std::vector<int64_t> last_device_reader_;
   std::vector<bool> is_overwritten_, is_fresh_;
   std::vector<bool> disk_argument_, disk_result_;
 };

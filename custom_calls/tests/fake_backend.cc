@@ -46,7 +46,7 @@ bool FakeBackend::Execute(int32_t vertex_id, RunContext& context, std::string* e
   }
   const Range inputs = plan_->inputs(vertex_id);
   const Range outputs = plan_->outputs(vertex_id);
-  if (plan_->kind(vertex_id) != Kind::kKernel) {
+  if (!IsKernel(plan_->kind(vertex_id))) {
     const int32_t to = plan_->output(outputs.begin);
     CopyBytes(context.address[to], context.address[plan_->input(inputs.begin)], plan_->bytes(to),
               context.abort);
@@ -97,7 +97,7 @@ void Arrays::Expect(const LoadedPlan& plan) {
     }
     for (int64_t o = outputs.begin; o < outputs.end; ++o) {
       std::vector<char>& out = value[plan.output(o)];
-      if (plan.kind(vertex) == Kind::kKernel) {
+      if (IsKernel(plan.kind(vertex))) {
         Fill(out.data(), out.size(), OutputHash(vertex, o - outputs.begin, hash));
       } else {
         out = value[plan.input(inputs.begin)];

@@ -250,23 +250,23 @@ TEST(ArenaSaysWhenItIsTooSmall) {
   CHECK_THROWS(arena.Acquire(5 << 20), "the arena of device 7 has room for 4194304 bytes");
 }
 
-TEST(LanesAreNumberedDeviceByDeviceAndTheDisksComeLast) {
+TEST(LanesAreNumberedDeviceByDeviceThenTheDisksAndTheHosts) {
   const Lanes lanes(2);
   std::string found;
   for (const int32_t device : {0, 1}) {
     for (const Kind kind : {Kind::kKernel, Kind::kInput, Kind::kReload, Kind::kTransfer,
-                            Kind::kOffload, Kind::kLoad, Kind::kStore}) {
+                            Kind::kOffload, Kind::kLoad, Kind::kStore, Kind::kHostKernel}) {
       found += std::to_string(lanes.Of(kind, device)) + " ";
     }
   }
-  CHECK_EQ(found, "0 0 1 1 2 6 7 3 3 4 4 5 6 7 ");
+  CHECK_EQ(found, "0 0 1 1 2 6 7 8 3 3 4 4 5 6 7 8 ");
   std::string names;
   for (int32_t lane = 0; lane < lanes.size(); ++lane) {
     names += lanes.ThreadName(lane) + (lanes.IsCompute(lane) ? "* " : " ");
   }
   CHECK_EQ(names,
            "jo-compute-0* jo-to-dev-0 jo-from-dev-0 jo-compute-1* jo-to-dev-1 jo-from-dev-1 "
-           "jo-disk-load jo-disk-store ");
+           "jo-disk-load jo-disk-store jo-host ");
 }
 
 }  // namespace

@@ -43,7 +43,7 @@ int32_t PlanMaker::Add(Kind kind, int32_t lane, double priority, const std::vect
   a_.kind.push_back(static_cast<uint8_t>(kind));
   a_.lane.push_back(lane);
   a_.priority.push_back(priority);
-  a_.executable.push_back(kind == Kind::kKernel ? 0 : -1);
+  a_.executable.push_back(IsKernel(kind) ? 0 : -1);
   a_.descriptions.push_back("v" + std::to_string(v));
   a_.inputs.insert(a_.inputs.end(), inputs.begin(), inputs.end());
   a_.outputs.insert(a_.outputs.end(), outputs.begin(), outputs.end());

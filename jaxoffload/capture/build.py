@@ -7,7 +7,7 @@ by an update in place (accumulators, carries, scatter, dynamic_update_slice, don
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from jaxoffload.capture.cluster import MAX_EQUATIONS, Cluster, cut
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
 from jaxoffload.capture.kernel import Kernel, kernel_of, main_source, sized
 from jaxoffload.capture.loops import Loop
+from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.order import live_equations, serial_order
 from jaxoffload.capture.products import with_small_transpositions
 from jaxoffload.capture.rows import gathered_inputs
@@ -91,6 +92,7 @@ def build_taskgraph(
     donated: Sequence[tuple[int, int]] = (),
     max_bytes: float = float("inf"),
     max_equations: int = MAX_EQUATIONS,
+    updates_on_host: bool = False,
     kernels: bool = True,
 ) -> Captured:
     """Cuts an ordered program into vertices.
@@ -100,6 +102,7 @@ def build_taskgraph(
       donated: pairs (argument, result) of equal size that may share memory; pairs for which that
         would be unsafe are left out of the TaskGraph.
       max_bytes, max_equations: see `cluster.cut`.
+      updates_on_host: whether vertices of nothing but updates (`Program.updates`) are the host's.
       kernels: False: only the graph is wanted, and every `Vertex.kernel` is -1.
     """
     program = ordered.program
@@ -107,17 +110,19 @@ def build_taskgraph(
     for index, parts in enumerate(program.results):
         for value, offset in parts:
             results.setdefault(value, []).append(Span(index, offset))
+    on_host = program.updates if updates_on_host else frozenset()
     clusters, least_max_bytes = cut(
         ordered.equations,
         program.parents,
         {v for v in results if v.argument is None},
         program.updates,
+        whole=on_host,
         rates=program.rates,
         max_bytes=max_bytes,
         max_equations=max_equations,
     )
     make_alike(clusters)
-    found = _Builder(program, results, kinds, clusters).build(tuple(donated), kernels)
+    found = _Builder(program, results, kinds, clusters, on_host).build(tuple(donated), kernels)
     return dataclasses.replace(found, least_max_bytes=least_max_bytes)
 
 
@@ -128,8 +133,10 @@ class _Builder:
         results: dict[Value, list[Span]],
         kinds: Sequence[TensorKind],
         clusters: list[Cluster],
+        on_host: Set[int],
     ):
         self.program, self.kinds, self.clusters = program, kinds, clusters
+        self.on_host = on_host  # segments
         self.tensors: list[Tensor] = []
         self.ids: dict[object, int] = {}
         self.results: dict[object, list[Span]] = {}
@@ -165,11 +172,12 @@ class _Builder:
         vertices = []
         for i, cluster in enumerate(self.clusters):
             self._merge(cluster)
-            outputs, overwrites = self._overwrites(i, cluster, partner)
-            number = -1
+            kind, number = self._kind(cluster), -1
+            keeps = kind is VertexKind.HOST_KERNEL
+            outputs, overwrites = self._overwrites(i, cluster, partner, keeps)
             if with_kernels:
                 kernel = kernel_of(cluster, outputs, overwrites)
-                number = known.setdefault(kernel.key, len(kernels))
+                number = known.setdefault((kernel.key, kind), len(kernels))
                 if number == len(kernels):
                     kernels.append(sized(kernel, cluster))
             seconds = [cost.seconds(e, self.program.rates) for e in cluster.equations]
@@ -177,7 +185,7 @@ class _Builder:
             source = main_source(cluster.equations, seconds)
             vertices.append(
                 Vertex(
-                    VertexKind.KERNEL,
+                    kind,
                     tuple(self.tensor(v, "") for v in cluster.inputs),
                     tuple(self.tensor(v, source) for v in outputs),
                     name=cluster.equations[dearest].operation.name,
@@ -196,6 +204,11 @@ class _Builder:
                 self.tensor(value, "")
         graph = TaskGraph(tuple(self.tensors), tuple(vertices), donated)
         return Captured(graph, tuple(kernels), tuple(self.clusters))
+
+    def _kind(self, cluster: Cluster) -> VertexKind:
+        equations = (e for e in cluster.equations if not is_view(e))
+        is_host = bool(self.on_host) and all(e.segment in self.on_host for e in equations)
+        return VertexKind.HOST_KERNEL if is_host else VertexKind.KERNEL
 
     def _merge(self, cluster: Cluster) -> None:
         """Reads each argument part once where several values name it."""
@@ -269,14 +282,22 @@ class _Builder:
         return is_last and value.num_bytes() > 0
 
     def _overwrites(
-        self, i: int, cluster: Cluster, partner: dict[int, int]
+        self, i: int, cluster: Cluster, partner: dict[int, int], keeps_results: bool
     ) -> tuple[list[Value], tuple[tuple[int, int], ...]]:
+        """A cluster's outputs, and which overwrite which inputs.
+
+        Args:
+          keeps_results: whether results are written where the caller wants them, over nothing but
+            the argument there.
+        """
         taken: dict[Value, Value] = {}
         dying = [v for v in cluster.inputs if self._dies(v, i)]
         for out in cluster.outputs if dying else ():
             reached = _elementwise_ancestors(cluster, out)
             for v in dying:
                 if v not in reached or v in taken:
+                    continue
+                if v.argument is None and keeps_results and out in self.results:
                     continue
                 if v.argument is not None:
                     spans = [

@@ -57,6 +57,7 @@ def cut(
     results: set[Value],
     updates: Set[int] = frozenset(),
     *,
+    whole: Set[int] = frozenset(),
     rates: cost.Rates,
     max_bytes: float = float("inf"),
     max_equations: int = MAX_EQUATIONS,
@@ -69,6 +70,7 @@ def cut(
       results: values that must reach memory.
       updates: see `Program.updates`. A cluster has equations of one update at most, so that those
         of equal arrays share executables.
+      whole: updates that need no place on the device, whose clusters may be as large as they like.
       rates: of the device, by which it is judged what a cut costs.
       max_bytes: the largest working set of a cluster, where single equations allow it. Those that
         fuse into one loop, which has no temporaries, may have that of the largest of them, up to
@@ -93,12 +95,14 @@ def cut(
         if i == len(solid) or segments[i] != segments[start]:
             stretch = _Stretch(solid, reads, last_reader, start, i)
             most = max(max_equations, MAX_UPDATE if segments[start] in updates else 0)
-            if (stretch.key, most) not in memo:
-                found = _best_cuts(stretch, bytes_of_a_cut, max_bytes, most)
-                memo[stretch.key, most] = found
-            found, needed = memo[stretch.key, most]
+            limit = float("inf") if segments[start] in whole else max_bytes
+            if (stretch.key, most, limit) not in memo:
+                found = _best_cuts(stretch, bytes_of_a_cut, limit, most)
+                memo[stretch.key, most, limit] = found
+            found, needed = memo[stretch.key, most, limit]
             runs += [(start + a, start + b) for a, b in found]
-            least = max(least, needed)
+            if limit == max_bytes:
+                least = max(least, needed)
             start = i
     return _assemble(equations, solid, reads, view_of, runs, results), least
 

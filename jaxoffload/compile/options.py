@@ -51,7 +51,7 @@ def flags_for(kernel: Kernel, flags: dict[str, bool | int | str] = FLAGS) -> dic
 def compile_options(flags: dict[str, bool | int | str] = FLAGS) -> bytes:
     """CompileOptionsProto for one replica, one partition and the default device."""
     build = _integer(1, -1) + _integer(4, 1) + _integer(5, 1)
-    proto = _message(3, build)
+    proto = _message(3, build) + _integer(4, 1)
     for name, value in flags.items():
         if isinstance(value, bool):
             option = _integer(2, int(value))

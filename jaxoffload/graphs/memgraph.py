@@ -38,8 +38,13 @@ class Kind(enum.IntEnum):
     """Copies one version from disk to the host tier."""
     STORE = 6
     """Copies one version from the host tier to disk."""
+    HOST_KERNEL = 7
+    """Runs one executable on the host's cores, on versions in the host tier and in the caller's
+    arrays."""
 
 
+KERNELS = (Kind.KERNEL, Kind.HOST_KERNEL)
+"""Kinds that run executables."""
 COPIES = (Kind.RELOAD, Kind.OFFLOAD, Kind.LOAD, Kind.STORE)
 """Kinds that the planner adds; TRANSFER is the TaskGraph's."""
 

@@ -40,6 +40,9 @@ class VertexKind(enum.IntEnum):
     """Runs one executable on one device."""
     TRANSFER = 2
     """Copies a tensor from one device to another: one input, one output, on the output's device."""
+    HOST_KERNEL = 3
+    """Runs one executable on the host's cores, on tensors in host memory. What it writes is there
+    as an argument is; a tensor's `device` is that on which others read it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -283,14 +286,14 @@ class TaskGraph:
                     raise ValueError(f"{where} reads tensor {tensor_id} before it is written")
                 if dead[tensor_id]:
                     raise ValueError(f"{where} reads tensor {tensor_id} after it was overwritten")
-                if vertex.kind is not VertexKind.TRANSFER and (
-                    self.tensors[tensor_id].device != vertex.device
-                ):
+                own = vertex.kind not in (VertexKind.TRANSFER, VertexKind.HOST_KERNEL)
+                if own and self.tensors[tensor_id].device != vertex.device:
                     raise ValueError(f"{where} reads tensor {tensor_id} of another device")
             for tensor_id in vertex.outputs:
                 if written[tensor_id]:
                     raise ValueError(f"{where} writes tensor {tensor_id}, which has a writer")
-                if self.tensors[tensor_id].device != vertex.device:
+                is_away = self.tensors[tensor_id].device != vertex.device
+                if is_away and vertex.kind is not VertexKind.HOST_KERNEL:
                     raise ValueError(f"{where} writes tensor {tensor_id} of another device")
                 written[tensor_id] = True
             for read, write in vertex.overwrites:

@@ -35,12 +35,14 @@ _READS: dict[Kind, tuple[Space, ...]] = {
     Kind.OFFLOAD: (Space.DEVICE, *_LOWER),
     Kind.LOAD: _ON_DISK,
     Kind.STORE: (Space.HOST,),
+    Kind.HOST_KERNEL: _LOWER,
 }
 _WRITES: dict[Kind, tuple[Space, ...]] = {
     Kind.RELOAD: (Space.DEVICE,),
     Kind.OFFLOAD: (Space.HOST, Space.RESULT),
     Kind.LOAD: (Space.HOST,),
     Kind.STORE: (Space.DISK, Space.RESULT),
+    Kind.HOST_KERNEL: (Space.HOST, Space.RESULT),
 }
 _HOST_PAGE = 4096
 _DISK_BLOCK = 16384

@@ -25,9 +25,11 @@ def least_seconds(
       host_memory: bytes of the host tier, None for no limit.
     """
     columns, devices = graph.columns, num_devices(graph)
-    is_kernel = columns.kind == VertexKind.KERNEL
+    is_kernel, on_host = (columns.kind == k for k in (VertexKind.KERNEL, VertexKind.HOST_KERNEL))
     seconds = machine.task_seconds(graph)[: len(is_kernel)]
     compute = np.bincount(columns.vertex_device[is_kernel], seconds[is_kernel]).max(initial=0.0)
+    host = seconds[on_host].sum()
+    compute = compute + host if machine.is_host and devices == 1 else max(compute, host)
     room = budget - np.array(reserved_workspace(graph, devices))
     excess = np.maximum(_most_alive(graph) - room, 0)
     up, down = callers_bytes(graph) + excess
@@ -48,17 +50,24 @@ def callers_bytes(graph: TaskGraph) -> np.ndarray:
     moved = np.zeros((2, num_devices(graph)))
     if not graph.in_place_io:
         is_made = (np.diff(columns.result_offsets) > 0) & (columns.argument < 0)
+        is_made[columns.outputs[_on_host(graph, columns.output_offsets)]] = False
         for way, chosen in zip(moved, (_is_read(graph), is_made), strict=True):
             np.add.at(way, columns.tensor_device[chosen], columns.bytes[chosen])
     return moved
 
 
 def _is_read(graph: TaskGraph) -> np.ndarray:
-    """Whether each tensor is an argument that some vertex reads whole."""
+    """Whether each tensor is an argument that some vertex of a device reads whole."""
     columns = graph.columns
     found = np.zeros(len(columns.argument), dtype=bool)
-    found[columns.inputs[columns.gathered == 0]] = True
+    here = ~_on_host(graph, columns.input_offsets)
+    found[columns.inputs[here & (columns.gathered == 0)]] = True
     return found & (columns.argument >= 0)
+
+
+def _on_host(graph: TaskGraph, offsets: np.ndarray) -> np.ndarray:
+    """Whether the vertex of each entry of a CSR array is the host's."""
+    return np.repeat(graph.columns.kind == VertexKind.HOST_KERNEL, np.diff(offsets))
 
 
 def _most_alive(graph: TaskGraph) -> np.ndarray:

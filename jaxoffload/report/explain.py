@@ -209,6 +209,11 @@ class Explanation:
                     f"{self.plan.recomputed:.0%} of the kernels' time recomputes what would "
                     "have to be moved"
                 )
+            if self.plan.on_host:
+                lines.append(
+                    f"{self.plan.on_host} vertices run on the host's cores; of arguments and "
+                    f"results {format_bytes(self.plan.bytes_left_on_host)} stay there for it"
+                )
             lines.append(
                 f"Host memory for that: {format_bytes(self.plan.host_bytes)} (free: "
                 f"{format_bytes(backends.free_host_memory())})"

@@ -6,8 +6,8 @@ against everything resident, what bounds it, what to change), then lanes and mem
 
 import numpy as np
 
-from jaxoffload.graphs.lanes import LANE_OF_KIND, LANES
-from jaxoffload.graphs.memgraph import Kind, MemGraph
+from jaxoffload.graphs.lanes import DEVICE_LANES, LANE_OF_KIND, LANES
+from jaxoffload.graphs.memgraph import KERNELS, Kind, MemGraph
 from jaxoffload.options import format_bytes
 from jaxoffload.report.scene import MEMORY, Scene, Times
 from jaxoffload.report.subjects import format_seconds, scene_of, within
@@ -99,18 +99,16 @@ def _table(scene: Scene, times: Times, seconds: float) -> list[str]:
     graph, spent = scene.graph, times.end - times.start
     sizes = scene.sizes
     rows: list[tuple[str, float, int]] = []
-    for kind in (Kind.KERNEL, Kind.RELOAD, Kind.OFFLOAD, Kind.TRANSFER, Kind.LOAD, Kind.STORE):
+    for kind in (*KERNELS, Kind.RELOAD, Kind.OFFLOAD, Kind.TRANSFER, Kind.LOAD, Kind.STORE):
         chosen = np.flatnonzero(graph.kind == kind)
         if not len(chosen):
             continue
-        # Each device has a lane of its own; the disk has one a direction.
+        # Each device has a lane of its own; the disk has one a direction, the host's cores one.
         busy = np.bincount(graph.device[chosen], spent[chosen]).max()
-        if kind in (Kind.LOAD, Kind.STORE):
+        if LANE_OF_KIND[kind] >= DEVICE_LANES:
             busy = spent[chosen].sum()
         moved = (
-            0
-            if kind == Kind.KERNEL
-            else int(sizes[graph.inputs[graph.input_offsets[chosen]]].sum())
+            0 if kind in KERNELS else int(sizes[graph.inputs[graph.input_offsets[chosen]]].sum())
         )
         name = "between devices" if kind == Kind.TRANSFER else LANES[LANE_OF_KIND[kind]]
         rows.append((name, float(busy), moved))
@@ -131,12 +129,14 @@ def _bound(graph: MemGraph, times: Times, rows: list[tuple[str, float, int]], wh
     """One line: what a run waits for, and what would help."""
     if not rows:
         return "Nothing runs: results are arguments."
-    if not (graph.kind == Kind.KERNEL).any():
+    if not np.isin(graph.kind, KERNELS).any():
         return "Nothing is computed: what the results are is copied there."
     name, busy, _ = max(rows, key=lambda row: row[1])
     share = busy / whole
     if name == LANES[0] and share >= _BUSY:
         return f"Bound by compute, busy {share:.0%}: more memory would not make it faster."
+    if name == LANES[LANE_OF_KIND[Kind.HOST_KERNEL]] and share >= _BUSY:
+        return f"Bound by the host's cores, busy {share:.0%}: host_compute='never' may be faster."
     if share >= _BUSY:
         return (
             f"Bound by copies {name}, busy {share:.0%}: a larger device_memory moves less "

@@ -36,6 +36,7 @@ class Backend:
       memory: where callers' arrays are and how they are bound to a run (callers.py).
       machine: the model for which plans are chosen.
       has_own_memory: whether `used_memory` does not count what is in host memory.
+      has_host_compute: whether kernels can run on the host's cores beside the device's.
     """
 
     name = ""
@@ -44,6 +45,7 @@ class Backend:
     memory: Any
     machine: Machine = SMALL_SERVER
     has_own_memory = False
+    has_host_compute = False
 
     def free_memory(self) -> int:
         """Bytes of device memory that nobody uses."""
@@ -66,6 +68,7 @@ class CpuBackend(Backend):
     """
 
     name = "cpu"
+    has_host_compute = True
 
     def __init__(self) -> None:
         path = compat.cpu_plugin_path()

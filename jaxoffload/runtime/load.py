@@ -8,7 +8,7 @@ import numpy as np
 from jaxoffload import _native
 from jaxoffload.errors import CaptureError
 from jaxoffload.graphs.lanes import lane_numbers
-from jaxoffload.graphs.memgraph import Kind, MemGraph
+from jaxoffload.graphs.memgraph import KERNELS, MemGraph
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.plan.cost.simulate import best_priority
 
@@ -61,7 +61,7 @@ def load(
     counts = np.bincount(memgraph.edge_tail, minlength=num_vertices)
     # A function that only returns its arguments has copies and no vertices.
     kernel = np.array([v.kernel for v in graph.vertices] or [-1], dtype=np.int32)
-    is_kernel = memgraph.kind == Kind.KERNEL
+    is_kernel = np.isin(memgraph.kind, KERNELS)
     executable = np.where(is_kernel, kernel[memgraph.task_vertex], -1).astype(np.int32)
     versions = [graph.tensors[t] for t in memgraph.tensor]
     return _native.Plan(

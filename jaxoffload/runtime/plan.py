@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from jaxoffload.compile.cache import CompileReport
-from jaxoffload.graphs.memgraph import Kind, MemGraph
-from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.graphs.memgraph import Kind, MemGraph, Space
+from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
 from jaxoffload.graphs.verify import VerifyError, verify
 from jaxoffload.options import format_bytes
 from jaxoffload.plan.alloc.limits import intermediates_peak, resident_peak
@@ -212,6 +212,24 @@ class Plan(ShownMemory):
         vertices = self.taskgraph.vertices
         total = sum(v.seconds for v in vertices)
         return sum(v.recomputed * v.seconds for v in vertices) / total if total else 0.0
+
+    @functools.cached_property
+    def on_host(self) -> int:
+        """Vertices that run on the host's cores."""
+        return int((self.memgraph.kind == Kind.HOST_KERNEL).sum())
+
+    @functools.cached_property
+    def bytes_left_on_host(self) -> int:
+        """Bytes of arguments and results that they read and write, and no device does."""
+        graph, columns = self.memgraph, self.taskgraph.columns
+        there = columns.kind == VertexKind.HOST_KERNEL
+        reads = np.repeat(there, np.diff(columns.input_offsets))
+        writes = np.repeat(there, np.diff(columns.output_offsets))
+        theirs = np.concatenate([columns.inputs[reads], columns.outputs[writes]])
+        moved = graph.tensor[graph.space == Space.DEVICE]
+        is_callers = (columns.argument >= 0) | (np.diff(columns.result_offsets) > 0)
+        left = np.setdiff1d(theirs[is_callers[theirs]], moved)
+        return int(columns.bytes[left].sum())
 
     @functools.cached_property
     def gathered_arguments(self) -> frozenset[int]:

@@ -8,6 +8,7 @@ and how much is recomputed. Candidates are planned and simulated on the model of
    of the uncut program, or finer ones only get slower.
 2. From the best and the coarsest of those, with and without splitting: shares recomputed, those
    first that may be fastest; then with a shorter reuse distance; then the neighbours of the best.
+3. The best of all with updates on the host's cores.
 
 A cut that holds or computes too much to be the best is known before it is captured. How much work
 the search may be follows from how long the program itself takes.
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jaxoffload.capture.floor import Floor
-from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
 from jaxoffload.plan.alloc.build import VARIANTS
 from jaxoffload.plan.bounds import callers_bytes, least_seconds
 from jaxoffload.plan.cost.machines import Machine
@@ -51,6 +52,8 @@ _WORSE = 1.2
 of allocation are tried only for cuts that are nearer to it."""
 _LAST = 4
 """How many finer cuts in turn must be so much worse."""
+_ON_HOST = 3
+"""Cuts of which the same with updates on the host's cores is tried."""
 WORK = 30_000, 400_000
 """Work of each part of a search, at least and at most (drafts.py says what is counted)."""
 _WORK_A_SECOND = 1e9
@@ -68,6 +71,7 @@ class Cut:
       max_equations: the most operations of a vertex; None for the usual.
       split_bytes: operations with a larger working set are split; None: none are.
       piece_bytes: what a chunk of a scan may have of the arrays that the scan slices and stacks.
+      updates_on_host: whether what an optimizer does to parameters runs on the host's cores.
       recomputed: of the bytes of values with a long reuse distance, the share that is recomputed.
       reuse_distance: bytes that are read and written between two readers of a value; from so many
         on the distance is long.
@@ -79,6 +83,7 @@ class Cut:
     recomputed: float = 0.0
     reuse_distance: float = float("inf")
     piece_bytes: float = float("inf")
+    updates_on_host: bool = False
 
 
 class Tried(NamedTuple):
@@ -117,12 +122,17 @@ class Room:
       host_memory: bytes of the host tier, None for no limit.
       moves: whether what does not fit may be moved away at all.
       needs: bytes of device memory that a TaskGraph needs at least.
+      recompute: whether cuts that recompute are among those to try: "auto", "never", or "always":
+        no others are.
+      host_compute: the same of updates on the host's cores.
     """
 
     budget: int
     host_memory: int | None
     moves: bool
     needs: Callable[[TaskGraph], int]
+    recompute: str = "auto"
+    host_compute: str = "never"
 
 
 class Ranking:
@@ -132,8 +142,6 @@ class Ranking:
       cutter: the program.
       graphs: a cut's TaskGraph.
       drafts: by which cuts are compared, on its machine.
-      recompute: whether cuts that recompute are among them: "auto", "never", or "always": no
-        others are.
     """
 
     def __init__(
@@ -142,10 +150,8 @@ class Ranking:
         graphs: Callable[[Cut], TaskGraph],
         drafts: Drafts,
         room: Room,
-        recompute: str,
     ):
-        self._cutter, self._graphs, self._drafts = cutter, graphs, drafts
-        self._room, self._recompute = room, recompute
+        self._cutter, self._graphs, self._drafts, self._room = cutter, graphs, drafts, room
         self._budget, self._machine = room.budget, drafts.machine
         self._tried: list[Tried] = []
         self._captures: dict[Any, int] = {}
@@ -201,10 +207,12 @@ class Ranking:
                 continue
             before = graph
             self._try(cut, graph)
-        for bases in self._bases() if self._recompute == "auto" else ():
+        for bases in self._bases() if self._room.recompute == "auto" else ():
             self._begun = self._work
             for base in bases:
                 self._try_recomputing(base)
+        if self._room.host_compute == "auto":
+            self._try_on_host()
         yield from self.simulated()
         for cut in waiting:
             if self._may_work(cut) and self._room.needs(self._captured(cut)) <= self._budget:
@@ -220,6 +228,8 @@ class Ranking:
     def _least_seconds(self, cut: Cut) -> tuple[float, float]:
         """Seconds of kernels and of copies in any draft of a cut, by what is known before it is
         captured; infinite ones of copies where none can work."""
+        if cut.updates_on_host:
+            return 0.0, 0.0  # what is on the device is not known before it is captured
         floor, on = self._cutter.floor(cut), self._machine
         excess = max(0, floor.bytes - self._budget)
         up, down = self._callers + excess
@@ -239,12 +249,14 @@ class Ranking:
             cuts.append(Cut(size, piece_bytes=size))
             cuts.append(Cut(size, None, split, piece_bytes=size))
         cuts.append(FINEST)
-        if self._recompute == "always":
+        if self._room.recompute == "always":
             reuse_distance = REUSE_DISTANCES[-1] * self._budget
             cuts = [
                 dataclasses.replace(cut, recomputed=1.0, reuse_distance=reuse_distance)
                 for cut in cuts
             ]
+        if self._room.host_compute == "always":
+            cuts = [dataclasses.replace(cut, updates_on_host=True) for cut in cuts]
         return cuts
 
     def _bases(self) -> list[list[Tried]]:
@@ -308,6 +320,21 @@ class Ranking:
             >= found[reuse_distance, best]
         ):
             self._attempt(base.cut, reuse_distance, best + step, found)
+
+    def _try_on_host(self) -> None:
+        """The best cuts once more with updates on the host's cores, and the coarsest: nothing of an
+        optimizer's state moves then."""
+        self._begun = self._work
+        known = list(self._tried)
+        for base in dict.fromkeys(_by_time(known)[:_ON_HOST] + known[:1]):
+            if self._is_enough():
+                return
+            cut = dataclasses.replace(base.cut, updates_on_host=True)
+            graph = self._captured(cut)
+            if not (graph.columns.kind == VertexKind.HOST_KERNEL).any():
+                return
+            if self._room.needs(graph) <= self._budget:
+                self._try(cut, graph)
 
     def _go_on_if_it_pays(self, took: float, least: float) -> None:
         """After a better one the next is tried in any case."""

@@ -211,6 +211,8 @@ class Planner:
 
     def _may_be_kept(self, budget: int | None) -> bool:
         """Whether everything may fit at once, as far as is known before anything is compiled."""
+        if budget is not None and self._host_compute == "always":
+            return False
         return budget is None or self.has_fixed_cut or self.hopeful_peak <= budget
 
     @functools.cached_property
@@ -272,7 +274,10 @@ class Planner:
 
     def _fixed_cut(self) -> CompiledCut | None:
         size = self.request.options.vertex_memory
-        return None if size is None else self._program.compiled(Cut(size, piece_bytes=size))
+        if size is None:
+            return None
+        on_host = self._host_compute == "always"
+        return self._program.compiled(Cut(size, piece_bytes=size, updates_on_host=on_host))
 
     def _best_cut(self, budget: int) -> CompiledCut | None:
         """The best cut that works within a budget, None if none is found.
@@ -350,10 +355,24 @@ class Planner:
         """The TaskGraph of a cut that is only looked at, workspace counted as nothing."""
         return self._program.graph(cut)
 
+    @property
+    def _host_compute(self) -> str:
+        """The option, as far as backend and `memory` allow it: to that, all memory is one."""
+        options = self.request.options
+        is_there = self.backend.has_host_compute and options.memory is None
+        return options.host_compute if is_there else "never"
+
     def _ranking(self, budget: int, graphs: Callable[[Cut], TaskGraph]) -> Ranking:
         options = self.request.options
-        room = Room(budget, options.host_memory, self._moves, self.needs)
-        return Ranking(self._program, graphs, self._drafts, room, options.recompute)
+        room = Room(
+            budget,
+            options.host_memory,
+            self._moves,
+            self.needs,
+            options.recompute,
+            self._host_compute,
+        )
+        return Ranking(self._program, graphs, self._drafts, room)
 
     def _finish(
         self,

@@ -114,7 +114,7 @@ class CutProgram:
         self._graphs: dict[tuple[Any, ...], Captured] = {}
         self._guessed: dict[tuple[Any, ...], TaskGraph] = {}
         # Limits of bytes from which to which vertices are the same.
-        self._same: dict[tuple[int, int | None], list[tuple[float, float]]] = {}
+        self._same: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
         self._temp: dict[identity.Key, int] = {}  # workspace by kernel
         self._floors: dict[tuple[int, int | None], Floor] = {}
 
@@ -182,7 +182,7 @@ class CutProgram:
         key = self.key(cut)
         if key not in self._graphs:
             self._graphs[key] = found = self._captured(cut, self._compiles)
-            same = self._same.setdefault((key[0], cut.max_equations), [])
+            same = self._same.setdefault((key[0], *key[2:]), [])
             same.append((found.least_max_bytes, cut.max_bytes))
         return self._graphs[key]
 
@@ -190,10 +190,11 @@ class CutProgram:
         """Equal for cuts with the same vertices, as far as that is known: where there is nothing to
         split, or vertices are smaller than they may be."""
         ordered = id(self.ordered(cut))
-        for least, most in self._same.get((ordered, cut.max_equations), ()):
+        others = cut.max_equations, cut.updates_on_host
+        for least, most in self._same.get((ordered, *others), ()):
             if least <= cut.max_bytes <= most:
-                return ordered, most, cut.max_equations
-        return ordered, cut.max_bytes, cut.max_equations
+                return ordered, most, *others
+        return ordered, cut.max_bytes, *others
 
     def floor(self, cut: Cut) -> Floor:
         """What such a cut holds and computes at least, known before its graph is captured."""
@@ -210,6 +211,7 @@ class CutProgram:
             kinds=(*self._request.kinds, *[TensorKind.WEIGHT] * len(self.constants)),
             donated=self._request.donated,
             max_bytes=cut.max_bytes,
+            updates_on_host=cut.updates_on_host,
             kernels=kernels,
             **limit,
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxoffload.graphs.memgraph import Kind
+from jaxoffload.graphs.memgraph import KERNELS
 from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.run import Run
@@ -62,7 +62,7 @@ class Costs:
     def of(cls, plan: Plan, run: Run) -> "Costs":
         """From a run of a plan."""
         graph, memgraph = plan.taskgraph, run.memgraph
-        kernels = np.flatnonzero(memgraph.kind == Kind.KERNEL)
+        kernels = np.flatnonzero(np.isin(memgraph.kind, KERNELS))
         took = np.zeros(len(graph.vertices))
         took[memgraph.task_vertex[kernels]] = (run.end_seconds - run.start_seconds)[kernels]
         model = plan.machine.task_seconds(graph)[: len(took)]

@@ -379,6 +379,7 @@ def offload(
     results: str = "device",
     policy: str = "auto",
     recompute: str = "auto",
+    host_compute: str = "auto",
     cut: str = "auto",
     profile: Any = None,
 ) -> Any:
@@ -423,6 +424,11 @@ def offload(
         numbers come from the same keys; loops and sorts are not recomputed). "never": they are
         moved. "always": all are recomputed, as with `jax.checkpoint` everywhere. With
         `vertex_memory` nothing is.
+      host_compute: "auto": what an optimizer does to a parameter runs on the host's cores, on the
+        parameter and its state where the caller has them, as far as a simulation says that this is
+        faster than moving them to the device and back; it starts as soon as the gradient has
+        arrived, beside the rest of the backward pass. "never": on the device. "always": all of it
+        on the host's cores. On a CPU only, so far, where these are the device's cores too.
       cut: "auto": a function is cut into vertices only where memory demands it; where everything
         fits it runs whole, as `jax.jit` would run it, at any first call's and any step's price.
         "always": it is cut there, too. That takes longer to compile, and on a CPU training steps
@@ -452,7 +458,7 @@ def offload(
         measured = Profile() if profile is None else Profile.load(profile)
     options = make_options(
         device_memory, host_memory, disk, vertex_memory, launch, check, verify, results, policy,
-        recompute, cut, measured.known_rates(), memory,
+        recompute, cut, measured.known_rates(), memory, host_compute,
     )  # fmt: skip
 
     def decorate(f: Callable[..., Any]) -> Offloaded:

@@ -119,7 +119,7 @@ class _Machine:
         writes = graph.outputs[graph.output_offsets[vertex] : graph.output_offsets[vertex + 1]]
         operands = [self._bytes(int(v)).tobytes() for v in reads]
         for position, version in enumerate(writes.tolist()):
-            if graph.kind[vertex] in (Kind.KERNEL, Kind.INPUT):
+            if graph.kind[vertex] in (Kind.KERNEL, Kind.INPUT, Kind.HOST_KERNEL):
                 made = kernel(
                     int(graph.task_vertex[vertex]), position, operands, self._sizes[version]
                 )

@@ -11,16 +11,20 @@ _SIZES = (64, 256, 256, 256, 300, 512, 512, 1000)
 _ODD_SIZES = (0, 1, 60, 100)
 
 
-def taskgraphs(max_vertices: int = 14, devices: int = 1) -> st.SearchStrategy[TaskGraph]:
+def taskgraphs(
+    max_vertices: int = 14, devices: int = 1, on_host: float = 0.0
+) -> st.SearchStrategy[TaskGraph]:
     """A strategy of TaskGraphs that `check` accepts, on up to so many devices."""
-    return st.builds(
-        random_taskgraph, st.randoms(use_true_random=False), st.just(max_vertices), st.just(devices)
-    )
+    made = (max_vertices, devices, on_host)
+    return st.builds(random_taskgraph, st.randoms(use_true_random=False), *map(st.just, made))
 
 
-def random_taskgraph(rng: random.Random, max_vertices: int = 14, devices: int = 3) -> TaskGraph:
-    """One TaskGraph: transfers, slices of stacked arguments, overwrites, donated pairs."""
-    draft = _Draft(rng, num_devices=rng.randint(1, devices))
+def random_taskgraph(
+    rng: random.Random, max_vertices: int = 14, devices: int = 3, on_host: float = 0.0
+) -> TaskGraph:
+    """One TaskGraph: transfers, slices of stacked arguments, overwrites, donated pairs; such a
+    share of kernels on the host's cores."""
+    draft = _Draft(rng, num_devices=rng.randint(1, devices), on_host=on_host)
     for _ in range(rng.randint(0, 4)):
         draft.add_argument_array()
     for _ in range(rng.randint(1, max_vertices)):
@@ -32,8 +36,8 @@ def random_taskgraph(rng: random.Random, max_vertices: int = 14, devices: int = 
 
 
 class _Draft:
-    def __init__(self, rng: random.Random, num_devices: int):
-        self._rng, self._num_devices = rng, num_devices
+    def __init__(self, rng: random.Random, num_devices: int, on_host: float):
+        self._rng, self._num_devices, self._on_host = rng, num_devices, on_host
         self._tensors: list[Tensor] = []
         self._vertices: list[Vertex] = []
         self._donated: list[tuple[int, int]] = []
@@ -76,6 +80,10 @@ class _Draft:
             made = self._add(Tensor(self._size(), device=device))
             self._vertices.append(Vertex(VertexKind.INPUT, (), (made,), f"i{made}", device))
             return
+        kind = VertexKind.KERNEL
+        if self._on_host and rng.random() < self._on_host:
+            kind = VertexKind.HOST_KERNEL
+            here = list(self._alive)
         inputs = rng.sample(here, min(len(here), rng.choice((0, 1, 1, 2, 2, 3))))
         outputs: list[int] = []
         overwrites: list[tuple[int, int]] = []
@@ -89,7 +97,7 @@ class _Draft:
             outputs.append(self._add(Tensor(self._size(), device=device)))
         self._vertices.append(
             Vertex(
-                VertexKind.KERNEL, tuple(inputs), tuple(outputs), f"k{len(self._vertices)}", device,
+                kind, tuple(inputs), tuple(outputs), f"k{len(self._vertices)}", device,
                 tuple(overwrites), rng.choice((0, 0, 10, 700)), source=f"model.py:{outputs[0]}",
             )
         )  # fmt: skip

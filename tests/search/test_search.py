@@ -289,8 +289,8 @@ def _ranking(monkeypatch, seconds, least=None):
     monkeypatch.setattr(cuts, "least_seconds", lambda graph, *_: (least or {}).get(graph, 0.0))
     monkeypatch.setattr(cuts, "VARIANTS", range(max(map(len, seconds.values()))))
     drafts = _Drafts(seconds)
-    room = cuts.Room(100, None, True, lambda graph: 0)
-    ranking = cuts.Ranking(None, lambda cut: None, drafts, room, "never")
+    room = cuts.Room(100, None, True, lambda graph: 0, "never")
+    ranking = cuts.Ranking(None, lambda cut: None, drafts, room)
     vars(ranking)["_enough"] = 0.0
     return ranking, drafts
 

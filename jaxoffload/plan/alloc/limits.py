@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxoffload import _native
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
-from jaxoffload.graphs.taskgraph import TaskGraph, Tensor
+from jaxoffload.graphs.taskgraph import TaskGraph, Tensor, VertexKind
 
 
 def align(count: int) -> int:
@@ -131,8 +131,8 @@ def least_whole(graph: TaskGraph) -> int:
     largest argument that is not gathered, in memory whole."""
     columns = graph.columns
     callers = (columns.argument >= 0) | (np.diff(columns.result_offsets) > 0)
-    read, _ = _native.in_place(columns, in_place_io=False)
-    touched = np.concatenate([columns.inputs[read == 0], columns.outputs])
+    read, written = _native.in_place(columns, in_place_io=False)
+    touched = np.concatenate([columns.inputs[read == 0], columns.outputs[written == 0]])
     return int(_aligned(columns.bytes[touched[callers[touched]]]).max(initial=0))
 
 
@@ -163,7 +163,8 @@ class LiveRanges:
 
 def live_ranges(graph: TaskGraph) -> LiveRanges:
     """Arguments and results are there all the way; a result that takes a donated argument's memory
-    takes none of its own, nor does an output over an operand before that vertex is done."""
+    takes none of its own, nor does an output over an operand before that vertex is done. What the
+    host's cores make is there from its first reader of the device on."""
     count, columns = len(graph.vertices), graph.columns
     parts = np.diff(columns.result_offsets)
     is_callers = (columns.argument >= 0) | (parts > 0)
@@ -174,7 +175,13 @@ def live_ranges(graph: TaskGraph) -> LiveRanges:
     first, last = np.zeros((2, len(parts)), dtype=np.int64)
     writes = _rows(columns.output_offsets)
     first[columns.outputs], last[columns.outputs] = writes + _is_over(graph), writes
-    np.maximum.at(last, columns.inputs, _rows(columns.input_offsets))
+    reads = _rows(columns.input_offsets)
+    on_host = columns.kind == VertexKind.HOST_KERNEL
+    made_there = columns.outputs[on_host[writes]]
+    first[made_there], last[made_there] = count, -1
+    here = ~on_host[reads]
+    np.minimum.at(first, columns.inputs[here], reads[here])
+    np.maximum.at(last, columns.inputs[here], reads[here])
     first[is_callers], last[is_callers] = 0, count - 1
     return LiveRanges(first, last, _aligned(columns.bytes) * copies, is_callers)
 

@@ -1,9 +1,9 @@
 """Models of machines: what a vertex and a copy take there.
 
 Takes graphs; gives seconds of their vertices. The rates of the named machines are the makers'
-figures for the device and round figures for links. They are there to compare plans with what papers
-print; none of them was measured here but those of `SMALL_SERVER`. `Machine.measured` makes a model
-from rates that were.
+figures for the device and round figures for links and for the host's cores. They are there to
+compare plans with what papers print; none of them was measured here but those of `SMALL_SERVER`.
+`Machine.measured` makes a model from rates that were.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxoffload.graphs.memgraph import Kind, MemGraph
-from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +48,8 @@ class Machine:
       peer: between two devices.
       links: how many links to host memory all devices share (each direction); None: one a device.
       duplex: whether both directions of a link work at once.
+      host_flops_per_second, host_memory_bytes_per_second: of the host's cores, for kernels there.
+      is_host: whether these are the device's cores too, so that kernels of both take turns.
     """
 
     name: str
@@ -63,6 +65,9 @@ class Machine:
     links: int | None = None
     duplex: bool = True
     launch: float = 10e-6
+    host_flops_per_second: float = 1e12
+    host_memory_bytes_per_second: float = 100e9
+    is_host: bool = False
 
     def with_rates(self, rates: Iterable[tuple[str, float]]) -> "Machine":
         """The same with some rates as measured: of a link in bytes a second, by its name here; or
@@ -78,13 +83,22 @@ class Machine:
         """Time of so many operations with so many bytes of traffic, without the launch."""
         return np.maximum(flops / self.flops_per_second, traffic / self.memory_bytes_per_second)
 
+    def host_seconds(self, flops: Any, traffic: Any) -> Any:
+        """The same on the host's cores."""
+        return np.maximum(
+            flops / self.host_flops_per_second, traffic / self.host_memory_bytes_per_second
+        )
+
     def task_seconds(self, graph: TaskGraph) -> np.ndarray:
         """Time of each vertex of a TaskGraph, float64; of one without vertices [0]."""
         tasks = graph.vertices
         known = np.array([bool(v.flops or v.traffic) for v in tasks] or [False])
         flops = np.array([v.flops for v in tasks] or [0.0])
         traffic = np.array([v.traffic for v in tasks] or [0.0])
-        work = self.kernel_seconds(flops, traffic)
+        on_host = graph.columns.kind == VertexKind.HOST_KERNEL if tasks else np.array([False])
+        work = np.where(
+            on_host, self.host_seconds(flops, traffic), self.kernel_seconds(flops, traffic)
+        )
         given = np.array([v.seconds for v in tasks] or [0.0])
         return np.where(known, work + self.launch, given)
 
@@ -127,7 +141,8 @@ class Machine:
         """
         return cls(
             name, 1.0, 1.0, device_bytes, Link(to_device, 0.0), Link(from_device, 0.0),
-            Link(disk_read, 0.0), Link(disk_write, 0.0), launch=0.0,
+            Link(disk_read, 0.0), Link(disk_write, 0.0), launch=0.0, host_flops_per_second=1.0,
+            host_memory_bytes_per_second=1.0,
         )  # fmt: skip
 
 
@@ -162,7 +177,8 @@ H200 = Machine(
 """bfloat16, PCIe 5."""
 SMALL_SERVER = Machine(
     "2 cores of an EPYC", 2e11, 1e10, 24 * _GIB, Link(8e9, 1e-6), Link(8e9, 1e-6),
-    Link(1.78e9, 100e-6), Link(3.55e9, 100e-6), launch=1e-6,
+    Link(1.78e9, 100e-6), Link(3.55e9, 100e-6), launch=1e-6, host_flops_per_second=2e11,
+    host_memory_bytes_per_second=1e10, is_host=True,
 )  # fmt: skip
 """The machine on which this is developed, as measured (benchmarks/RESULTS.md)."""
 

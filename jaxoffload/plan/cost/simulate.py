@@ -1,10 +1,11 @@
 """Runs a MemGraph on a model of a machine: lanes with rates, and the launcher's own policies.
 
 Takes a MemGraph, and a machine or the seconds of each vertex; gives a `Timeline`. Each device has
-one compute lane and one copy lane in each direction; loads from disk and stores to it have one lane
-each; transfers have a lane for each pair of devices. Copy lanes of several devices may be one
-(`Machine.links`), and so may both directions (`Machine.duplex`). Of the vertices that are ready on
-a lane the policy says which goes first. The event loop is in C++ (custom_calls/planner/simulate.h).
+one compute lane and one copy lane in each direction; loads from disk, stores to it and kernels of
+the host's have one lane each; transfers have a lane for each pair of devices. Copy lanes of several
+devices may be one (`Machine.links`), so may both directions (`Machine.duplex`), and where the
+device is the host (`Machine.is_host`) kernels of both. Of the vertices that are ready on a lane the
+policy says which goes first. The event loop is in C++ (custom_calls/planner/simulate.h).
 """
 
 import dataclasses
@@ -74,8 +75,10 @@ def lanes_of(
     device = memgraph.device.astype(np.int64)
     other = np.zeros_like(device)
     kind = np.where(kind == Kind.INPUT, int(Kind.KERNEL), kind)
-    device = np.where(np.isin(kind, (Kind.LOAD, Kind.STORE)), 0, device)
+    device = np.where(np.isin(kind, (Kind.LOAD, Kind.STORE, Kind.HOST_KERNEL)), 0, device)
     if machine is not None:
+        if machine.is_host:
+            kind = np.where(kind == Kind.HOST_KERNEL, int(Kind.KERNEL), kind)
         copies = np.isin(kind, (Kind.RELOAD, Kind.OFFLOAD))
         if machine.links is not None:
             device = np.where(copies, device % machine.links, device)
