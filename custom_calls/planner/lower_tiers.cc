@@ -9,6 +9,9 @@ constexpr int64_t kFirstNever = int64_t{1} << 40;
 constexpr int64_t kDiskCost = 8;
 // As in plan/alloc/limits.py.
 constexpr int64_t kHostPage = 4096;
+// Vertices of the host's cores for which a place rests: one under way, one whose results leave and
+// one whose operands arrive.
+constexpr int64_t kRest = 3;
 constexpr int64_t kDiskBlock = 16384;
 
 std::vector<int64_t> Places(const TaskTable& table, bool uses_disk) {
@@ -110,6 +113,15 @@ void LowerTiers::Release(int64_t vertex) {
   ForgetVictimsOf(vertex);
   for (const int32_t t : pinned_) is_pinned_[t] = false;
   pinned_.clear();
+  if (!table_.on_host(vertex)) return;
+  ++num_host_vertices_;
+  while (!resting_.empty() && resting_.front().since + kRest <= num_host_vertices_) Wake();
+}
+
+void LowerTiers::Wake() {
+  const Resting& place = resting_.front();
+  arena(0).space.Give(place.start, place.size, place.after, place.used);
+  resting_.pop_front();
 }
 
 void LowerTiers::StoreResult(int32_t tensor, int32_t source, int64_t part,
@@ -130,6 +142,12 @@ void LowerTiers::StoreResult(int32_t tensor, int32_t source, int64_t part,
 }
 
 void LowerTiers::Retire(int32_t tensor, int64_t used) {
+  if (start(tensor) >= 0 && used >= 0 && table_.on_host(used)) {
+    resting_.push_back({start(tensor), size(tensor), emitter_.LastUsers(in_host_[tensor]), used,
+                        num_host_vertices_});
+    Detach(tensor);
+    in_host_[tensor] = -1;
+  }
   if (start(tensor) >= 0) Leave(tensor, used);
   if (disk_start_[tensor] < 0) return;
   disk_space_.Give(disk_start_[tensor], DiskBytes(tensor), emitter_.LastUsers(on_disk_[tensor]),
@@ -162,6 +180,10 @@ int32_t LowerTiers::Load(int32_t tensor, int64_t vertex) {
 int32_t LowerTiers::TakePlace(int32_t tensor, int64_t vertex, std::vector<int32_t>* after) {
   AddressSpace& space = arena(0).space;
   std::optional<Place> found = space.Take(size(tensor));
+  while (!found && !resting_.empty()) {
+    Wake();
+    found = space.Take(size(tensor));
+  }
   if (!found && rule_.FreeAPlace(0, size(tensor), vertex)) found = space.Take(size(tensor));
   if (!found) {
     for (const int32_t other : ByAge(0)) {

@@ -14,6 +14,7 @@
 #define JAXOFFLOAD_PLANNER_LOWER_TIERS_H_
 
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <vector>
 
@@ -101,6 +102,8 @@ class LowerTiers : public Occupancy {
   // Makes a tensor a possible victim with its present next use and spill cost.
   void UpdateVictim(int32_t tensor);
   void Leave(int32_t tensor, int64_t used);
+  // Gives the place back that has rested for longest.
+  void Wake();
   void AppendTo(std::vector<int32_t>* after, const Place& place) const;
   int64_t DiskBytes(int32_t tensor) const;
   int32_t device(int32_t tensor) const { return table_.columns().tensor_device[tensor]; }
@@ -114,6 +117,16 @@ class LowerTiers : public Occupancy {
   AddressSpace disk_space_;
   std::vector<int64_t> next_use_;
   std::vector<bool> on_device_;
+  // Places that vertices of the host's cores were the last to use, in that order. They are not
+  // taken again at once, so that what such a vertex reads may arrive, and what it wrote leave,
+  // beside the next.
+  struct Resting {
+    int64_t start, size;
+    Dependencies after;
+    int64_t used, since;
+  };
+  std::deque<Resting> resting_;
+  int64_t num_host_vertices_ = 0;  // so far
   std::vector<bool> is_pinned_;
   std::vector<int32_t> pinned_;
   Victims rule_;

@@ -25,12 +25,17 @@ void Occupancy::Occupy(int32_t tensor, int64_t start) {
 }
 
 void Occupancy::Vacate(int32_t tensor, Dependencies after, int64_t used) {
+  const int64_t start = start_[tensor];
+  Detach(tensor);
+  arenas_[arena_of_[tensor]].space.Give(start, size_[tensor], after, used);
+}
+
+void Occupancy::Detach(int32_t tensor) {
   const int64_t start = start_[tensor], size = size_[tensor];
   if (size > 0) {
     Arena& mine = arenas_[arena_of_[tensor]];
     mine.at_start.erase(start);
     mine.at_end.erase(start + size);
-    mine.space.Give(start, size, after, used);
   }
   start_[tensor] = use_[tensor] = -1;
 }

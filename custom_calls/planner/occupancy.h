@@ -52,6 +52,8 @@ class Occupancy {
   void Occupy(int32_t tensor, int64_t start);
   // Gives a tensor's place back; arguments as of AddressSpace::Give.
   void Vacate(int32_t tensor, Dependencies after, int64_t used);
+  // The first half of that: the tensor has no place any more, and nobody else has it yet.
+  void Detach(int32_t tensor);
   // Makes a tensor a possible victim, or tells its next use and cost anew.
   void AllowEviction(int32_t tensor, int64_t use, int64_t spill_cost);
   // Makes a tensor no victim until it is allowed again.

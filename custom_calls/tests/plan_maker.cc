@@ -139,28 +139,36 @@ PlanMaker RandomPlan(uint64_t seed, int32_t num_vertices) {
     const double priority = static_cast<double>(random.Below(100));
     std::vector<Known> here;
     std::vector<Known> elsewhere;
+    std::vector<Known> on_host;
     for (const Known& k : alive) {
       const bool on_device = k.space == Space::kDevice && k.index == device;
       (on_device ? here : elsewhere).push_back(k);
+      if (k.space == Space::kHost || k.space == Space::kArgument) on_host.push_back(k);
     }
-    const int64_t choice = random.Below(10);
-    if (choice < 6 && !here.empty()) {
+    const int64_t choice = random.Below(12);
+    const Kind runs = choice < 10 ? Kind::kKernel : Kind::kHostKernel;
+    const Space space = choice < 10 ? Space::kDevice : Space::kHost;
+    const int32_t index = choice < 10 ? device : 0;
+    const std::vector<Known>& near = choice < 10 ? here : on_host;
+    if ((choice < 6 || choice >= 10) && !near.empty()) {
       std::vector<Known> read;
       std::vector<int32_t> inputs;
       for (int64_t i = 1 + random.Below(3); i > 0; --i) {
-        const Known& k = here[random.Below(here.size())];
+        const Known& k = near[random.Below(near.size())];
         if (std::count(inputs.begin(), inputs.end(), k.version) > 0) continue;
         inputs.push_back(k.version);
         read.push_back(k);
       }
-      if (choice < 2) {  // in place
-        const Known out = add({-1, Space::kDevice, device, read[0].begin, read[0].end});
-        added(maker.Kernel(inputs, {out.version}, priority, {inputs[0]}, device), inputs, {out});
+      if ((choice < 2 || choice == 10) && read[0].space == space) {  // in place
+        const Known out = add({-1, space, index, read[0].begin, read[0].end});
+        const int32_t vertex =
+            maker.Kernel(inputs, {out.version}, priority, {inputs[0]}, device, runs);
+        added(vertex, inputs, {out});
         continue;
       }
-      const Known first = place(Space::kDevice, device, 1 + random.Below(5), read);
+      const Known first = place(space, index, 1 + random.Below(5), read);
       read.push_back(first);
-      const Known second = place(Space::kDevice, device, 1 + random.Below(5), read);
+      const Known second = place(space, index, 1 + random.Below(5), read);
       if (first.begin < 0) continue;
       std::vector<Known> outs = {add(first)};
       std::vector<int32_t> outputs = {outs[0].version};
@@ -168,7 +176,7 @@ PlanMaker RandomPlan(uint64_t seed, int32_t num_vertices) {
         outs.push_back(add(second));
         outputs.push_back(outs[1].version);
       }
-      added(maker.Kernel(inputs, outputs, priority, {}, device), inputs, outs);
+      added(maker.Kernel(inputs, outputs, priority, {}, device, runs), inputs, outs);
       continue;
     }
     const bool down = choice == 9 && !here.empty();

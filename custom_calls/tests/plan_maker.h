@@ -25,10 +25,10 @@ class PlanMaker {
 
   // `overwritten`, if given, has one entry for each output.
   int32_t Kernel(std::vector<int32_t> inputs, std::vector<int32_t> outputs, double priority = 0,
-                 std::vector<int32_t> overwritten = {}, int32_t device = 0) {
+                 std::vector<int32_t> overwritten = {}, int32_t device = 0,
+                 Kind kind = Kind::kKernel) {
     overwritten.resize(outputs.size(), -1);
-    return Add(Kind::kKernel, Lanes(kDevices).Of(Kind::kKernel, device), priority, inputs, outputs,
-               overwritten);
+    return Add(kind, Lanes(kDevices).Of(kind, device), priority, inputs, outputs, overwritten);
   }
 
   int32_t Copy(Kind kind, int32_t from, int32_t to, int32_t device = 0, double priority = 0) {
@@ -69,8 +69,8 @@ class Random {
 };
 
 // A random plan that is free of races: kernels with several inputs and outputs, in place or not,
-// reloads, offloads and transfers over two devices, in arenas so small that places are reused all
-// the time. What is left at the end is copied to results.
+// of two devices and of the host's, reloads, offloads and transfers, in arenas so small that places
+// are reused all the time. What is left at the end is copied to results.
 PlanMaker RandomPlan(uint64_t seed, int32_t num_vertices);
 
 }  // namespace jaxoffload::testing

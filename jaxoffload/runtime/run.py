@@ -67,13 +67,13 @@ class Run(ShownMemory):
 
     @functools.cached_property
     def lane_busy_seconds(self) -> dict[str, float]:
-        """Seconds in which each lane of the first device, and each disk lane, ran a vertex."""
+        """Seconds in which each lane of the first device ran a vertex, and each that belongs to
+        none: to the disk, to the host's cores."""
         spent = self.end_seconds - self.start_seconds
-        uses_disk = np.isin(self.memgraph.kind, (Kind.LOAD, Kind.STORE)).any()
         return {
             name: float(spent[self.lane == number].sum())
             for number, (device, name) in self.lanes.items()
-            if device == 0 or (device is None and uses_disk)
+            if device == 0 or (device is None and (self.lane == number).any())
         }
 
     def drive_lifetime_seconds(self, endurance_bytes: float) -> float:

@@ -1,0 +1,215 @@
+"""Optimizers' updates on the host's cores: right for any optimizer, and only where that pays."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxoffload as jo
+from jaxoffload import policies
+from jaxoffload.graphs.memgraph import Kind
+from jaxoffload.graphs.taskgraph import VertexKind
+from jaxoffload.plan.cost.machines import SMALL_SERVER, Link
+
+WIDTH, LAYERS = 192, 5
+MATRIX = 4 * WIDTH**2
+SLOW = dataclasses.replace(SMALL_SERVER, to_device=Link(1e8), from_device=Link(1e8))
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "lion": optax.lion(1e-2),
+    "momentum": optax.sgd(1e-1, momentum=0.9, nesterov=True),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=32),
+    "clipped": optax.chain(
+        optax.clip_by_global_norm(0.1),
+        optax.adamw(1e-2, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+    ),
+    "in bfloat16": optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+}
+SAME_BITS = ("lion",)
+"""Whose update has the same bits in one kernel, as on the host's cores, and in several: for others
+XLA contracts products and sums otherwise."""
+
+
+def training(optimizer):
+    """A step of a perceptron, (params, state, x) to (params, state, loss); and its arguments."""
+    random = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(random.standard_normal(shape, np.float32) / WIDTH**0.5)
+
+    params = [{"w": normal(WIDTH, WIDTH), "b": normal(WIDTH)} for _ in range(LAYERS)]
+
+    def step(params, state, x):
+        def loss(params):
+            y = x
+            for layer in params:
+                y = jnp.tanh(y @ layer["w"] + layer["b"][None])
+            return jnp.mean((y - x) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step, (params, optimizer.init(params), WIDTH**0.5 * normal(64, WIDTH))
+
+
+def copied(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
+def differs(got, want):
+    """Of each leaf the largest difference, in units of its largest entry."""
+    found = []
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.shape == b.shape
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        found.append(np.abs(a - b).max(initial=0) / max(np.abs(b).max(initial=0), 1e-30))
+    return np.array(found)
+
+
+def same(got, want):
+    return all(map(np.array_equal, jax.tree.leaves(got), jax.tree.leaves(want)))
+
+
+def on_host(plan):
+    return int((plan.memgraph.kind == Kind.HOST_KERNEL).sum())
+
+
+@pytest.mark.parametrize("donated", [(), (0, 1)], ids=["kept", "donated"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_on_the_hosts_cores_is_right(name, donated):
+    step, args = training(OPTIMIZERS[name])
+    made = {}
+    for where in ("never", "always"):
+        offloaded = jo.offload(
+            step,
+            device_memory=6 * MATRIX,
+            vertex_memory=2 * MATRIX,
+            host_compute=where,
+            donate_argnums=donated,
+            check=True,
+            policy="once",
+        )
+        made[where] = offloaded(*copied(args))
+        assert same(made[where], offloaded(*copied(args)))
+        assert on_host(offloaded.last_run) >= (LAYERS if where == "always" else 0)
+    if name in SAME_BITS:
+        assert same(made["always"], made["never"])
+        return
+    with jax.enable_x64(True):
+        wide = jax.tree.map(
+            lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, copied(args)
+        )
+        exact = jax.tree.map(np.asarray, jax.jit(step)(*wide))
+    own = differs(jax.jit(step)(*args), exact)
+    assert (differs(made["always"], exact) <= 2 * own + 1e-6).all()
+
+
+def test_any_order_of_launch_and_any_budget_give_the_same_bits():
+    step, args = training(OPTIMIZERS["clipped"])
+    want = None
+    for budget in (4 * MATRIX, 6 * MATRIX, 12 * MATRIX):
+        for launch in ("fixed", *(policies.random(seed, 200e-6) for seed in range(4))):
+            got = jo.offload(
+                step,
+                device_memory=budget,
+                vertex_memory=2 * MATRIX,
+                host_compute="always",
+                donate_argnums=(0, 1),
+                launch=launch,
+                check=True,
+            )(*copied(args))
+            want = got if want is None else want
+            assert same(got, want)
+
+
+def test_state_in_host_memory_and_on_disk(tmp_path):
+    step, args = training(OPTIMIZERS["adamw"])
+    want = jax.jit(step)(*args)
+    want = jax.jit(step)(*want[:2], args[2])
+    for lower in (jo.host_put, lambda tree: jo.disk_put(tree, tmp_path)):
+        offloaded = jo.offload(
+            step,
+            device_memory=6 * MATRIX,
+            host_memory=16 * MATRIX,
+            disk=tmp_path,
+            host_compute="always",
+            donate_argnums=(0, 1),
+            check=True,
+        )
+        params, state = copied(args[0]), lower(args[1])
+        for _ in range(2):
+            params, state, loss = offloaded(params, state, args[2])
+        assert on_host(offloaded.last_run) >= LAYERS
+        state = jax.tree.map(np.asarray, state)
+        assert differs((params, state, loss), want).max() < 1e-4
+
+
+def test_arrays_off_alignment_are_right():
+    step, args = training(OPTIMIZERS["momentum"])
+    want = jax.jit(step)(*args)
+
+    def shifted(x):
+        if not x.nbytes or x.dtype != np.float32:
+            return np.asarray(x)
+        room = np.empty(x.nbytes + 128, np.uint8)
+        start = (-room.ctypes.data) % 64 + 4
+        view = room[start : start + x.nbytes].view(np.float32).reshape(x.shape)
+        view[...] = x
+        return view
+
+    offloaded = jo.offload(step, device_memory=6 * MATRIX, host_compute="always", check=True)
+    got = offloaded(*jax.tree.map(shifted, args))
+    assert on_host(offloaded.last_run) >= LAYERS and differs(got, want).max() < 1e-5
+
+
+def test_under_jit():
+    step, args = training(OPTIMIZERS["lion"])
+    want = jax.jit(step)(*args)
+    offloaded = jo.offload(step, device_memory=6 * MATRIX, host_compute="always")
+    got = jax.jit(offloaded)(*args)
+    assert differs(got, want).max() < 1e-5
+    assert on_host(offloaded.last_run) >= LAYERS
+
+
+def test_the_planner_takes_what_the_simulation_says_is_faster():
+    step, args = training(OPTIMIZERS["adamw"])
+    own = jo.offload(step, device_memory=6 * MATRIX, donate_argnums=(0, 1))
+    chosen = {}
+    for name, machine in (("own link", SMALL_SERVER), ("slow link", SLOW)):
+        fastest = own.predict(*args, machine=machine)
+        never = jo.offload(
+            step, device_memory=6 * MATRIX, donate_argnums=(0, 1), host_compute="never"
+        ).predict(*args, machine=machine)
+        chosen[name] = on_host(fastest)
+        assert on_host(never) == 0 and fastest.seconds <= never.seconds
+        if name == "slow link":
+            assert fastest.seconds < never.seconds / 1.3
+    assert chosen["slow link"] >= LAYERS
+
+
+def test_reports_name_the_lane():
+    step, args = training(OPTIMIZERS["adamw"])
+    offloaded = jo.offload(step, device_memory=6 * MATRIX, host_compute="always")
+    told = str(offloaded.explain(*args))
+    assert "vertices run on the host's cores; of arguments and results" in told
+    offloaded(*args)
+    run = offloaded.last_run
+    assert "host compute" in str(run)
+    assert run.lane_busy_seconds["host compute"] > 0
+
+
+def test_with_room_for_everything_nothing_is_on_the_host():
+    step, args = training(OPTIMIZERS["adamw"])
+    plan = jo.offload(step, device_memory=None, cut="always", host_compute="always").plan(*args)
+    assert not any(v.kind is VertexKind.HOST_KERNEL for v in plan.taskgraph.vertices)
+
+
+def test_options_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="host_compute='sometimes' is not known"):
+        jo.offload(lambda x: x, host_compute="sometimes")
+    with pytest.raises(ValueError, match="host_compute='always' needs a device's memory apart"):
+        jo.offload(lambda x: x, memory="1GiB", host_compute="always")
