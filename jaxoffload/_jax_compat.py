@@ -244,6 +244,27 @@ def equation_context(eqn: JaxprEqn) -> tuple[Any, ...]:
     )
 
 
+def is_on_host(eqn: JaxprEqn) -> bool:
+    """Whether an equation was traced to run on the host's cores (`compute_on`)."""
+    return getattr(getattr(eqn, "ctx", None), "compute_type", None) == "device_host"
+
+
+def asks_for_host(eqn: JaxprEqn) -> bool:
+    """Whether that is asked for an equation, or for what it calls."""
+    by_name = eqn.primitive.name == "compute_on" and eqn.params["compute_type"] == "device_host"
+    return by_name or is_on_host(eqn)
+
+
+def put(eqn: JaxprEqn, on_host: bool) -> JaxprEqn:
+    """An equation that is to run on the host's cores, or is not."""
+    context = getattr(eqn, "ctx", None)
+    if context is None or is_on_host(eqn) == on_host:
+        return eqn
+    with context.manager:  # which puts the setting back
+        _config.compute_on_context_manager.set_local("device_host" if on_host else None)
+        return eqn.replace(ctx=type(context)())
+
+
 def trace_context() -> Any:
     """All settings of JAX on which tracing and lowering depend, hashable: jit's own key."""
     return _config.trace_context()

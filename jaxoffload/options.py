@@ -39,7 +39,7 @@ class Options:
       recompute: "auto": values are computed again where that is faster than moving them; "never";
         "always": whatever is read again late.
       host_compute: "auto": optimizers' updates run on the host's cores where that is faster than
-        moving what they need; "never"; "always".
+        moving what they need, and what is in `compute_on` does; "never"; "always".
       cut: "auto": a function for which everything fits runs whole; "always": it is cut, too.
       rates: what a profile has measured, to take the place of the machine model's rates
         (`Machine.with_rates`): what is planned, and how it is cut, follows from the options alone.

@@ -102,7 +102,8 @@ def build_taskgraph(
       donated: pairs (argument, result) of equal size that may share memory; pairs for which that
         would be unsafe are left out of the TaskGraph.
       max_bytes, max_equations: see `cluster.cut`.
-      updates_on_host: whether vertices of nothing but updates (`Program.updates`) are the host's.
+      updates_on_host: whether vertices of nothing but updates (`Program.updates`) are the host's,
+        beside those that the user wants there (`compute_on`).
       kernels: False: only the graph is wanted, and every `Vertex.kernel` is -1.
     """
     program = ordered.program
@@ -207,7 +208,7 @@ class _Builder:
 
     def _kind(self, cluster: Cluster) -> VertexKind:
         equations = (e for e in cluster.equations if not is_view(e))
-        is_host = bool(self.on_host) and all(e.segment in self.on_host for e in equations)
+        is_host = all(e.operation.on_host or e.segment in self.on_host for e in equations)
         return VertexKind.HOST_KERNEL if is_host else VertexKind.KERNEL
 
     def _merge(self, cluster: Cluster) -> None:

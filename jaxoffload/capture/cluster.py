@@ -70,7 +70,8 @@ def cut(
       results: values that must reach memory.
       updates: see `Program.updates`. A cluster has equations of one update at most, so that those
         of equal arrays share executables.
-      whole: updates that need no place on the device, whose clusters may be as large as they like.
+      whole: updates that are the host's. These, and what the user wants there (`compute_on`), are
+        clusters of their own, as large as they like: they need no place on the device.
       rates: of the device, by which it is judged what a cut costs.
       max_bytes: the largest working set of a cluster, where single equations allow it. Those that
         fuse into one loop, which has no temporaries, may have that of the largest of them, up to
@@ -83,6 +84,7 @@ def cut(
         runs = [(i, i + 1) for i in range(len(solid))]
         return _assemble(equations, solid, reads, view_of, runs, results), 0.0
     segments = _segments_worth_a_cut(solid, parents, updates, rates)
+    on_host = [e.operation.on_host or s in whole for e, s in zip(solid, segments, strict=True)]
     last_reader = dict.fromkeys(results, len(solid))
     for i, values in enumerate(reads):
         for v in values:
@@ -92,10 +94,11 @@ def cut(
     bytes_of_a_cut = SECONDS_OF_A_CUT * rates.memory_bytes_per_second
     start, memo = 0, {}
     for i in range(1, len(solid) + 1):
-        if i == len(solid) or segments[i] != segments[start]:
+        here = segments[start], on_host[start]
+        if i == len(solid) or (segments[i], on_host[i]) != here:
             stretch = _Stretch(solid, reads, last_reader, start, i)
             most = max(max_equations, MAX_UPDATE if segments[start] in updates else 0)
-            limit = float("inf") if segments[start] in whole else max_bytes
+            limit = float("inf") if on_host[start] else max_bytes
             if (stretch.key, most, limit) not in memo:
                 found = _best_cuts(stretch, bytes_of_a_cut, limit, most)
                 memo[stretch.key, most, limit] = found

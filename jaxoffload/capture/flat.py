@@ -80,6 +80,11 @@ class Operation:
         return self
 
     @property
+    def on_host(self) -> bool:
+        """Whether the user wants it on the host's cores (`compute_on`)."""
+        return self._function is None and self.eqn is not None and compat.is_on_host(self.eqn)
+
+    @property
     def source(self) -> str:
         """The user's line, or "" where none is known."""
         if self._source is None:

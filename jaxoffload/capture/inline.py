@@ -2,7 +2,7 @@
 
 `jit`, `closed_call`, `checkpoint`, `custom_jvp_call`, `custom_vjp_call` and our own `offload` exist
 for transformations that have already happened when we see the jaxpr, so only their bodies matter.
-So it is with `compute_on`: it says where XLA computes, which here the planner decides.
+So it is with `compute_on`, but that its operations remember it: it says where they are to run.
 The recomputation that `checkpoint` asks for stays where its backward pass put it: clusters are cut
 in program order, so it is never merged back into the forward pass.
 
@@ -62,7 +62,7 @@ _IDENTITIES = frozenset({"sharding_constraint", "mesh_cast", "name", "copy", "st
 
 
 def inline(
-    jaxpr: Any, constants: Sequence[Operand], operands: Sequence[Operand]
+    jaxpr: Any, constants: Sequence[Operand], operands: Sequence[Operand], honours: bool = True
 ) -> tuple[list[Equation], list[Operand]]:
     """The equations of an open jaxpr with every call inlined, and its results.
 
@@ -70,6 +70,7 @@ def inline(
       jaxpr: an open jaxpr.
       constants: operands for its constvars.
       operands: operands for its invars.
+      honours: whether what the user wants on the host's cores (`compute_on`) is to run there.
 
     Returns:
       The equations in program order, scans still whole, and one operand for each outvar.
@@ -78,11 +79,18 @@ def inline(
       CaptureError: an effect or a host callback, with the user's line.
     """
     equations: list[Equation] = []
-    results = _inline(jaxpr, constants, operands, equations)
+    results = _inline(jaxpr, constants, operands, equations, honours, False)
     return equations, results
 
 
-def _inline(jaxpr: Any, constants: Any, operands: Any, equations: list[Equation]) -> list[Operand]:
+def _inline(
+    jaxpr: Any,
+    constants: Any,
+    operands: Any,
+    equations: list[Equation],
+    honours: bool,
+    on_host: bool,
+) -> list[Operand]:
     environment: dict[Any, Operand] = {}
     environment.update(zip(jaxpr.constvars, constants, strict=True))
     environment.update(zip(jaxpr.invars, operands, strict=True))
@@ -92,6 +100,7 @@ def _inline(jaxpr: Any, constants: Any, operands: Any, equations: list[Equation]
 
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
+        there = honours and (on_host or compat.asks_for_host(eqn))
         inputs = tuple(read(atom) for atom in eqn.invars)
         if name in _IDENTITIES and len(inputs) == 1:
             _refuse_what_cannot_be_cut(eqn)
@@ -99,19 +108,21 @@ def _inline(jaxpr: Any, constants: Any, operands: Any, equations: list[Equation]
             continue
         if name in _SPELLED_OUT:
             body = _spelled_out(eqn)
-            environment.update(zip(eqn.outvars, _inline(body, (), inputs, equations), strict=True))
+            made = _inline(body, (), inputs, equations, honours, there)
+            environment.update(zip(eqn.outvars, made, strict=True))
             continue
         body = eqn.params.get(CALL_BODY.get(name, ""))
         if body is not None:
             closed = isinstance(body, compat.ClosedJaxpr)
             consts = [Constant(c) for c in body.consts] if closed else []
-            outs = _inline(body.jaxpr if closed else body, consts, inputs, equations)
+            inner = body.jaxpr if closed else body
+            outs = _inline(inner, consts, inputs, equations, honours, there)
             environment.update(zip(eqn.outvars, outs, strict=True))
             continue
         _refuse_what_cannot_be_cut(eqn)
         outputs = tuple(Value(var.aval) for var in eqn.outvars)
         environment.update(zip(eqn.outvars, outputs, strict=True))
-        equations.append(Equation(Operation(eqn), inputs, outputs))
+        equations.append(Equation(Operation(compat.put(eqn, there)), inputs, outputs))
     return [read(atom) for atom in jaxpr.outvars]
 
 

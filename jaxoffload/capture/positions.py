@@ -2,11 +2,16 @@
 
 from collections.abc import Iterable
 
-from jaxoffload.capture.flat import Equation, Value
+from jaxoffload.capture.flat import Equation, Operation, Value
 from jaxoffload.capture.tiled import TiledOperation
 
 SPAN = 400
 """Equations between the first and the last of a group, at most."""
+
+
+def _is_apart(operation: Operation) -> bool:
+    """Whether an operation may be in no group: one that is one, or that is not for the device."""
+    return isinstance(operation, TiledOperation) or operation.on_host
 
 
 class Positions:
@@ -104,7 +109,7 @@ class Positions:
         found: dict[int, int] = {}
         for i in range(first, last + 1):
             equation = self.equations[i]
-            if equation is not None and not isinstance(equation.operation, TiledOperation):
+            if equation is not None and not _is_apart(equation.operation):
                 found[equation.segment] = found.get(equation.segment, 0) | 1 << (i - first)
         for segment, bits in found.items():
             self.open[segment] = self.open.get(segment, 0) | bits << first

@@ -69,6 +69,7 @@ def unroll(
     known: Sequence[Any] = (),
     *,
     rates: cost.Rates,
+    honours: bool = True,
 ) -> Program:
     """A closed jaxpr, flat and with its scans cut.
 
@@ -77,6 +78,7 @@ def unroll(
       piece_bytes: see `loops.rows_for`.
       known: arrays that the function closes over which are arguments in any case, the first.
       rates: of the device, by which it is judged what a step is worth.
+      honours: see `inline`.
 
     Returns:
       The Program; its arguments are the jaxpr's own, then one for each array that it closes over
@@ -89,8 +91,8 @@ def unroll(
         Value(var.aval, Span(i, 0)) for i, var in enumerate(jaxpr.jaxpr.invars)
     ]
     constants = [Constant(c) for c in jaxpr.consts]
-    equations, results = inline(jaxpr.jaxpr, constants, arguments)
-    unroller = _Unroller(arguments, piece_bytes, known, rates)
+    equations, results = inline(jaxpr.jaxpr, constants, arguments, honours)
+    unroller = _Unroller(arguments, piece_bytes, known, rates, honours)
     environment: dict[Value, Operand | Stack] = {}
     unroller.run(unroller.level(equations), environment, segment=0)
     parts = [unroller.result_parts(unroller.look_up(environment, r)) for r in results]
@@ -176,12 +178,13 @@ class _Unroller:
         piece_bytes: float,
         known: Sequence[Any],
         rates: cost.Rates,
+        honours: bool,
     ):
         self.arguments = arguments
         self.equations: list[Equation] = []
         self.parents = [0]
         self.is_divisible = False
-        self._piece_bytes, self._rates = piece_bytes, rates
+        self._piece_bytes, self._rates, self._honours = piece_bytes, rates, honours
         self._segment = 0
         self._bodies: dict[int, tuple[Body, _Level | None]] = {}
         self._pieces: dict[tuple[Value, Rows], list[Operand]] = {}
@@ -228,7 +231,7 @@ class _Unroller:
         if id(closed) not in self._bodies:
             inputs = [Value(var.aval) for var in closed.jaxpr.invars]
             constants = [Constant(c) for c in closed.consts]
-            inner, outputs = inline(closed.jaxpr, constants, inputs)
+            inner, outputs = inline(closed.jaxpr, constants, inputs, self._honours)
             results = {v for v in outputs if isinstance(v, Value)}
             inner = with_small_transpositions([self._with_loop(e) for e in inner], results)
             body = Body(closed, inputs, live_equations(inner, results), outputs, self._rates)

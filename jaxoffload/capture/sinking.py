@@ -69,7 +69,7 @@ class _Sinking:
         passed = self._heavy_between(i, at)
         if not passed or len(segments) > 1 or segments & self._updates:
             return
-        if reader.operation.repeats is not None:
+        if reader.operation.repeats is not None or reader.operation.on_host:
             return
         made = sum(v.num_bytes() for v in self._equations[i].outputs)
         longer, group = self._longer(i, at)
@@ -86,7 +86,9 @@ class _Sinking:
         if not is_read or operations.is_view(equation):
             return is_read
         is_array = all(v.shape for v in equation.outputs)
-        is_cheap = operations.of(equation).is_elementwise and equation.operation.repeats is None
+        operation = equation.operation
+        is_cheap = operations.of(equation).is_elementwise and operation.repeats is None
+        is_cheap = is_cheap and not operation.on_host
         return is_array and is_cheap and equation.segment not in self._updates
 
     def _longer(self, i: int, at: int) -> tuple[tuple[int, int], list[int]]:

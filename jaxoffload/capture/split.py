@@ -80,7 +80,7 @@ class _Splitter:
 
     def run(self) -> Ordered:
         heavy = [(working_set(e), -i, e) for i, e in enumerate(self.positions.equations) if e]
-        heavy = [found for found in heavy if found[0] > self.limit]
+        heavy = [h for h in heavy if h[0] > self.limit and not h[2].operation.on_host]
         # What could not be made smaller, the largest first: bytes, negated, and its identity.
         stay: list[tuple[float, int]] = []
         for size, _, equation in sorted(heavy, key=lambda found: found[:2], reverse=True):

@@ -100,7 +100,14 @@ class Planner:
         self.machine = machine or model.with_rates(request.options.rates)
         settings = compat.LoweringSettings()
         self._make_program = lambda: CutProgram(
-            request, self.backend, model, self.machine, compiles, estimates, settings
+            request,
+            self.backend,
+            model,
+            self.machine,
+            compiles,
+            estimates,
+            settings,
+            self._host_compute != "never",
         )
         self._drafts = Drafts(self.build, self.machine)
         self._ranked: Ranking | None = None
@@ -169,7 +176,7 @@ class Planner:
                 room = 2 * resident_peak(whole.graph)
                 return self._finish(whole, self.build(whole.graph, room), budget, resident=False)
         elif self._may_be_kept(budget):
-            for cut in in_other_orders(self._whole(), self.machine):
+            for cut in in_other_orders(self._whole().on_devices(), self.machine):
                 kept = keep_everything(cut.graph, budget)
                 if kept is not None:
                     return self._finish(cut, kept, budget, resident=True)

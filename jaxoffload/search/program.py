@@ -22,7 +22,7 @@ from jaxoffload.capture.recompute import Recomputer
 from jaxoffload.capture.scan import unroll
 from jaxoffload.capture.split import Tilings, split
 from jaxoffload.compile.cache import CompileReport
-from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
+from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind, VertexKind
 from jaxoffload.plan.alloc.limits import min_budget
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.runtime.backends import Backend
@@ -65,6 +65,14 @@ class CompiledCut:
         """The smallest budget in bytes with which it works."""
         return least_budget(self.graph)
 
+    def on_devices(self) -> "CompiledCut":
+        """The same with every vertex on its device, as where everything fits there."""
+        graph = self.graph
+        if not (graph.columns.kind == VertexKind.HOST_KERNEL).any():
+            return self
+        vertices = [dataclasses.replace(v, kind=VertexKind.KERNEL) for v in graph.vertices]
+        return self.with_order(dataclasses.replace(graph, vertices=tuple(vertices)))
+
     def with_order(self, graph: TaskGraph) -> "CompiledCut":
         """The same vertices in another serial order."""
         return CompiledCut(Captured(graph, self.captured.kernels), self.executables, self.report)
@@ -81,6 +89,7 @@ class CutProgram:
       estimates: of what is looked at only, that workspace counts as what executables take where
         there are some, and where there are none as what they may take.
       settings: of the place where the plan is asked for.
+      honours: whether what the user wants on the host's cores is to run there.
 
     Attributes:
       constants: arrays that the function closes over; they follow its own arguments.
@@ -97,7 +106,9 @@ class CutProgram:
         compiles: bool,
         estimates: bool,
         settings: compat.LoweringSettings,
+        honours: bool = True,
     ):
+        self._honours = honours
         self._request, self._backend = request, backend
         self._model, self._machine = model, machine
         self._compiles, self._estimates = compiles, estimates
@@ -156,7 +167,13 @@ class CutProgram:
             piece_bytes = 2.0 ** math.floor(math.log2(piece_bytes)) if piece_bytes >= 1 else 0.0
         if piece_bytes not in self._unrolled:
             # Of any size of pieces: what the function closes over, as arguments after its own.
-            program = unroll(self._request.jaxpr, piece_bytes, self.constants, rates=self._model)
+            program = unroll(
+                self._request.jaxpr,
+                piece_bytes,
+                self.constants,
+                rates=self._model,
+                honours=self._honours,
+            )
             extra = program.arguments[len(self._request.jaxpr.in_avals) :]
             self.constants = [v.array for v in extra if isinstance(v, Constant)]
             self._unrolled[piece_bytes] = order_program(program)

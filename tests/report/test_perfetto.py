@@ -225,10 +225,10 @@ def copying(graph):
 
 
 def test_lanes_are_numbered_as_the_runtime_numbers_them(step):
-    """Three a device, then the disk's two."""
+    """Three a device, then the disk's two and the host's own."""
     run = step.last_run
     graph = run.memgraph
-    lane = np.arange(graph.num_vertices, dtype=np.int32) % 8
+    lane = np.arange(graph.num_vertices, dtype=np.int32) % 9
     two = dataclasses.replace(
         run,
         memgraph=dataclasses.replace(graph, capacity=np.zeros(2, dtype=np.int64)),

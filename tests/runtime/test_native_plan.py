@@ -344,7 +344,7 @@ def _all(value):
 
 
 BAD_ARRAYS = {
-    "lane": (dict(lane=_all(9)), r"lane\[0\]=9 is outside \[0, 5\)"),
+    "lane": (dict(lane=_all(9)), r"lane\[0\]=9 is outside \[0, 6\)"),
     "kind": (dict(kind=_all(4)), r"kind\[0\]=4"),
     "priority": (dict(priority=np.zeros(3)), "priority has 3 entries, expected 8"),
     "offset": (dict(offset=_all(8)), r"offset\[\d\]=8 and bytes\[\d\]=\d+ reach beyond"),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import compute_on
 
 import jaxoffload as jo
 from jaxoffload import policies
@@ -189,6 +190,65 @@ def test_the_planner_takes_what_the_simulation_says_is_faster():
         if name == "slow link":
             assert fastest.seconds < never.seconds / 1.3
     assert chosen["slow link"] >= LAYERS
+
+
+def in_a_context(function, *args):
+    with compute_on.compute_on("device_host"):
+        return function(*args)
+
+
+def transformed(function, *args):
+    newer = getattr(compute_on, "compute_on2", compute_on.compute_on)
+    wrapped = newer(compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)
+    return wrapped(function)(*args)
+
+
+def _has_transform():
+    try:
+        jax.make_jaxpr(lambda x: transformed(jnp.sin, x))(1.0)
+    except (TypeError, AttributeError):
+        return False
+    return True
+
+
+def _has_context():
+    try:
+        jax.make_jaxpr(lambda x: in_a_context(jnp.sin, x))(1.0)
+    except (TypeError, AttributeError):
+        return False
+    return True
+
+
+ASKED = {"context": (in_a_context, _has_context), "transform": (transformed, _has_transform)}
+
+
+@pytest.mark.parametrize("way", ASKED)
+def test_what_the_user_wants_there_is_there(way):
+    wanted, is_known = ASKED[way]
+    if not is_known():
+        pytest.skip(f"jax {jax.__version__} has no compute_on of this kind")
+
+    def function(x, w, table):
+        y = jnp.tanh(x @ w)
+        table = wanted(lambda y, t: jnp.sin(t * y[:1]) + jnp.cumsum(t, 0), y, table)
+        return jnp.tanh(y @ w) @ table, table
+
+    random = np.random.default_rng(0)
+    args = [random.standard_normal((WIDTH, WIDTH), np.float32) / WIDTH**0.5 for _ in range(3)]
+    want = jax.jit(function)(*args)
+    found = {}
+    for option in ("auto", "never"):
+        offloaded = jo.offload(
+            function, device_memory=5 * MATRIX, host_compute=option, cut="always", check=True
+        )
+        assert differs(offloaded(*args), want).max() < 1e-5
+        found[option] = on_host(offloaded.last_run)
+        resident = jo.offload(function, device_memory=None, host_compute=option, cut="always")
+        assert differs(resident(*args), want).max() < 1e-5
+        assert on_host(resident.last_run) == 0
+    assert found["auto"] > 0 and found["never"] == 0
+    vertices = offloaded.plan(*args).taskgraph.vertices
+    assert not any(v.kind is VertexKind.HOST_KERNEL for v in vertices)
 
 
 def test_reports_name_the_lane():

@@ -95,8 +95,7 @@ def test_compute_on(kind):
 def test_compute_on_is_cut_like_anything_else():
     """Its body's operations are vertices of their own, not one opaque call."""
     plan = assert_as_jit(COMPUTED_ON["between"], X)
-    assert sum("compute_on" in vertex.name for vertex in plan.taskgraph.vertices) == 0
-    assert len(plan.taskgraph.vertices) >= 4
+    assert [vertex.name for vertex in plan.taskgraph.vertices] == ["tanh", "sin", "dot_general"]
 
 
 policies = jax.checkpoint_policies
