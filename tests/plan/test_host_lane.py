@@ -159,6 +159,21 @@ def test_of_an_update_only_the_gradient_moves(donated):
     assert updates.sum() == 6 and set(there.tolist()) == {Space.RESULT}
 
 
+@pytest.mark.parametrize("in_place", ["never", "always"])
+def test_what_is_overwritten_is_copied_first_where_it_is_read_as_something_else(in_place):
+    """The vertex reads a part of an argument, over which it writes, and the whole of it."""
+    tensors = (
+        Tensor(64, "part", argument=Span(0, 0)),
+        Tensor(128, "whole", argument=Span(0, 0)),
+        Tensor(64, "new part", results=(Span(0, 0),)),
+        Tensor(64, "rest", argument=Span(0, 64), results=(Span(0, 64),)),
+    )
+    update = Vertex(VertexKind.HOST_KERNEL, (0, 1), (2,), "update", overwrites=((0, 0),))
+    graph = TaskGraph(tensors, (update,), donated=((0, 0),))
+    graph.check()
+    check(graph, build_memgraph(graph, 0, in_place_io=in_place))
+
+
 def test_a_gradient_leaves_the_device_at_once():
     """All gradients come before the first update, as with a norm over them."""
     graph = step()
