@@ -166,7 +166,6 @@ def test_what_is_overwritten_is_copied_first_where_it_is_read_as_something_else(
         Tensor(64, "part", argument=Span(0, 0)),
         Tensor(128, "whole", argument=Span(0, 0)),
         Tensor(64, "new part", results=(Span(0, 0),)),
-        Tensor(64, "rest", argument=Span(0, 64), results=(Span(0, 64),)),
     )
     update = Vertex(VertexKind.HOST_KERNEL, (0, 1), (2,), "update", overwrites=((0, 0),))
     graph = TaskGraph(tensors, (update,), donated=((0, 0),))
