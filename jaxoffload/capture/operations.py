@@ -178,11 +178,12 @@ TABLE: dict[str, Known] = {
 
 def of(equation: Equation) -> Known:
     """What is known of an equation's operation."""
-    return _known(equation.operation.name)
+    return known(equation.operation.name)
 
 
 @functools.cache
-def _known(name: str) -> Known:
+def known(name: str) -> Known:
+    """The same by an operation's name."""
     kind, bracket, _ = name.partition("[")
     return TABLE.get(kind + bracket, _NOTHING)
 

@@ -13,10 +13,12 @@ All other equations keep the program's order. The result is a valid serial order
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jaxoffload.capture import operations
 from jaxoffload.capture.flat import Equation, Value
+from jaxoffload.capture.whole import bodies_of
 
 
 def live_equations(equations: Sequence[Equation], results: set[Value]) -> list[Equation]:
@@ -71,14 +73,31 @@ def serial_order(
             order += [*sorted(reads[j] & first), j]
             first -= reads[j]
     ordered = []
-    for number, run in itertools.groupby(order, chain.__getitem__):
+    # What chooses between updates (optax.MultiSteps) is one by itself.
+    choices = {i: -2 - i for i, eqn in enumerate(equations) if _is_cheap_choice(eqn)}
+    for number, run in itertools.groupby(order, lambda i: choices.get(i, chain[i])):
         together = [equations[i] for i in run]
-        if number >= 0 and _is_update(together, results):
+        if number != -1 and _is_update(together, results):
             updates.add(len(parents))
             together = [dataclasses.replace(e, segment=len(parents)) for e in together]
             parents.append(0)
         ordered += together
     return ordered
+
+
+def _is_cheap_choice(equation: Equation) -> bool:
+    """Whether an equation outside every scan is a conditional of cheap operations."""
+    eqn, is_inside = equation.operation.eqn, equation.segment != 0
+    return equation.operation.name == "cond" and not is_inside and _are_cheap(bodies_of(eqn))
+
+
+def _are_cheap(bodies: Iterable[Any]) -> bool:
+    for body in bodies:
+        for eqn in body.eqns:
+            inner = list(bodies_of(eqn))
+            if not (_are_cheap(inner) if inner else operations.known(eqn.primitive.name).is_light):
+                return False
+    return True
 
 
 def _is_update(equations: Sequence[Equation], results: set[Value]) -> bool:

@@ -17,6 +17,7 @@ Takes a `Request`; gives a `Plan`, or refuses the budget. One search is inside a
 What all of these compare by are drafts (drafts.py), each built and simulated once.
 """
 
+import dataclasses
 import functools
 import logging
 import math
@@ -273,6 +274,16 @@ class Planner:
         fixed = self._fixed_cut()
         if fixed:
             return fixed
+        found = self._least_on_devices()
+        if self._host_compute != "never":
+            on_host = dataclasses.replace(self._program.cut_of(found), updates_on_host=True)
+            # Where an update needs most, which is known before anything is compiled.
+            if self.needs(self._program.estimated(on_host)) < found.needs:
+                rival = self._program.compiled(on_host)
+                found = rival if rival.needs < found.needs else found
+        return found
+
+    def _least_on_devices(self) -> CompiledCut:
         if not self._compiles:
             equations = self._program.ordered(FINEST).equations
             if sum(not is_view(e) for e in equations) > _LONG:

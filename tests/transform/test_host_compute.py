@@ -109,6 +109,25 @@ def test_any_optimizer_on_the_hosts_cores_is_right(name, donated):
     assert (differs(made["always"], exact) <= 2 * own + 1e-6).all()
 
 
+def test_updates_that_wait_for_several_gradients():
+    """`optax.MultiSteps` chooses by one conditional over all parameters and all of the state."""
+    optimizer = optax.MultiSteps(optax.adamw(1e-2), 2)
+    step, args = training(optimizer)
+    budget = 6 * MATRIX
+    offloaded = jo.offload(step, device_memory=budget, donate_argnums=(0, 1), check=True)
+    assert offloaded.plan(*args).min_device_memory <= budget
+    params, state = copied(args[:2])
+    want = args[:2]
+    for _ in range(3):
+        params, state, loss = offloaded(params, state, args[2])
+        *want, expected = jax.jit(step)(*want, args[2])
+        assert differs((params, state, loss), (*want, expected)).max() < 1e-4
+    assert on_host(offloaded.last_run) > 0
+    on_the_device = jo.offload(step, device_memory=budget, host_compute="never")
+    with pytest.raises(jo.PlanError, match="needed by cond|cond at"):
+        on_the_device(*args)
+
+
 def test_any_order_of_launch_and_any_budget_give_the_same_bits():
     step, args = training(OPTIMIZERS["clipped"])
     want = None
