@@ -146,6 +146,7 @@ class Program:
       updates: segments that make the new value of one argument and what belongs to it: a parameter
         and its optimizer's state.
       is_divisible: whether some scan could be cut into smaller pieces than it is.
+      is_distributed: whether some product has left its loop (distribution.py).
     """
 
     arguments: list[Value]
@@ -155,6 +156,7 @@ class Program:
     rates: Any
     updates: set[int] = dataclasses.field(default_factory=set)
     is_divisible: bool = False
+    is_distributed: bool = False
 
     def result_values(self) -> set[Value]:
         """The values that are results or parts of them."""

@@ -70,6 +70,7 @@ def unroll(
     *,
     rates: cost.Rates,
     honours: bool = True,
+    distributes: bool = True,
 ) -> Program:
     """A closed jaxpr, flat and with its scans cut.
 
@@ -79,6 +80,7 @@ def unroll(
       known: arrays that the function closes over which are arguments in any case, the first.
       rates: of the device, by which it is judged what a step is worth.
       honours: see `inline`.
+      distributes: whether products for which no step waits leave their loops (distribution.py).
 
     Returns:
       The Program; its arguments are the jaxpr's own, then one for each array that it closes over
@@ -92,7 +94,7 @@ def unroll(
     ]
     constants = [Constant(c) for c in jaxpr.consts]
     equations, results = inline(jaxpr.jaxpr, constants, arguments, honours)
-    unroller = _Unroller(arguments, piece_bytes, known, rates, honours)
+    unroller = _Unroller(arguments, piece_bytes, known, rates, honours, distributes)
     environment: dict[Value, Operand | Stack] = {}
     unroller.run(unroller.level(equations), environment, segment=0)
     parts = [unroller.result_parts(unroller.look_up(environment, r)) for r in results]
@@ -103,6 +105,7 @@ def unroll(
         unroller.parents,
         rates,
         is_divisible=unroller.is_divisible,
+        is_distributed=unroller.is_distributed,
     )
 
 
@@ -170,6 +173,7 @@ class _Unroller:
 
     Attributes:
       is_divisible: whether some scan could be in smaller pieces.
+      is_distributed: whether some product has left its loop.
     """
 
     def __init__(
@@ -179,12 +183,14 @@ class _Unroller:
         known: Sequence[Any],
         rates: cost.Rates,
         honours: bool,
+        distributes: bool,
     ):
         self.arguments = arguments
         self.equations: list[Equation] = []
         self.parents = [0]
-        self.is_divisible = False
-        self._piece_bytes, self._rates, self._honours = piece_bytes, rates, honours
+        self.is_divisible = self.is_distributed = False
+        self._piece_bytes, self._rates = piece_bytes, rates
+        self._honours, self._distributes = honours, distributes
         self._segment = 0
         self._bodies: dict[int, tuple[Body, _Level | None]] = {}
         self._pieces: dict[tuple[Value, Rows], list[Operand]] = {}
@@ -241,7 +247,11 @@ class _Unroller:
         return dataclasses.replace(equation, operation=loop)
 
     def _distributed(self, loop: Loop) -> Loop:
-        return distributed(loop, self._piece_bytes, self._rates)
+        if not self._distributes:
+            return loop
+        found = distributed(loop, self._piece_bytes, self._rates)
+        self.is_distributed |= found is not loop
+        return found
 
     def _step(self, loop: Loop) -> _Level:
         """The level of a step that is unrolled."""

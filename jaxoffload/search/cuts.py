@@ -8,7 +8,7 @@ and how much is recomputed. Candidates are planned and simulated on the model of
    of the uncut program, or finer ones only get slower.
 2. From the best and the coarsest of those, with and without splitting: shares recomputed, those
    first that may be fastest; then with a shorter reuse distance; then the neighbours of the best.
-3. The best of all with updates on the host's cores.
+3. The best of all with loops as they were written, and with updates on the host's cores.
 
 A cut that holds or computes too much to be the best is known before it is captured. How much work
 the search may be follows from how long the program itself takes.
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jaxoffload.capture.floor import Floor
-from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
+from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.plan.alloc.build import VARIANTS
 from jaxoffload.plan.bounds import callers_bytes, least_seconds
 from jaxoffload.plan.cost.machines import Machine
@@ -52,8 +52,8 @@ _WORSE = 1.2
 of allocation are tried only for cuts that are nearer to it."""
 _LAST = 4
 """How many finer cuts in turn must be so much worse."""
-_ON_HOST = 3
-"""Cuts of which the same with updates on the host's cores is tried."""
+_LOOPS, _ON_HOST = 2, 3
+"""Cuts of which the same with whole loops is tried, and with updates on the host's cores."""
 WORK = 30_000, 400_000
 """Work of each part of a search, at least and at most (drafts.py says what is counted)."""
 _WORK_A_SECOND = 1e9
@@ -71,6 +71,8 @@ class Cut:
       max_equations: the most operations of a vertex; None for the usual.
       split_bytes: operations with a larger working set are split; None: none are.
       piece_bytes: what a chunk of a scan may have of the arrays that the scan slices and stacks.
+      whole_loops: whether products stay in their loops for which no step waits: all of what they
+        read and write need not be in memory at once then.
       updates_on_host: whether what an optimizer does to parameters runs on the host's cores.
       recomputed: of the bytes of values with a long reuse distance, the share that is recomputed.
       reuse_distance: bytes that are read and written between two readers of a value; from so many
@@ -83,6 +85,7 @@ class Cut:
     recomputed: float = 0.0
     reuse_distance: float = float("inf")
     piece_bytes: float = float("inf")
+    whole_loops: bool = False
     updates_on_host: bool = False
 
 
@@ -211,8 +214,9 @@ class Ranking:
             self._begun = self._work
             for base in bases:
                 self._try_recomputing(base)
+        self._try_the_best_with("whole_loops", _LOOPS)
         if self._room.host_compute == "auto":
-            self._try_on_host()
+            self._try_the_best_with("updates_on_host", _ON_HOST)
         yield from self.simulated()
         for cut in waiting:
             if self._may_work(cut) and self._room.needs(self._captured(cut)) <= self._budget:
@@ -321,17 +325,18 @@ class Ranking:
         ):
             self._attempt(base.cut, reuse_distance, best + step, found)
 
-    def _try_on_host(self) -> None:
-        """The best cuts once more with updates on the host's cores, and the coarsest: nothing of an
-        optimizer's state moves then."""
+    def _try_the_best_with(self, way: str, count: int) -> None:
+        """The best cuts once more in another way, and the coarsest, as far as that changes them."""
         self._begun = self._work
         known = list(self._tried)
-        for base in dict.fromkeys(_by_time(known)[:_ON_HOST] + known[:1]):
+        for base in dict.fromkeys(_by_time(known)[:count] + known[:1]):
             if self._is_enough():
                 return
-            cut = dataclasses.replace(base.cut, updates_on_host=True)
+            cut = dataclasses.replace(base.cut, **{way: True})
+            if self._cutter.key(cut) == self._cutter.key(base.cut):
+                return
             graph = self._captured(cut)
-            if not (graph.columns.kind == VertexKind.HOST_KERNEL).any():
+            if graph == self._graphs(base.cut):
                 return
             if self._room.needs(graph) <= self._budget:
                 self._try(cut, graph)

@@ -116,7 +116,7 @@ class CutProgram:
         self.reports: list[CompileReport] = []
         self.constants: list[Any] = []
         self._settings = settings
-        self._unrolled: dict[float, Ordered] = {}
+        self._unrolled: dict[tuple[float, bool], Ordered] = {}
         self._ordered = self._ordered_in_pieces(float("inf"))
         self._rewritten: dict[tuple[int, float | None, float, float], Ordered] = {}
         self._tilings = Tilings()
@@ -141,7 +141,7 @@ class CutProgram:
 
     def ordered(self, cut: Cut) -> Ordered:
         """The program, with large intermediates split and values recomputed as the cut asks."""
-        ordered = self._ordered_in_pieces(cut.piece_bytes)
+        ordered = self._ordered_in_pieces(cut.piece_bytes, cut.whole_loops)
         key = (id(ordered), cut.split_bytes, cut.recomputed, cut.reuse_distance)
         if key not in self._rewritten:
             if cut.recomputed:
@@ -159,13 +159,16 @@ class CutProgram:
             self._recomputers[key] = made
         return self._recomputers[key]
 
-    def _ordered_in_pieces(self, piece_bytes: float) -> Ordered:
+    def _ordered_in_pieces(self, piece_bytes: float, whole_loops: bool = False) -> Ordered:
         """The program with its scans cut into chunks of so many bytes, or of half as many."""
-        if self._unrolled and not self._ordered.program.is_divisible:
+        if whole_loops and not self._ordered_in_pieces(piece_bytes).program.is_distributed:
+            whole_loops = False
+        if self._unrolled and not whole_loops and not self._ordered.program.is_divisible:
             return self._ordered
         if piece_bytes < float("inf"):
             piece_bytes = 2.0 ** math.floor(math.log2(piece_bytes)) if piece_bytes >= 1 else 0.0
-        if piece_bytes not in self._unrolled:
+        key = piece_bytes, whole_loops
+        if key not in self._unrolled:
             # Of any size of pieces: what the function closes over, as arguments after its own.
             program = unroll(
                 self._request.jaxpr,
@@ -173,11 +176,12 @@ class CutProgram:
                 self.constants,
                 rates=self._model,
                 honours=self._honours,
+                distributes=not whole_loops,
             )
             extra = program.arguments[len(self._request.jaxpr.in_avals) :]
             self.constants = [v.array for v in extra if isinstance(v, Constant)]
-            self._unrolled[piece_bytes] = order_program(program)
-        return self._unrolled[piece_bytes]
+            self._unrolled[key] = order_program(program)
+        return self._unrolled[key]
 
     def _equation_seconds(self, equation: Equation) -> float:
         """Time of an operation on the machine that is planned for."""

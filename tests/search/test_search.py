@@ -1,6 +1,7 @@
 """The search for a cut does a limited amount of work, counted and not timed."""
 
 import collections
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -342,6 +343,26 @@ def test_a_split_of_nothing_is_no_other_graph(work):
     assert planner.graph(cuts.Cut(4096, split_bytes=2.0**30)) is graph
     assert planner.graph(cuts.Cut(4096, split_bytes=2.0**10)) is not graph
     assert work["taskgraphs"] == 2
+
+
+def test_loops_as_they_were_written_are_another_graph_only_where_a_product_left_one(work):
+    def recurrent(xs, w, u):
+        def step(h, x):
+            h = jnp.tanh(x @ w + h @ u)
+            return h, h
+
+        return jax.lax.scan(step, jnp.zeros((16, 64)), xs)[1].sum()
+
+    random = np.random.default_rng(0)
+    args = [random.standard_normal(s, np.float32) for s in ((64, 16, 64), (64, 64), (64, 64))]
+    for function, differ in ((recurrent, True), (lambda xs, w, u: (xs @ w) @ u, False)):
+        step = jo.offload(function, device_memory=None)
+        planner = searching.Planner(step._program(step._spec.bind(args, {})).request())
+        cut = cuts.Cut(2.0**20, piece_bytes=2.0**20)
+        graph, whole = planner.graph(cut), planner.graph(dataclasses.replace(cut, whole_loops=True))
+        assert (whole is not graph) == differ
+        if differ:
+            assert len(whole.vertices) < len(graph.vertices)
 
 
 def test_limits_that_cut_the_same_vertices_are_one_graph(work):
