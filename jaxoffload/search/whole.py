@@ -230,7 +230,7 @@ def make_plan(
     """
     budget = request.options.device_memory
     assert budget is None or isinstance(budget, int)
-    _refuse_two_memories(request, backend or backends.current())
+    _refuse_what_the_backend_cannot(request, backend or backends.current())
     if whole is None:
         kept = KeptPlan(planner_for(request, backend), may_run_whole=False)
         return kept.find() or kept.made()
@@ -265,8 +265,13 @@ def _planner(request: Request, whole: Whole, backend: backends.Backend | None) -
     return planner_for(request, backend, whole_bytes=whole_bytes)
 
 
-def _refuse_two_memories(request: Request, backend: backends.Backend) -> None:
+def _refuse_what_the_backend_cannot(request: Request, backend: backends.Backend) -> None:
     memory = request.options.memory
+    if request.options.host_compute == "always" and not backend.has_host_compute:
+        raise ValueError(
+            f"offload({request.name}): host_compute='always', and beside {backend.name} devices "
+            "nothing runs on the host's cores yet. Leave it out."
+        )
     if memory is not None and backend.has_own_memory:
         raise ValueError(
             f"offload({request.name}): memory={memory} is one budget for device and host, and "

@@ -43,6 +43,13 @@ def test_every_budget_and_policy_gives_the_bits_of_cpu(name, monkeypatch):
     jo.clear_caches()
 
 
+def test_the_hosts_cores_are_not_promised(monkeypatch):
+    monkeypatch.setattr(backends, "current", fake.backend)
+    x = np.ones((64, 64), np.float32)
+    with pytest.raises(ValueError, match="host_compute='always', and beside .* devices nothing"):
+        jo.offload(lambda x: x @ x, device_memory="1MiB", host_compute="always")(x)
+
+
 def train_step(state, batch):
     def loss(weights):
         return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, weights)[0] ** 2)
