@@ -3,6 +3,7 @@
 Takes an ordered program; gives a `Floor`. A vertex holds what was made before it and is read at it
 or later. However operations are put together, the one that makes a value and the one that reads it
 are in two vertices, and others between them, where they stand further apart than a vertex is long.
+What an operation reads or makes across such a distance has a place of its own while it runs.
 """
 
 from typing import NamedTuple
@@ -10,8 +11,9 @@ from typing import NamedTuple
 from jaxoffload.capture import cost
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.cluster import MAX_EQUATIONS, MAX_UPDATE
-from jaxoffload.capture.flat import Value
+from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.views import apart, roots
+from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
 
 
 class Floor(NamedTuple):
@@ -19,12 +21,14 @@ class Floor(NamedTuple):
 
     Attributes:
       bytes: that values which are neither arguments nor results take at once, at least.
+      vertex_bytes: that such values take in places while one vertex runs, at least.
       flops: floating-point operations.
       recomputes: whether any of them is there a second time.
       equations: of the program, views included.
     """
 
     bytes: int
+    vertex_bytes: int
     flops: float
     recomputes: bool
     equations: int
@@ -40,8 +44,12 @@ def floor_of(ordered: Ordered, max_equations: int | None = None) -> Floor:
     if longest > 1 and program.updates:
         longest = max(longest, MAX_UPDATE)
     last: dict[Value, int] = {}
+    read_afar = [0] * len(solid)
     for i, equation in enumerate(solid):
-        last.update((v, i) for v in roots(equation.values(), view_of))
+        for v in roots(equation.values(), view_of):
+            last[v] = i
+            if v not in results and i - made.get(v, i) >= longest:
+                read_afar[i] += _place(v)
     change = [0] * (len(solid) + 1)
     for value, position in made.items():
         begin, end = position + longest, last.get(value, -1)
@@ -52,5 +60,22 @@ def floor_of(ordered: Ordered, max_equations: int | None = None) -> Floor:
     for more in change:
         held += more
         most = max(most, held)
+    vertex = 0
+    for i, equation in enumerate(solid):
+        written = (v for v in equation.outputs if v not in results and _is_fresh(v, equation))
+        afar = (_place(v) for v in written if last.get(v, i) - i >= longest)
+        vertex = max(vertex, read_afar[i] + sum(afar))
     recomputes = any(e.recomputed for e in solid)
-    return Floor(most, sum(map(cost.flops, solid)), recomputes, len(ordered.equations))
+    flops = sum(map(cost.flops, solid))
+    return Floor(most, vertex, flops, recomputes, len(ordered.equations))
+
+
+def _place(value: Value) -> int:
+    """Bytes of a value's place."""
+    return -(-value.num_bytes() // PLACE_ALIGNMENT) * PLACE_ALIGNMENT
+
+
+def _is_fresh(value: Value, equation: Equation) -> bool:
+    """Whether no operand can be overwritten with a value: none is like it."""
+    like = value.shape, value.aval.dtype
+    return all((v.shape, v.aval.dtype) != like for v in equation.values())
