@@ -106,6 +106,8 @@ class CutProgram:
         self.constants: list[Any] = []
         self._settings = settings
         self._unrolled: dict[float, Ordered] = {}
+        # The program with every scan in single steps, and the largest pieces for which it is so.
+        self._in_steps: tuple[float, Ordered] | None = None
         self._ordered = self._ordered_in_pieces(float("inf"))
         self._rewritten: dict[tuple[int, float | None, float, float], Ordered] = {}
         self._tilings = Tilings()
@@ -154,12 +156,19 @@ class CutProgram:
             return self._ordered
         if piece_bytes < float("inf"):
             piece_bytes = 2.0 ** math.floor(math.log2(piece_bytes)) if piece_bytes >= 1 else 0.0
+        if self._in_steps is not None and piece_bytes <= self._in_steps[0]:
+            return self._in_steps[1]
         if piece_bytes not in self._unrolled:
             # Of any size of pieces: what the function closes over, as arguments after its own.
             program = unroll(self._request.jaxpr, piece_bytes, self.constants, rates=self._model)
             extra = program.arguments[len(self._request.jaxpr.in_avals) :]
             self.constants = [v.array for v in extra if isinstance(v, Constant)]
-            self._unrolled[piece_bytes] = order_program(program)
+            if program.has_loops:
+                self._unrolled[piece_bytes] = order_program(program)
+            else:  # smaller pieces there are none
+                known = self._in_steps[1] if self._in_steps else order_program(program)
+                self._in_steps = piece_bytes, known
+                self._unrolled[piece_bytes] = known
         return self._unrolled[piece_bytes]
 
     def _equation_seconds(self, equation: Equation) -> float:
