@@ -158,6 +158,11 @@ class Program:
     is_divisible: bool = False
     is_distributed: bool = False
 
+    @property
+    def has_loops(self) -> bool:
+        """Whether a scan, or a chunk of one, is an operation."""
+        return any(e.operation.repeats is not None for e in self.equations)
+
     def result_values(self) -> set[Value]:
         """The values that are results or parts of them."""
         return {part for parts in self.results for part, _ in parts if isinstance(part, Value)}

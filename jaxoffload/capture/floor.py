@@ -3,15 +3,18 @@
 Takes an ordered program; gives a `Floor`. A vertex holds what was made before it and is read at it
 or later. However operations are put together, the one that makes a value and the one that reads it
 are in two vertices, and others between them, where they stand further apart than a vertex is long.
+What an operation reads or makes across such a distance has a place of its own while it runs.
 """
 
+from collections.abc import Set
 from typing import NamedTuple
 
 from jaxoffload.capture import cost
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.cluster import MAX_EQUATIONS, MAX_UPDATE
-from jaxoffload.capture.flat import Value
+from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.views import apart, roots
+from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
 
 
 class Floor(NamedTuple):
@@ -19,38 +22,71 @@ class Floor(NamedTuple):
 
     Attributes:
       bytes: that values which are neither arguments nor results take at once, at least.
+      vertex_bytes: that such values take in places while one vertex runs, at least.
       flops: floating-point operations.
       recomputes: whether any of them is there a second time.
       equations: of the program, views included.
     """
 
     bytes: int
+    vertex_bytes: int
     flops: float
     recomputes: bool
     equations: int
 
 
-def floor_of(ordered: Ordered, max_equations: int | None = None) -> Floor:
-    """The floor of cuts into vertices of so many operations (None: of the usual number)."""
+def floor_of(
+    ordered: Ordered, max_equations: int | None = None, on_host: Set[int] = frozenset()
+) -> Floor:
+    """The floor of cuts into vertices of so many operations (None: of the usual number).
+
+    Args:
+      on_host: segments that may be on the host's cores, as what the user wants there is. What they
+        read and make need not be on the device for them.
+    """
     program = ordered.program
     results = {v for v in program.result_values() if v.argument is None}
     solid, view_of = apart(ordered.equations, results)
     made = {v: i for i, e in enumerate(solid) for v in e.outputs}
+    here = [not e.operation.on_host and e.segment not in on_host for e in solid]
     longest = max_equations or MAX_EQUATIONS
     if longest > 1 and program.updates:
         longest = max(longest, MAX_UPDATE)
     last: dict[Value, int] = {}
+    read_afar = [0] * len(solid)
     for i, equation in enumerate(solid):
-        last.update((v, i) for v in roots(equation.values(), view_of))
+        for v in roots(equation.values(), view_of) if here[i] else ():
+            last[v] = i
+            if v not in results and i - made.get(v, i) >= longest:
+                read_afar[i] += _place(v)
     change = [0] * (len(solid) + 1)
     for value, position in made.items():
         begin, end = position + longest, last.get(value, -1)
-        if begin <= end and value not in results:
+        if begin <= end and value not in results and here[position]:
             change[begin] += value.num_bytes()
             change[end + 1] -= value.num_bytes()
     held = most = 0
     for more in change:
         held += more
         most = max(most, held)
+    vertex = 0
+    for i, equation in enumerate(solid):
+        if not here[i]:
+            continue
+        written = (v for v in equation.outputs if v not in results and _is_fresh(v, equation))
+        afar = (_place(v) for v in written if last.get(v, i) - i >= longest)
+        vertex = max(vertex, read_afar[i] + sum(afar))
     recomputes = any(e.recomputed for e in solid)
-    return Floor(most, sum(map(cost.flops, solid)), recomputes, len(ordered.equations))
+    flops = sum(map(cost.flops, solid))
+    return Floor(most, vertex, flops, recomputes, len(ordered.equations))
+
+
+def _place(value: Value) -> int:
+    """Bytes of a value's place."""
+    return -(-value.num_bytes() // PLACE_ALIGNMENT) * PLACE_ALIGNMENT
+
+
+def _is_fresh(value: Value, equation: Equation) -> bool:
+    """Whether no operand can be overwritten with a value: none is like it."""
+    like = value.shape, value.aval.dtype
+    return all((v.shape, v.aval.dtype) != like for v in equation.values())

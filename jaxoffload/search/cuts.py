@@ -191,7 +191,7 @@ class Ranking:
     def feasible(self) -> Iterator[Cut]:
         """Cuts that may work within the budget, coarse ones first, none simulated."""
         for cut in self._plain():
-            if self._may_work(cut) and self._room.needs(self._captured(cut)) <= self._budget:
+            if self._works(cut):
                 yield cut
 
     def by_time(self) -> Iterator[tuple[Cut, float | None]]:
@@ -205,8 +205,7 @@ class Ranking:
             if not self._may_work(cut):
                 self._note(cut, float("inf"))
                 continue
-            graph = self._captured(cut)
-            if self._room.needs(graph) > self._budget or graph == before:
+            if not self._works(cut) or (graph := self._captured(cut)) == before:
                 continue
             before = graph
             self._try(cut, graph)
@@ -219,7 +218,7 @@ class Ranking:
             self._try_the_best_with("updates_on_host", _ON_HOST)
         yield from self.simulated()
         for cut in waiting:
-            if self._may_work(cut) and self._room.needs(self._captured(cut)) <= self._budget:
+            if self._works(cut):
                 yield cut, None
 
     def simulated(self) -> list[tuple[Cut, float]]:
@@ -243,6 +242,13 @@ class Ranking:
 
     def _may_work(self, cut: Cut) -> bool:
         return self._least_seconds(cut)[1] < _NEVER
+
+    def _works(self, cut: Cut) -> bool:
+        """Whether a cut may work, as far as is known once it is captured. If not, that is often
+        known before."""
+        if not self._may_work(cut) or self._cutter.floor(cut).vertex_bytes > self._budget:
+            return False
+        return self._room.needs(self._captured(cut)) <= self._budget
 
     def _plain(self) -> list[Cut]:
         """Cuts that recompute nothing, or (if others are not wanted) all that they can."""
@@ -382,9 +388,9 @@ class Ranking:
         is_too_little = copies > _WORSE * self._best or copies == _NEVER
         if is_too_little or not self._cutter.floor(cut).recomputes:
             return min(found.values())  # which says nothing of larger shares
-        graph = self._captured(cut)
-        works = self._room.needs(graph) <= self._budget
-        found[reuse_distance, share] = took = self._try(cut, graph) if works else _NEVER
+        found[reuse_distance, share] = took = (
+            self._try(cut, self._captured(cut)) if self._works(cut) else _NEVER
+        )
         return took
 
     def _gets_worse(self) -> bool:

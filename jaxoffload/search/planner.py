@@ -219,9 +219,14 @@ class Planner:
 
     def _may_be_kept(self, budget: int | None) -> bool:
         """Whether everything may fit at once, as far as is known before anything is compiled."""
-        if budget is not None and self._host_compute == "always":
+        if budget is None:
+            return True
+        if self._host_compute == "always":
             return False
-        return budget is None or self.has_fixed_cut or self.hopeful_peak <= budget
+        if self.has_fixed_cut:
+            return True
+        whole = self._whole_bytes if self._program.is_one_vertex else None  # as JAX would run it
+        return self.hopeful_peak <= budget and (whole is None or whole() <= budget)
 
     @functools.cached_property
     def hopeful_peak(self) -> float:
@@ -288,7 +293,8 @@ class Planner:
             equations = self._program.ordered(FINEST).equations
             if sum(not is_view(e) for e in equations) > _LONG:
                 return roughly_least_cut(self._program)
-        return least_cut(self._program, lambda room: self._ranking(room, self.graph).feasible())
+        rest = lambda room: self._ranking(room, self.graph).feasible()  # noqa: E731
+        return least_cut(self._program, rest, may_run_whole=self._whole_bytes is not None)
 
     def _fixed_cut(self) -> CompiledCut | None:
         size = self.request.options.vertex_memory

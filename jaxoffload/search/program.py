@@ -21,18 +21,19 @@ from jaxoffload.capture.kernel import Kernel
 from jaxoffload.capture.recompute import Recomputer
 from jaxoffload.capture.scan import unroll
 from jaxoffload.capture.split import Tilings, split
+from jaxoffload.capture.tiled import TiledOperation
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind, VertexKind
 from jaxoffload.plan.alloc.limits import min_budget
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.runtime.backends import Backend
 from jaxoffload.runtime.request import Request
-from jaxoffload.search.cuts import Cut
+from jaxoffload.search.cuts import WHOLE, Cut
 
 logger = logging.getLogger(__name__)
 
 NOTHING = CompileReport(0, 0, 0.0)
-_FIRST_COMPILED = 4
+_FIRST_COMPILED = 2
 """Kernels of a cut that are compiled first to see whether it works within a budget; then twice as
 many, and so on."""
 
@@ -117,6 +118,8 @@ class CutProgram:
         self.constants: list[Any] = []
         self._settings = settings
         self._unrolled: dict[tuple[float, bool], Ordered] = {}
+        # The program with every scan in single steps, and the largest pieces for which it is so.
+        self._in_steps: tuple[float, Ordered] | None = None
         self._ordered = self._ordered_in_pieces(float("inf"))
         self._rewritten: dict[tuple[int, float | None, float, float], Ordered] = {}
         self._tilings = Tilings()
@@ -127,7 +130,11 @@ class CutProgram:
         # Limits of bytes from which to which vertices are the same.
         self._same: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
         self._temp: dict[identity.Key, int] = {}  # workspace by kernel
-        self._floors: dict[tuple[int, int | None], Floor] = {}
+        self._workspaces: dict[tuple[Any, ...], dict[Any, int]] = {}  # estimated, by kernel
+        # Of kernels with loops over tiles: which operations, and their keys and estimates by that.
+        self._tiles_of: dict[Any, Any] = {}
+        self._tiled: dict[Any, dict[identity.Key, int]] = {}
+        self._floors: dict[tuple[int, int | None, bool], Floor] = {}
 
     def forget_all_but(self, executables: list[Any]) -> None:
         """Forgets the cuts that were only tried: their kernels need not stay compiled while a plan
@@ -138,6 +145,7 @@ class CutProgram:
         if self._compiles:
             self._graphs.clear()
             self._guessed.clear()
+            self._workspaces.clear()
 
     def ordered(self, cut: Cut) -> Ordered:
         """The program, with large intermediates split and values recomputed as the cut asks."""
@@ -167,6 +175,8 @@ class CutProgram:
             return self._ordered
         if piece_bytes < float("inf"):
             piece_bytes = 2.0 ** math.floor(math.log2(piece_bytes)) if piece_bytes >= 1 else 0.0
+        if self._in_steps is not None and piece_bytes <= self._in_steps[0]:
+            return self._in_steps[1]
         key = piece_bytes, whole_loops
         if key not in self._unrolled:
             # Of any size of pieces: what the function closes over, as arguments after its own.
@@ -180,7 +190,12 @@ class CutProgram:
             )
             extra = program.arguments[len(self._request.jaxpr.in_avals) :]
             self.constants = [v.array for v in extra if isinstance(v, Constant)]
-            self._unrolled[key] = order_program(program)
+            if program.has_loops:
+                self._unrolled[key] = order_program(program)
+            else:  # smaller pieces there are none
+                known = self._in_steps[1] if self._in_steps else order_program(program)
+                self._in_steps = piece_bytes, known
+                self._unrolled[key] = known
         return self._unrolled[key]
 
     def _equation_seconds(self, equation: Equation) -> float:
@@ -191,6 +206,11 @@ class CutProgram:
         """The TaskGraph of a cut that is only looked at, workspace counted as nothing."""
         return self._looked_at(cut).taskgraph
 
+    @property
+    def is_one_vertex(self) -> bool:
+        """Whether the uncut program is one vertex."""
+        return len(self.graph(WHOLE).vertices) == 1
+
     def estimated(self, cut: Cut) -> TaskGraph:
         """The same with workspace as far as it can be told before anything is compiled."""
         key = self.key(cut)
@@ -198,6 +218,43 @@ class CutProgram:
             found = self._looked_at(cut)
             self._guessed[key] = _with_workspace(found.taskgraph, found.workspace())
         return self._guessed[key]
+
+    def expected_workspace(self, cut: Cut) -> int:
+        """Bytes that any of a cut's vertices takes as workspace: estimated where its kernel has not
+        been compiled."""
+        guessed = self._guessed_workspace(cut)
+        return max((self._temp.get(key, count) for key, count in guessed.items()), default=0)
+
+    def least_workspace(self, cut: Cut) -> int:
+        """The same as far as it is known: of a loop over tiles, that it takes no less than the same
+        operations with smaller tiles."""
+        known = 0
+        for key, guess in self._guessed_workspace(cut).items():
+            if key in self._temp:
+                known = max(known, self._temp[key])
+                continue
+            for other, count in self._tiled.get(self._tiles_of.get(key), {}).items():
+                if count <= guess:
+                    known = max(known, self._temp.get(other, 0))
+        return known
+
+    def _guessed_workspace(self, cut: Cut) -> dict[Any, int]:
+        """Bytes that the vertices of each of a cut's kernels seem to take, by the kernel's key; of
+        a cut that is looked at only, of all by None."""
+        key = self.key(cut)
+        if key not in self._workspaces:
+            found, guessed = self._looked_at(cut), {}
+            for vertex, count in zip(found.taskgraph.vertices, found.workspace(), strict=True):
+                kernel = found.kernels[vertex.kernel].key if found.kernels else None
+                if vertex.kind is VertexKind.HOST_KERNEL:
+                    continue  # it takes none of the device's
+                guessed[kernel] = max(guessed.get(kernel, 0), count)
+            self._workspaces[key] = guessed
+            for kernel in found.kernels:
+                if (tiles := _tiles(kernel)) is not None and kernel.key in guessed:
+                    self._tiles_of[kernel.key] = tiles
+                    self._tiled.setdefault(tiles, {})[kernel.key] = guessed[kernel.key]
+        return self._workspaces[key]
 
     def _looked_at(self, cut: Cut) -> Captured:
         key = self.key(cut)
@@ -220,9 +277,10 @@ class CutProgram:
     def floor(self, cut: Cut) -> Floor:
         """What such a cut holds and computes at least, known before its graph is captured."""
         ordered = self.ordered(cut)
-        key = id(ordered), cut.max_equations
+        key = id(ordered), cut.max_equations, cut.updates_on_host
         if key not in self._floors:
-            self._floors[key] = floor_of(ordered, cut.max_equations)
+            on_host = ordered.program.updates if cut.updates_on_host else frozenset()
+            self._floors[key] = floor_of(ordered, cut.max_equations, on_host)
         return self._floors[key]
 
     def _captured(self, cut: Cut, kernels: bool) -> Captured:
@@ -327,6 +385,19 @@ def _with_workspace(graph: TaskGraph, temp: Sequence[int]) -> TaskGraph:
         for v, count in zip(graph.vertices, temp, strict=True)
     )
     return dataclasses.replace(graph, vertices=vertices)
+
+
+def _tiles(kernel: Kernel) -> Any:
+    """Equal for kernels that loop over tiles in the same operations; None for others."""
+    operations = [step.operation for step in kernel.steps]
+    if not any(isinstance(operation, TiledOperation) for operation in operations):
+        return None
+    return tuple(
+        (o.name, *[e.operation.name for e in o.equations])
+        if isinstance(o, TiledOperation)
+        else o.name
+        for o in operations
+    )
 
 
 def _by_workspace(captured: Captured) -> list[int]:

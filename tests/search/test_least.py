@@ -1,0 +1,146 @@
+"""The smallest budget is found without capturing or compiling what needs more in any case."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxoffload as jo
+from jaxoffload.capture.floor import Floor
+from jaxoffload.plan.alloc.limits import min_budget
+from jaxoffload.search import least, program
+from jaxoffload.search.cuts import FINEST, WHOLE, Cut
+from jaxoffload.search.planner import Planner
+
+
+class _Program:
+    """Of cuts that are named by `max_bytes`: bytes beside workspace, and of workspace what seems,
+    what is known before it is compiled, and what it is."""
+
+    def __init__(self, cuts, floors=None):
+        self.cuts, self.floors = cuts, floors or {}
+        self.captured, self.compiled = [], []
+
+    def floor(self, cut):
+        return Floor(0, self.floors.get(cut.max_bytes, 0), 0.0, False, 1)
+
+    def graph(self, cut):
+        self.captured.append(cut.max_bytes)
+        return self.cuts[cut.max_bytes][0]
+
+    def expected_workspace(self, cut):
+        return self.cuts[cut.max_bytes][1]
+
+    def least_workspace(self, cut):
+        return self.cuts[cut.max_bytes][2]
+
+    def within(self, cut, room):
+        self.compiled.append(cut.max_bytes)
+        bare, _, _, workspace = self.cuts[cut.max_bytes]
+        found = collections.namedtuple("Compiled", "cut needs")(cut, bare + workspace)
+        return found if room is None or found.needs <= room else None
+
+
+@pytest.fixture
+def candidates(monkeypatch):
+    monkeypatch.setattr(least, "min_budget", lambda graph: (graph, 0))
+    return lambda known, names: least._Candidates(known, [Cut(name) for name in names])
+
+
+def test_what_seems_to_need_least_is_compiled_first(candidates):
+    known = _Program({1: (1024, 2048, 0, 0), 2: (1024, 0, 0, 512), 3: (1024, 256, 0, 128)})
+    assert candidates(known, (1, 2, 3)).lowest(None).cut == Cut(1)
+    assert known.compiled == [2, 3, 1]
+
+
+def test_what_needs_more_in_any_case_is_neither_captured_nor_compiled(candidates):
+    cuts = {1: (640, 0, 0, 64), 2: (704, 0, 0, 0), 3: (640, 640, 64, 0), 4: (0, 0, 0, 0)}
+    known = _Program(cuts, floors={4: 704})
+    found = candidates(known, (1, 2, 3, 4))
+    assert found.lowest(None).needs == 704
+    assert known.compiled == [1] and known.captured == [1, 2, 3] and not found.waiting
+    found.add([Cut(4)])
+    assert found.lowest(703) is None and known.compiled == [1]
+
+
+def test_of_equal_ones_what_is_captured_comes_first(candidates):
+    known = _Program({1: (640, 0, 0, 0), 2: (640, 0, 0, 0)}, floors={2: 640})
+    assert candidates(known, (2, 1)).lowest(None).cut == Cut(1)
+    assert known.captured == [1] and known.compiled == [1]
+
+
+def test_what_may_need_less_than_it_seems_to_is_likely(candidates):
+    known = _Program({1: (1024, 0, 0, 0), 2: (1024, 256, 0, 0), 3: (1024, 257, 0, 0)})
+    assert candidates(known, (1, 2, 3)).likely() == [Cut(1), Cut(2)]
+
+
+def _planner(function, args, whole_bytes=None):
+    step = jo.offload(function, device_memory=None)
+    request = step._program(step._spec.bind(args, {})).request()
+    return Planner(request, whole_bytes=whole_bytes)
+
+
+def _stacks(xs):
+    def step(c, x):
+        c = jnp.tanh(c * 0.9 + x)
+        return c, c
+
+    return jax.lax.scan(step, xs[0], xs)[1].sum(0)
+
+
+def test_single_steps_are_the_same_program_for_pieces_of_any_size(monkeypatch):
+    planner = _planner(_stacks, (np.ones((20, 8), np.float32),))
+    found = planner._program.ordered(FINEST)
+    assert planner._program.ordered(Cut(64.0, piece_bytes=64)) is found
+    monkeypatch.setattr(program, "unroll", None)
+    for size in (1, 16, 63):
+        assert planner._program.ordered(Cut(64.0, piece_bytes=size)) is found
+    monkeypatch.undo()
+    in_chunks = planner._program.ordered(Cut(1e3, piece_bytes=512))
+    assert in_chunks is not found and in_chunks.program.has_loops
+
+
+def test_of_larger_tiles_of_the_same_operations_nothing_is_compiled():
+    """They take no less workspace than smaller ones, and what they read and write is the same."""
+
+    def loss(table, ids):
+        logits = table[ids].mean(1) @ table.T
+        return jax.nn.logsumexp(logits, -1).mean() - logits[:, 0].mean()
+
+    table = np.random.default_rng(0).standard_normal((500, 32)).astype(np.float32)
+    ids = np.random.default_rng(0).integers(0, 500, (32, 12)).astype(np.int32)
+    planner = _planner(jax.grad(loss), (table, ids))
+    needed, _, _ = planner.minimum()
+    searched = planner._program
+    others = [tiles for tiles in searched._tiled.values() if len(tiles) > 1]
+    assert others
+    for tiles in others:
+        compiled = [guess for key, guess in tiles.items() if key in searched._temp]
+        assert compiled == [min(tiles.values())]
+    assert needed == min_budget(planner._least.graph)[0]
+    assert all(found.needs >= needed for found in searched._cuts.values())
+
+
+def test_what_jax_runs_whole_is_not_compiled_as_the_only_vertex():
+    """Padded images are most of what either takes."""
+
+    def f(x, w):
+        order = "NHWC", "HWIO", "NHWC"
+        y = jax.lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=order, feature_group_count=16
+        )
+        window = (1, 2, 2, 1)
+        return jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, window, window, "VALID")
+
+    args = np.ones((4, 16, 16, 16), np.float32), np.ones((3, 3, 1, 16), np.float32)
+    compiled = []
+    for whole_bytes in (None, lambda: 150_000):
+        planner = _planner(f, args, whole_bytes)
+        assert len(planner.graph(WHOLE).vertices) == 1
+        assert planner._may_be_kept(149_999) == (whole_bytes is None)
+        assert planner._may_be_kept(150_000)
+        assert planner.minimum()[0] == min_budget(planner._program.compiled(FINEST).graph)[0]
+        compiled.append(len(planner._program._temp))
+    assert compiled == [3, 2]
