@@ -8,7 +8,7 @@ from benchmarks import run
 from benchmarks.gpu import run as gpu_run
 from jaxoffload.compile import cache
 
-pytestmark = pytest.mark.plain_runs  # what is measured is what users get
+pytestmark = [pytest.mark.plain_runs, pytest.mark.optimized]  # what is measured is what users get
 
 
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
