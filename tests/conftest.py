@@ -5,6 +5,10 @@ Optax itself needs dtype promotion. Tests of what only plain runs do (the tuner 
 are marked `plain_runs`; so are those of programs that are run in a process of their own. Tests of
 functions that run whole say `cut="auto"` by the marker `runs_whole`. Nothing is kept between
 processes.
+
+What JAX itself compiles, references above all, it compiles quickly (quick_jit.py), but for tests
+of what runs whole, and for those marked `optimized`: of jit's own error, memory or rules of
+lowering.
 """
 
 import dataclasses
@@ -24,6 +28,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 import jaxoffload  # noqa: E402
+from tests import quick_jit  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -64,6 +69,15 @@ def pytest_addoption(parser):
         help="tests/foreign: all of JAX's cases for its primitives (half an hour), not a tenth",
     )
     group.addoption("--foreign-seed", type=int, default=0, help="tests/foreign: draws other cases")
+
+
+@pytest.fixture(autouse=True)
+def quick_references(request):
+    """JAX compiles quickly for a test, unless it is marked."""
+    node = request.node
+    as_for_users = node.get_closest_marker("optimized") or node.get_closest_marker("runs_whole")
+    with quick_jit.quick(as_for_users is None):
+        yield
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from benchmarks import run
 from benchmarks.gpu import run as gpu_run
 from jaxoffload.compile import cache
 
-pytestmark = pytest.mark.plain_runs  # what is measured is what users get
+pytestmark = [pytest.mark.plain_runs, pytest.mark.optimized]  # what is measured is what users get
 
 
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
@@ -35,35 +35,25 @@ def test_plans_are_compared_with_those_of_another_version(tmp_path, capsys):
     assert len(worse) == 1 and f"{slower['budget']} {slower['link']}: 1.200" in worse[0]
 
 
-@pytest.fixture(scope="module")
-def grown(tmp_path_factory):
-    """Growth a step in each phase of a short soak."""
-    folder = tmp_path_factory.mktemp("soak")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "KEPT", 16)  # so few functions would only fill the cache
-        run.main(["soak", "--small", "--out", str(folder)])
-    rows = json.loads((folder / "soak.json").read_text())["rows"]
+def test_nothing_grows_with_calls_and_what_a_function_takes_ends_with_it(tmp_path, monkeypatch):
+    """Growth a step in each phase of one short soak, which two tests would run on two workers."""
+    monkeypatch.setattr(cache, "KEPT", 16)  # so few functions would only fill the cache
+    run.main(["soak", "--small", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "soak.json").read_text())["rows"]
     assert rows[0]["first"]["arena_bytes"] > 0 and rows[0]["first"]["disk_bytes"] > 0
-    return {row["phase"]: row["growth"] for row in rows}
+    calls, functions, of_jit = (row["growth"] for row in rows)
+    counted = ("threads", "descriptors", "arena_bytes", "host_bytes", "disk_bytes", "plans")
+    found = {f"{name} with calls": calls[name] for name in (*counted, "maps") if calls[name] > 0}
+    found |= {f"{name} with functions": functions[name] for name in counted if functions[name] > 0}
+    assert not found
+    assert functions["maps"] < 1 + of_jit["maps"]
 
 
-_COUNTED = ("threads", "descriptors", "arena_bytes", "host_bytes", "disk_bytes")
-
-
-def test_nothing_grows_with_calls(grown):
-    for name in (*_COUNTED, "maps", "plans"):
-        assert grown["calls"][name] <= 0, name
-
-
-def test_what_a_function_takes_ends_with_it(grown):
-    for name in _COUNTED:
-        assert grown["functions"][name] <= 0, name
-    assert grown["functions"]["plans"] <= 0
-    assert grown["functions"]["maps"] < 1 + grown["functions of jit"]["maps"]
-
-
-def test_the_gpu_picture_is_drawn_section_by_section(tmp_path):
+def test_the_gpu_picture_is_drawn_section_by_section(tmp_path, monkeypatch):
     """On CPU, small; what cannot be had there is said, not left out."""
+    # Three sections have one step, which the first of them compiles; jit is there to be seen.
+    monkeypatch.setenv("JAXOFFLOAD_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     sections = "launch,llama,order,long"
     found = gpu_run.main(["--small", "--only", sections, "--out", str(tmp_path)])
     assert found == json.loads((tmp_path / "gpu.json").read_text())

@@ -25,6 +25,8 @@ from benchmarks.accuracy import (
 )
 from jaxoffload.capture import sums
 
+pytestmark = pytest.mark.optimized  # jit's own error is the measure
+
 SMALL, LARGE = 1500, 150_000
 """Neither is a power of two, nor a multiple of many blocks."""
 

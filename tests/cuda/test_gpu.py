@@ -17,6 +17,7 @@ from tests.workloads import ALL
 
 REPORT = jo.backends()[1]
 pytestmark = [
+    pytest.mark.optimized,
     pytest.mark.skipif(not REPORT.available, reason=f"no GPU: {REPORT.detail}"),
     pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning"),
 ]

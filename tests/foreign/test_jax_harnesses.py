@@ -17,10 +17,11 @@ import pytest
 import jaxoffload as jo
 from tests.foreign import judge
 
-pytestmark = pytest.mark.filterwarnings(
+pytestmark = [
+    pytest.mark.optimized,  # jit's own error is the measure
     # Budgets of a few bytes are not always too small to hold everything.
-    "ignore::jaxoffload.OffloadWarning"
-)
+    pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning"),
+]
 SHARE = 10
 CASES_OF_A_TEST = 24
 

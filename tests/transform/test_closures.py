@@ -90,6 +90,7 @@ def test_closing_over_an_outer_tracer_is_as_under_jit(name):
             np.testing.assert_allclose(g, w, rtol=2e-6, atol=2e-6, err_msg=how)
 
 
+@pytest.mark.optimized  # the bits are jit's
 def test_a_key_that_is_a_tracer_of_an_outer_transformation():
     def outer(wrap):
         return lambda key: wrap(lambda a: a + jax.random.normal(key, a.shape))(X)

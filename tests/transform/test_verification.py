@@ -14,6 +14,8 @@ from jaxoffload.transform import verification
 from jaxoffload.transform.verification import compare_with_jit, in_float64, max_relative_difference
 from tests.workloads import ALL
 
+pytestmark = pytest.mark.optimized  # what runs is compared with jit as users have it
+
 
 def bias_gradient(bias, rows):
     def loss(bias):

@@ -1,0 +1,37 @@
+"""What JAX itself compiles for tests is compiled in a fifth of the time, and runs slower.
+
+Most of it is a reference that is called once. Kernels have flags of their own
+(jaxoffload/compile/options.py), so they are those that users get.
+"""
+
+import contextlib
+
+from jax._src import compiler
+
+_options_of_jax = compiler.get_compile_options
+_is_quick = False
+
+
+def _options(*args, **kwargs):
+    options = _options_of_jax(*args, **kwargs)
+    if _is_quick:
+        options.executable_build_options.debug_options.xla_backend_optimization_level = 0
+        options.env_option_overrides = [
+            *options.env_option_overrides,
+            ("xla_cpu_use_fusion_emitters", False),
+        ]
+    return options
+
+
+compiler.get_compile_options = _options
+
+
+@contextlib.contextmanager
+def quick(is_quick):
+    """Within it JAX compiles quickly, or as it does for users; what it has compiled stays."""
+    global _is_quick
+    before, _is_quick = _is_quick, is_quick
+    try:
+        yield
+    finally:
+        _is_quick = before
