@@ -79,6 +79,7 @@ def on_host(plan):
     return int((plan.memgraph.kind == Kind.HOST_KERNEL).sum())
 
 
+@pytest.mark.optimized  # jit's own error is the measure
 @pytest.mark.parametrize("donated", [(), (0, 1)], ids=["kept", "donated"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_on_the_hosts_cores_is_right(name, donated):
