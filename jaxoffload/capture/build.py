@@ -207,9 +207,12 @@ class _Builder:
         return Captured(graph, tuple(kernels), tuple(self.clusters))
 
     def _kind(self, cluster: Cluster) -> VertexKind:
-        equations = (e for e in cluster.equations if not is_view(e))
-        is_host = all(e.operation.on_host or e.segment in self.on_host for e in equations)
-        return VertexKind.HOST_KERNEL if is_host else VertexKind.KERNEL
+        there = {
+            e.operation.on_host or e.segment in self.on_host
+            for e in cluster.equations
+            if not is_view(e)
+        }
+        return VertexKind.HOST_KERNEL if there == {True} else VertexKind.KERNEL
 
     def _merge(self, cluster: Cluster) -> None:
         """Reads each argument part once where several values name it."""

@@ -13,7 +13,7 @@ import jaxoffload as jo
 from jaxoffload import policies
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.graphs.taskgraph import VertexKind
-from jaxoffload.plan.cost.machines import SMALL_SERVER, Link
+from jaxoffload.plan.cost.machines import H200, SMALL_SERVER, Link
 
 WIDTH, LAYERS = 192, 5
 MATRIX = 4 * WIDTH**2
@@ -280,6 +280,23 @@ def test_reports_name_the_lane():
     run = offloaded.last_run
     assert "host compute" in str(run)
     assert run.lane_busy_seconds["host compute"] > 0
+
+
+def test_a_result_that_is_a_view_of_an_argument_is_made_on_the_device():
+    def function(x, w):
+        return x.T, jnp.tanh(x @ w) @ w
+
+    args = np.ones((2, WIDTH, WIDTH), np.float32)
+    offloaded = jo.offload(function, device_memory=4 * MATRIX, cut="always", check=True)
+    assert differs(offloaded(*args), jax.jit(function)(*args)).max() < 1e-5
+    assert on_host(offloaded.last_run) == 0
+
+
+def test_rates_that_are_measured_are_the_hosts_where_it_is_the_device():
+    rates = (("memory_bytes_per_second", 3e10), ("to_device", 1e9))
+    here, apart = SMALL_SERVER.with_rates(rates), H200.with_rates(rates)
+    assert here.host_memory_bytes_per_second == here.memory_bytes_per_second == 3e10
+    assert apart.host_memory_bytes_per_second == H200.host_memory_bytes_per_second
 
 
 def test_with_room_for_everything_nothing_is_on_the_host():

@@ -71,12 +71,14 @@ class Machine:
 
     def with_rates(self, rates: Iterable[tuple[str, float]]) -> "Machine":
         """The same with some rates as measured: of a link in bytes a second, by its name here; or
-        `flops_per_second`, `memory_bytes_per_second`."""
+        `flops_per_second`, `memory_bytes_per_second`, which the host's follow where it is one."""
         changes: dict[str, Any] = {}
         for name, rate in rates:
             mine = getattr(self, name)
             is_link = isinstance(mine, Link)
             changes[name] = dataclasses.replace(mine, bytes_per_second=rate) if is_link else rate
+            if self.is_host and not is_link:
+                changes[f"host_{name}"] = rate
         return dataclasses.replace(self, **changes)
 
     def kernel_seconds(self, flops: Any, traffic: Any) -> Any:
