@@ -32,7 +32,7 @@ from jaxoffload.plan.cost.machines import (
     Machine,
 )
 from jaxoffload.plan.cost.simulate import simulate
-from jaxoffload.search.cuts import FINEST
+from jaxoffload.search.cut import FINEST
 from jaxoffload.search.planner import Planner
 
 SHARES = (0.75, 0.5, 0.25)

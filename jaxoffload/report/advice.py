@@ -14,7 +14,7 @@ from jaxoffload.options import format_bytes
 from jaxoffload.plan.alloc.limits import resident_peak
 from jaxoffload.runtime.callers import byte_count
 from jaxoffload.runtime.request import Request
-from jaxoffload.search.cuts import WHOLE, Cut
+from jaxoffload.search.cut import WHOLE, Cut
 from jaxoffload.search.planner import Planner
 
 _WORTH = 0.02

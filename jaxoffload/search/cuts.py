@@ -27,6 +27,7 @@ from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.plan.alloc.build import VARIANTS
 from jaxoffload.plan.bounds import callers_bytes, least_seconds
 from jaxoffload.plan.cost.machines import Machine
+from jaxoffload.search.cut import FINEST, WHOLE, Cut, split_size
 from jaxoffload.search.drafts import CAPTURED, Drafts
 
 SHARES = (1 / 3, 1 / 5, 1 / 8, 1 / 14, 1 / 24)
@@ -62,33 +63,6 @@ as long as two thousand calls."""
 _NEVER = float("inf")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cut:
-    """How a program is cut into vertices.
-
-    Attributes:
-      max_bytes: the largest working set of a vertex of several operations (see `cluster.cut`).
-      max_equations: the most operations of a vertex; None for the usual.
-      split_bytes: operations with a larger working set are split; None: none are.
-      piece_bytes: what a chunk of a scan may have of the arrays that the scan slices and stacks.
-      whole_loops: whether products stay in their loops for which no step waits: all of what they
-        read and write need not be in memory at once then.
-      updates_on_host: whether what an optimizer does to parameters runs on the host's cores.
-      recomputed: of the bytes of values with a long reuse distance, the share that is recomputed.
-      reuse_distance: bytes that are read and written between two readers of a value; from so many
-        on the distance is long.
-    """
-
-    max_bytes: float
-    max_equations: int | None = None
-    split_bytes: float | None = None
-    recomputed: float = 0.0
-    reuse_distance: float = float("inf")
-    piece_bytes: float = float("inf")
-    whole_loops: bool = False
-    updates_on_host: bool = False
-
-
 class Tried(NamedTuple):
     """A cut that has been simulated.
 
@@ -99,9 +73,6 @@ class Tried(NamedTuple):
     seconds: float
     number: int
     cut: Cut
-
-
-WHOLE, FINEST = Cut(float("inf")), Cut(0, 1, piece_bytes=0)
 
 
 class Cutter(Protocol):
@@ -406,11 +377,6 @@ def allowed_work(machine: Machine, whole: TaskGraph) -> float:
     """How much work each part of a search may be for the sake of a program."""
     least, most = WORK
     return min(most, max(least, _WORK_A_SECOND * float(machine.task_seconds(whole).sum())))
-
-
-def split_size(size: float) -> float:
-    """A size to split operations down to: the nearest power of two, so that few are ever tried."""
-    return 2.0 ** round(math.log2(size)) if size > 1 else 1.0
 
 
 def _rounded(size: float) -> float:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from jaxoffload.plan.alloc.build import VARIANTS
 from jaxoffload.plan.cost.machines import Machine
+from jaxoffload.search.cut import CompiledCut
 from jaxoffload.search.drafts import Drafts
 from jaxoffload.search.orders import orders
-from jaxoffload.search.program import CompiledCut
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload import garbage
 from jaxoffload.graphs.verify import VerifyError
 from jaxoffload.runtime.plan import Plan
-from jaxoffload.search.cuts import Cut
+from jaxoffload.search.cut import Cut
 from jaxoffload.search.planner import Planner
 from jaxoffload.store import columns, place, platform
 from jaxoffload.store.folder import Folder

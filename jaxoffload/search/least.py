@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 
 from jaxoffload.capture.group import working_set
 from jaxoffload.plan.alloc.limits import align, min_budget
-from jaxoffload.search.cuts import FINEST, WHOLE, Cut, split_size
-from jaxoffload.search.program import CompiledCut, CutProgram
+from jaxoffload.search.cut import FINEST, WHOLE, CompiledCut, Cut, split_size
+from jaxoffload.search.program import CutProgram
 
 SPLITS = (1 / 4, 1 / 16, 1 / 64)
 """Working sets to split operations down to, as shares of what the largest needs."""

@@ -35,12 +35,11 @@ from jaxoffload.runtime import allocator
 from jaxoffload.runtime.callers import byte_count
 from jaxoffload.runtime.plan import Carried, Plan
 from jaxoffload.runtime.request import Request
-from jaxoffload.search.cuts import FINEST, WHOLE, Cut, split_size
+from jaxoffload.search.cut import FINEST, WHOLE, CompiledCut, Cut, least_budget, split_size
 from jaxoffload.search.drafts import Drafts
 from jaxoffload.search.fastest import Timed, in_other_orders
 from jaxoffload.search.least import SPLITS
 from jaxoffload.search.planner import Planner
-from jaxoffload.search.program import CompiledCut, least_budget
 
 _WINDOWS = (1 / 8, 1 / 4, 1 / 2, 1 / 16)
 """Shares of the memory to try for the host tier above a disk. The cut is chosen with the first that

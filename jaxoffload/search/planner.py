@@ -46,11 +46,12 @@ from jaxoffload.runtime import backends
 from jaxoffload.runtime.callers import byte_count
 from jaxoffload.runtime.plan import Plan, Pricing
 from jaxoffload.runtime.request import Request
-from jaxoffload.search.cuts import FINEST, SAME, WHOLE, Cut, Ranking, Room
+from jaxoffload.search.cut import FINEST, NOTHING, WHOLE, CompiledCut, Cut, least_budget
+from jaxoffload.search.cuts import SAME, Ranking, Room
 from jaxoffload.search.drafts import Drafts
 from jaxoffload.search.fastest import Timed, fastest, in_other_orders
 from jaxoffload.search.least import least_cut, roughly_least_cut
-from jaxoffload.search.program import NOTHING, CompiledCut, CutProgram, least_budget
+from jaxoffload.search.program import CutProgram
 
 logger = logging.getLogger(__name__)
 

@@ -24,59 +24,16 @@ from jaxoffload.capture.split import Tilings, split
 from jaxoffload.capture.tiled import TiledOperation
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind, VertexKind
-from jaxoffload.plan.alloc.limits import min_budget
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.runtime.backends import Backend
 from jaxoffload.runtime.request import Request
-from jaxoffload.search.cuts import WHOLE, Cut
+from jaxoffload.search.cut import NOTHING, WHOLE, CompiledCut, Cut, least_budget
 
 logger = logging.getLogger(__name__)
 
-NOTHING = CompileReport(0, 0, 0.0)
 _FIRST_COMPILED = 2
 """Kernels of a cut that are compiled first to see whether it works within a budget; then twice as
 many, and so on."""
-
-
-def least_budget(graph: TaskGraph) -> int:
-    """Bytes of device memory that a TaskGraph needs at least, where what does not fit is moved."""
-    return min_budget(graph)[0]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CompiledCut:
-    """A cut with its kernels compiled.
-
-    Attributes:
-      captured: its TaskGraph, workspace known, and its kernels.
-      executables: by `Vertex.kernel`; none where plans are looked at only.
-    """
-
-    captured: Captured
-    executables: list[Any]
-    report: CompileReport
-
-    @property
-    def graph(self) -> TaskGraph:
-        """Its TaskGraph."""
-        return self.captured.taskgraph
-
-    @property
-    def needs(self) -> int:
-        """The smallest budget in bytes with which it works."""
-        return least_budget(self.graph)
-
-    def on_devices(self) -> "CompiledCut":
-        """The same with every vertex on its device, as where everything fits there."""
-        graph = self.graph
-        if not (graph.columns.kind == VertexKind.HOST_KERNEL).any():
-            return self
-        vertices = [dataclasses.replace(v, kind=VertexKind.KERNEL) for v in graph.vertices]
-        return self.with_order(dataclasses.replace(graph, vertices=tuple(vertices)))
-
-    def with_order(self, graph: TaskGraph) -> "CompiledCut":
-        """The same vertices in another serial order."""
-        return CompiledCut(Captured(graph, self.captured.kernels), self.executables, self.report)
 
 
 class CutProgram:

@@ -12,7 +12,7 @@ import jaxoffload as jo
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
 from jaxoffload.plan.alloc.limits import live_ranges, min_budget
 from jaxoffload.plan.cost.machines import SMALL_SERVER
-from jaxoffload.search.cuts import FINEST, WHOLE, Cut
+from jaxoffload.search.cut import FINEST, WHOLE, Cut
 from jaxoffload.search.planner import Planner
 from tests.workloads import ALL
 

@@ -11,7 +11,7 @@ import jaxoffload as jo
 from jaxoffload.capture.floor import Floor
 from jaxoffload.plan.alloc.limits import min_budget
 from jaxoffload.search import least, program
-from jaxoffload.search.cuts import FINEST, WHOLE, Cut
+from jaxoffload.search.cut import FINEST, WHOLE, Cut
 from jaxoffload.search.planner import Planner
 
 

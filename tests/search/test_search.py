@@ -21,6 +21,7 @@ from jaxoffload.plan.cost.machines import SMALL_SERVER
 from jaxoffload.search import cuts, one_memory, program
 from jaxoffload.search import drafts as drafting
 from jaxoffload.search import planner as searching
+from jaxoffload.search.cut import FINEST, Cut
 
 WIDTH, LENGTH, HEADS = 16, 16, 2
 
@@ -211,12 +212,12 @@ def test_cut_that_needs_too_much_is_not_compiled_to_the_end(work):
     function, args = _transformer(1)
     step = jo.offload(function, device_memory=None)
     planner = searching.Planner(step._program(step._spec.bind(args, {})).request())
-    kernels = len(planner._program._looked_at(cuts.FINEST).kernels)
-    bare = min_budget(planner.graph(cuts.FINEST))[0]
-    assert planner._program.within(cuts.FINEST, bare) is None
+    kernels = len(planner._program._looked_at(FINEST).kernels)
+    bare = min_budget(planner.graph(FINEST))[0]
+    assert planner._program.within(FINEST, bare) is None
     assert 0 < work["compiled"] < kernels / 2
     compiled = work["compiled"]
-    assert planner._program.within(cuts.FINEST, bare) is None
+    assert planner._program.within(FINEST, bare) is None
     assert work["compiled"] == compiled
 
 
@@ -299,7 +300,7 @@ def _ranking(monkeypatch, seconds, least=None):
 def test_rules_are_tried_for_as_long_as_a_cut_may_be_the_best(monkeypatch):
     seconds = {"first": (9, 8, 8), "far": (10, 7, 8), "hopeless": (10, 1, 1), "bound": (6, 5, 5)}
     ranking, drafts = _ranking(monkeypatch, seconds, {"hopeless": 9.0, "bound": 5.9})
-    found = [ranking._try(cuts.Cut(size), name) for size, name in enumerate(seconds)]
+    found = [ranking._try(Cut(size), name) for size, name in enumerate(seconds)]
     assert found == [8, 7, 10, 6]
     assert drafts.asked == {"first": 3, "far": 3, "hopeless": 1, "bound": 1}
 
@@ -307,8 +308,8 @@ def test_rules_are_tried_for_as_long_as_a_cut_may_be_the_best(monkeypatch):
 def test_a_cut_without_a_plan_is_not_among_those_to_compile(monkeypatch):
     ranking, _ = _ranking(monkeypatch, {"none": (float("inf"),), "some": (1.0,)})
     for size, name in enumerate(("none", "some")):
-        ranking._try(cuts.Cut(size), name)
-    assert ranking.simulated() == [(cuts.Cut(1), 1.0)]
+        ranking._try(Cut(size), name)
+    assert ranking.simulated() == [(Cut(1), 1.0)]
 
 
 def test_a_cut_that_holds_too_much_is_neither_captured_nor_compiled(work):
@@ -324,12 +325,12 @@ def test_a_cut_that_holds_too_much_is_neither_captured_nor_compiled(work):
     weights = [np.eye(64, dtype=np.float32)] * 100
     step = jo.offload(jax.grad(loss), memory=60 * x.nbytes, cut="always")
     planner = one_memory.planner_for(step._program(step._spec.bind((weights, x), {})).request())
-    kept = planner._program.floor(cuts.FINEST).bytes
+    kept = planner._program.floor(FINEST).bytes
     assert kept > 60 * x.nbytes
     part = next(planner._parts(60 * x.nbytes))
     ranking = part._ranking(part.arena, part.graph)
     assert not list(ranking.feasible()) and work["taskgraphs"] == 1  # uncut, for new results
-    assert part._within(cuts.FINEST, part.arena) is None and work["compiled"] == 0
+    assert part._within(FINEST, part.arena) is None and work["compiled"] == 0
     plan = planner.plan()
     assert plan.recomputed > 0
     assert plan.compile_report.compiled <= plan.compile_report.kernels + program._FIRST_COMPILED
@@ -339,9 +340,9 @@ def test_a_split_of_nothing_is_no_other_graph(work):
     function, args = _transformer(1)
     step = jo.offload(function, device_memory=None)
     planner = searching.Planner(step._program(step._spec.bind(args, {})).request())
-    graph = planner.graph(cuts.Cut(4096))
-    assert planner.graph(cuts.Cut(4096, split_bytes=2.0**30)) is graph
-    assert planner.graph(cuts.Cut(4096, split_bytes=2.0**10)) is not graph
+    graph = planner.graph(Cut(4096))
+    assert planner.graph(Cut(4096, split_bytes=2.0**30)) is graph
+    assert planner.graph(Cut(4096, split_bytes=2.0**10)) is not graph
     assert work["taskgraphs"] == 2
 
 
@@ -358,10 +359,10 @@ def test_loops_as_they_were_written_are_another_graph_only_where_a_product_left_
     for function, differ in ((recurrent, True), (lambda xs, w, u: (xs @ w) @ u, False)):
         step = jo.offload(function, device_memory=None)
         planner = searching.Planner(step._program(step._spec.bind(args, {})).request())
-        cut = cuts.Cut(2.0**20, piece_bytes=2.0**20)
-        whole = dataclasses.replace(cut, whole_loops=True)
-        assert (planner.graph(whole) is not planner.graph(cut)) == differ
-        keys = [[k.key for k in planner._program._looked_at(way).kernels] for way in (cut, whole)]
+        parts = Cut(2.0**20, piece_bytes=2.0**20)
+        whole = dataclasses.replace(parts, whole_loops=True)
+        assert (planner.graph(whole) is not planner.graph(parts)) == differ
+        keys = [[k.key for k in planner._program._looked_at(way).kernels] for way in (parts, whole)]
         assert (keys[0] != keys[1]) == differ
 
 
@@ -369,12 +370,12 @@ def test_limits_that_cut_the_same_vertices_are_one_graph(work):
     function, args = _transformer(2)
     step = jo.offload(function, device_memory=None)
     planner = searching.Planner(step._program(step._spec.bind(args, {})).request())
-    graph = planner.graph(cuts.Cut(1e9))
-    least = planner._program._looked_at(cuts.Cut(1e9)).least_max_bytes
-    assert planner.graph(cuts.Cut(least)) is graph and work["taskgraphs"] == 1
-    assert planner._program._captured(cuts.Cut(least), True).taskgraph == graph
-    finer = planner.graph(cuts.Cut(least - 1))
-    assert finer != graph and planner.graph(cuts.Cut(least - 1)) is finer
+    graph = planner.graph(Cut(1e9))
+    least = planner._program._looked_at(Cut(1e9)).least_max_bytes
+    assert planner.graph(Cut(least)) is graph and work["taskgraphs"] == 1
+    assert planner._program._captured(Cut(least), True).taskgraph == graph
+    finer = planner.graph(Cut(least - 1))
+    assert finer != graph and planner.graph(Cut(least - 1)) is finer
 
 
 def test_explain_of_a_long_program_looks_at_few_cuts(work):

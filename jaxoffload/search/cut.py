@@ -1,0 +1,88 @@
+"""What a cut is: how a program is divided into vertices; and one with its kernels compiled."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxoffload.capture.build import Captured
+from jaxoffload.compile.cache import CompileReport
+from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
+from jaxoffload.plan.alloc.limits import min_budget
+
+NOTHING = CompileReport(0, 0, 0.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """How a program is cut into vertices.
+
+    Attributes:
+      max_bytes: the largest working set of a vertex of several operations (see `cluster.cut`).
+      max_equations: the most operations of a vertex; None for the usual.
+      split_bytes: operations with a larger working set are split; None: none are.
+      piece_bytes: what a chunk of a scan may have of the arrays that the scan slices and stacks.
+      whole_loops: whether products stay in their loops for which no step waits: all of what they
+        read and write need not be in memory at once then.
+      updates_on_host: whether what an optimizer does to parameters runs on the host's cores.
+      recomputed: of the bytes of values with a long reuse distance, the share that is recomputed.
+      reuse_distance: bytes that are read and written between two readers of a value; from so many
+        on the distance is long.
+    """
+
+    max_bytes: float
+    max_equations: int | None = None
+    split_bytes: float | None = None
+    recomputed: float = 0.0
+    reuse_distance: float = float("inf")
+    piece_bytes: float = float("inf")
+    whole_loops: bool = False
+    updates_on_host: bool = False
+
+
+WHOLE, FINEST = Cut(float("inf")), Cut(0, 1, piece_bytes=0)
+
+
+def split_size(size: float) -> float:
+    """A size to split operations down to: the nearest power of two, so that few are ever tried."""
+    return 2.0 ** round(math.log2(size)) if size > 1 else 1.0
+
+
+def least_budget(graph: TaskGraph) -> int:
+    """Bytes of device memory that a TaskGraph needs at least, where what does not fit is moved."""
+    return min_budget(graph)[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompiledCut:
+    """A cut with its kernels compiled.
+
+    Attributes:
+      captured: its TaskGraph, workspace known, and its kernels.
+      executables: by `Vertex.kernel`; none where plans are looked at only.
+    """
+
+    captured: Captured
+    executables: list[Any]
+    report: CompileReport
+
+    @property
+    def graph(self) -> TaskGraph:
+        """Its TaskGraph."""
+        return self.captured.taskgraph
+
+    @property
+    def needs(self) -> int:
+        """The smallest budget in bytes with which it works."""
+        return least_budget(self.graph)
+
+    def on_devices(self) -> "CompiledCut":
+        """The same with every vertex on its device, as where everything fits there."""
+        graph = self.graph
+        if not (graph.columns.kind == VertexKind.HOST_KERNEL).any():
+            return self
+        vertices = [dataclasses.replace(v, kind=VertexKind.KERNEL) for v in graph.vertices]
+        return self.with_order(dataclasses.replace(graph, vertices=tuple(vertices)))
+
+    def with_order(self, graph: TaskGraph) -> "CompiledCut":
+        """The same vertices in another serial order."""
+        return CompiledCut(Captured(graph, self.captured.kernels), self.executables, self.report)
