@@ -96,7 +96,8 @@ TEST(LoadedPlanNamesTheArrayThatIsWrong) {
     std::function<void(PlanArrays&)> spoil;
     const char* message;
   } kCases[] = {
-      {[](PlanArrays& a) { a.kind[0] = 7; }, "kind[0]=7 is outside [0, 7)"},
+      {[](PlanArrays& a) { a.kind[0] = 8; }, "kind[0]=8 is outside [0, 8)"},
+      {[](PlanArrays& a) { a.kind[0] = 7; }, "executable[0]=-1, but a kernel"},
       {[](PlanArrays& a) { a.kind[0] = 4; }, "kind[0]=4 exists in hand-made graphs only"},
       {[](PlanArrays& a) { a.kind[0] = 5; }, "lane[0]=1 does not go with kind[0]=5"},
       {[](PlanArrays& a) { a.lane[0] = 6; }, "lane[0]=6 does not go with kind[0]=1"},
