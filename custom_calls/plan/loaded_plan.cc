@@ -132,7 +132,8 @@ bool IsOnDisk(const PlanArrays& a, int32_t version_id) {
 // else touches the disk.
 void CheckTiers(const PlanArrays& a, int64_t v, const Lanes& lanes) {
   const auto kind = static_cast<Kind>(a.kind[v]);
-  if (lanes.IsDisk(a.lane[v]) != (kind == Kind::kLoad || kind == Kind::kStore)) {
+  if (lanes.IsDisk(a.lane[v]) != (kind == Kind::kLoad || kind == Kind::kStore) ||
+      lanes.IsHost(a.lane[v]) != (kind == Kind::kHostKernel)) {
     Refuse(Entry("lane", v, a.lane[v]) + " does not go with " + Entry("kind", v, a.kind[v]));
   }
   const auto check = [&](const char* name, int64_t entry, int32_t version_id, bool on_disk,
