@@ -210,7 +210,9 @@ void SimulatedMemory::ExecuteOnDevice(int64_t vertex) {
     Inherit(written[output], inputs[operand], &after);
   }
   for (const int32_t t : written) {
-    if (version_[t] < 0) WriteResult(t, table_.columns().result_offsets[t], &after);
+    if (version_[t] < 0) {
+      version_[t] = WriteResult(t, table_.columns().result_offsets[t], &after);
+    }
     outputs.push_back(version_[t]);
   }
   emitter_.Vertex(KindOf(table_.columns().kind[vertex]), vertex,
@@ -235,10 +237,7 @@ void SimulatedMemory::ExecuteOnHost(int64_t vertex) {
       if (size(t) > 0) emitter_.AppendReaders(&after, old);
       outputs[output] = lower_.Inherit(t, old);
     } else {
-      const int64_t part = callers_.AliasOf(t, emitter_.tensor(old));
-      outputs[output] = ResultVersion(t, part);
-      AppendReadersThere(&after, part, t);
-      lower_.AddResult(t, outputs[output]);
+      outputs[output] = WriteResult(t, callers_.AliasOf(t, emitter_.tensor(old)), &after);
     }
     emitter_.Over(outputs[output], old);
   }
@@ -261,11 +260,7 @@ bool SimulatedMemory::ReadsCallers(int64_t vertex, int64_t k, int32_t version) c
 int32_t SimulatedMemory::MakeOnHost(int64_t vertex, int64_t entry, std::vector<int32_t>* after) {
   const int32_t tensor = table_.columns().outputs[entry];
   if (!callers_.ReachesResult(vertex, entry)) return lower_.Make(tensor, vertex, after);
-  const int64_t part = table_.columns().result_offsets[tensor];
-  const int32_t version = ResultVersion(tensor, part);
-  AppendReadersThere(after, part, tensor);
-  lower_.AddResult(tensor, version);
-  return version;
+  return WriteResult(tensor, table_.columns().result_offsets[tensor], after);
 }
 
 void SimulatedMemory::Touch(int32_t tensor, int64_t vertex) {
@@ -289,15 +284,16 @@ void SimulatedMemory::Inherit(int32_t tensor, int32_t old, std::vector<int32_t>*
     placed_[operand] = false;
     Hold(tensor, version, place);
   } else {
-    WriteResult(tensor, callers_.AliasOf(tensor, operand), after);
+    version_[tensor] = WriteResult(tensor, callers_.AliasOf(tensor, operand), after);
   }
   emitter_.Over(version_[tensor], old);
 }
 
-void SimulatedMemory::WriteResult(int32_t tensor, int64_t part, std::vector<int32_t>* after) {
-  version_[tensor] = ResultVersion(tensor, part);
+int32_t SimulatedMemory::WriteResult(int32_t tensor, int64_t part, std::vector<int32_t>* after) {
+  const int32_t version = ResultVersion(tensor, part);
   AppendReadersThere(after, part, tensor);
-  lower_.AddResult(tensor, version_[tensor]);
+  lower_.AddResult(tensor, version);
+  return version;
 }
 
 int32_t SimulatedMemory::ResultVersion(int32_t tensor, int64_t part) {

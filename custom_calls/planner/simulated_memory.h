@@ -123,7 +123,8 @@ class SimulatedMemory : public Occupancy {
   void UpdateVictim(int32_t tensor);
   // Writes an output over the version of a dying operand.
   void Inherit(int32_t tensor, int32_t old, std::vector<int32_t>* after);
-  void WriteResult(int32_t tensor, int64_t part, std::vector<int32_t>* after);
+  // The version of an output that is written where the caller wants it, by a kernel.
+  int32_t WriteResult(int32_t tensor, int64_t part, std::vector<int32_t>* after);
   int32_t ResultVersion(int32_t tensor, int64_t part);
   // Readers of the argument bytes that a result part takes.
   void AppendReadersThere(std::vector<int32_t>* after, int64_t part, int32_t tensor);
