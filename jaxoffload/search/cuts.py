@@ -313,8 +313,6 @@ class Ranking:
             if self._cutter.key(cut) == self._cutter.key(base.cut):
                 return
             graph = self._captured(cut)
-            if graph == self._graphs(base.cut):
-                return
             if self._room.needs(graph) <= self._budget:
                 self._try(cut, graph)
 

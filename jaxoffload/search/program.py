@@ -223,9 +223,10 @@ class CutProgram:
 
     def key(self, cut: Cut) -> tuple[Any, ...]:
         """Equal for cuts with the same vertices, as far as that is known: where there is nothing to
-        split, or vertices are smaller than they may be."""
-        ordered = id(self.ordered(cut))
-        others = cut.max_equations, cut.updates_on_host
+        split or no update, or vertices are smaller than they may be."""
+        program = self.ordered(cut)
+        ordered = id(program)
+        others = cut.max_equations, cut.updates_on_host and bool(program.program.updates)
         for least, most in self._same.get((ordered, *others), ()):
             if least <= cut.max_bytes <= most:
                 return ordered, most, *others
