@@ -14,6 +14,7 @@ void BindHost(nb::module_& m) {
       .def_prop_ro("address", &HostBuffer::address)
       .def_prop_ro("nbytes", &HostBuffer::bytes)
       .def("__len__", &HostBuffer::bytes)
+      .def("renew_stamp", [](const HostBuffer& buffer) { buffer.stamp()->Renew(); })
       .def_prop_ro("__array_interface__", [](const HostBuffer& buffer) {
         nb::dict found;
         found["version"] = 3;

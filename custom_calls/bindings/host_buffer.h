@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "base/stamp.h"
 #include "tiers/host_block.h"
 
 namespace jaxoffload {
@@ -25,12 +26,15 @@ class HostBuffer {
 
   // Of the memory, which runs hold beside Python's object, so that they never need the GIL.
   const std::shared_ptr<char>& data() const { return data_; }
+  // Of what is in it.
+  const std::shared_ptr<Stamp>& stamp() const { return stamp_; }
   uintptr_t address() const { return reinterpret_cast<uintptr_t>(data_.get()); }
   int64_t bytes() const { return bytes_; }
 
  private:
   const int64_t bytes_;
   std::shared_ptr<char> data_;
+  const std::shared_ptr<Stamp> stamp_ = std::make_shared<Stamp>();
 };
 
 }  // namespace jaxoffload

@@ -95,12 +95,14 @@ nb::dict ToDict(MemGraphColumns found) {
   arrays["edge_tail"] = Owned(std::move(found.edge_tail));
   arrays["edge_head"] = Owned(std::move(found.edge_head));
   arrays["edge_kind"] = Owned(std::move(found.edge_kind));
+  arrays["residents"] = Owned(std::move(found.residents));
   return arrays;
 }
 
 nb::object Build(nb::handle columns, std::vector<int64_t> capacity,
                  std::optional<int64_t> host_capacity, bool disk, bool in_place_io, bool cheapest,
-                 std::optional<int64_t> lookahead, std::vector<int64_t> places, bool unreduced) {
+                 std::optional<int64_t> lookahead, std::vector<int64_t> places, bool unreduced,
+                 std::vector<int32_t> residents) {
   const Columns arrays(columns);
   BuildOptions options;
   options.capacity = std::move(capacity);
@@ -111,6 +113,7 @@ nb::object Build(nb::handle columns, std::vector<int64_t> capacity,
   options.lookahead = lookahead;
   options.places = std::move(places);
   options.unreduced = unreduced;
+  options.residents = std::move(residents);
   MemGraphColumns found;
   try {
     const WithoutGil without_gil;
@@ -147,7 +150,7 @@ nb::object Overwritten(nb::handle columns) {
 
 void BindMemGraph(nb::module_& m) {
   m.def("build_memgraph", &Build, "columns"_a, "capacity"_a, "host_capacity"_a.none(), "disk"_a,
-        "in_place_io"_a, "cheapest"_a, "lookahead"_a.none(), "places"_a, "unreduced"_a);
+        "in_place_io"_a, "cheapest"_a, "lookahead"_a.none(), "places"_a, "unreduced"_a, "residents"_a);
   m.def("in_place", &InPlace, "columns"_a, "in_place_io"_a);
   m.def("overwritten", &Overwritten, "columns"_a);
 }

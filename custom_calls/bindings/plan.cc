@@ -38,7 +38,10 @@ struct Places {
         source = Held<Source>(entry);
         addresses.push_back(source->tag());
       } else if (nb::isinstance<HostBuffer>(entry)) {
-        owners.push_back(nb::cast<HostBuffer&>(entry).data());
+        const HostBuffer& buffer = nb::cast<HostBuffer&>(entry);
+        owners.push_back(buffer.data());
+        stamps.resize(addresses.size() + 1);
+        stamps.back() = buffer.stamp();
         addresses.push_back(static_cast<char*>(owners.back().get()));
       } else {
         addresses.push_back(reinterpret_cast<char*>(nb::cast<uintptr_t>(entry)));
@@ -50,6 +53,7 @@ struct Places {
   std::vector<char*> addresses;
   std::vector<std::shared_ptr<Source>> sources;
   std::vector<std::shared_ptr<void>> owners;
+  std::vector<std::shared_ptr<Stamp>> stamps;  // null for others, or beyond its end
 };
 
 unsigned long main_thread = 0;  // Python's identifier of it
@@ -65,6 +69,11 @@ std::shared_ptr<const RunReport> RunAndWait(Plan& plan, const std::vector<nb::ob
   const Places<DiskExtent> to(results);
   std::vector<std::shared_ptr<void>> owners = from.owners;
   owners.insert(owners.end(), to.owners.begin(), to.owners.end());
+  std::vector<uint64_t> stamps;
+  for (const auto& stamp : from.stamps) stamps.push_back(stamp ? stamp->value() : kNoStamp);
+  for (const auto& stamp : to.stamps) {
+    if (stamp) stamp->Renew();  // from now on other bytes may be there
+  }
   // Signals are Python's main thread's business; others need not wake up for them.
   const bool is_main = PyThread_get_thread_ident() == main_thread;
   bool interrupted = false;
@@ -72,7 +81,7 @@ std::shared_ptr<const RunReport> RunAndWait(Plan& plan, const std::vector<nb::ob
   {
     const WithoutGil without_gil;
     run = plan.Submit(from.addresses, to.addresses, options, nullptr, from.sources, to.sources,
-                      std::move(owners));
+                      std::move(owners), std::move(stamps));
     while (!interrupted && !run->WaitFor(std::chrono::milliseconds(50))) {
       if (!is_main) continue;
       nb::gil_scoped_acquire acquire;
@@ -104,7 +113,8 @@ std::shared_ptr<Plan> NewPlan(
     std::vector<int64_t> argument_bytes, std::vector<int64_t> result_bytes,
     std::vector<std::string> descriptions, const std::vector<std::pair<int32_t, int32_t>>& donated,
     int64_t disk_bytes, const nb::object& disk, const std::vector<bool>& argument_on_disk,
-    const std::vector<bool>& result_on_disk, bool is_alone) {
+    const std::vector<bool>& result_on_disk, bool is_alone,
+    const Array<int32_t>& residents) {
   PlanArrays a;
   a.kind = ToVector(kind);
   a.lane = ToVector(lane);
@@ -135,6 +145,7 @@ std::shared_ptr<Plan> NewPlan(
   }
   a.disk_bytes = disk_bytes;
   a.is_alone = is_alone;
+  a.residents = ToVector(residents);
   a.argument_on_disk.assign(argument_on_disk.begin(), argument_on_disk.end());
   a.result_on_disk.assign(result_on_disk.begin(), result_on_disk.end());
   std::shared_ptr<DiskExtent> extent;
@@ -158,8 +169,9 @@ std::shared_ptr<PlanRegistration> NewRegistration(
     }
     Places<DiskSource> place({entry});
     BoundArgument& mine = made.arguments[argument];
-    mine = {true, place.addresses[0], nullptr, place.sources[0]};
+    mine = {true, place.addresses[0], nullptr, nullptr, place.sources[0]};
     if (!place.owners.empty()) mine.owner = std::move(place.owners[0]);
+    if (!place.stamps.empty()) mine.stamp = place.stamps[0];
   }
   made.plan = std::move(plan);
   return std::make_shared<PlanRegistration>(std::move(made));
@@ -186,6 +198,7 @@ void BindReport(nb::module_& m) {
       .def_ro("bytes_transferred", &RunReport::bytes_transferred)
       .def_ro("bytes_loaded", &RunReport::bytes_loaded)
       .def_ro("bytes_stored", &RunReport::bytes_stored)
+      .def_ro("bytes_found", &RunReport::bytes_found)
       .def_ro("copied_outputs", &RunReport::copied_outputs)
       .def_ro("realigned_bytes", &RunReport::realigned_bytes)
       .def_ro("cancelled", &RunReport::cancelled)
@@ -209,7 +222,7 @@ void BindPlan(nb::module_& m) {
            "descriptions"_a = std::vector<std::string>(),
            "donated"_a = std::vector<std::pair<int32_t, int32_t>>(), "disk_bytes"_a = 0,
            "disk"_a = nb::none(), "argument_on_disk"_a = std::vector<bool>(),
-           "result_on_disk"_a = std::vector<bool>(), "is_alone"_a = false)
+           "result_on_disk"_a = std::vector<bool>(), "is_alone"_a = false, "residents"_a)
       .def_prop_ro("num_vertices", [](const Plan& p) { return p.loaded().num_vertices(); })
       .def_prop_ro("num_versions", [](const Plan& p) { return p.loaded().num_versions(); })
       .def_prop_ro("arena_bytes", [](const Plan& p) { return p.loaded().arena_bytes(); })
@@ -218,6 +231,8 @@ void BindPlan(nb::module_& m) {
       .def_prop_ro("result_bytes", [](const Plan& p) { return p.loaded().result_bytes(); })
       .def("run", &RunAndWait, "arguments"_a, "results"_a, nb::kw_only(), "policy"_a = 0,
            "seed"_a = 0, "max_delay_us"_a = 0, "check"_a = false, "ended"_a = nb::none())
+      .def("residents", &Plan::residents, nb::call_guard<WithoutGil>())
+      .def("release", &Plan::Release, nb::call_guard<WithoutGil>())
       .def("last_report",
            [](const Plan& plan) { return std::const_pointer_cast<RunReport>(plan.last_report()); });
 

@@ -28,6 +28,13 @@ struct RunContext {
   std::vector<std::shared_ptr<DiskExtent>> result_extents;
   // Of each version; the launcher fills it between Begin and the first vertex.
   std::vector<char*> address;
+  // Of arguments (base/stamp.h); those beyond its end have none.
+  std::vector<uint64_t> argument_stamps;
+  // Of each vertex, whether it has nothing to do: the tensor that it would bring is there already.
+  // Begin says so.
+  std::vector<uint8_t> is_idle;
+  // Whether what is there already is to be compared with what it should be, where that is seen.
+  bool check = false;
   // Set when the run is to stop: long copies look at it now and then. Relaxed: it only saves time,
   // the vertex's own completion publishes everything else.
   std::atomic<bool> abort{false};

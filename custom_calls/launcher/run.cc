@@ -42,6 +42,8 @@ Run::Run(std::shared_ptr<const LoadedPlan> plan, std::shared_ptr<Backend> backen
   context_.arguments = std::move(arguments);
   context_.results = std::move(results);
   context_.address.resize(plan_->num_versions());
+  context_.is_idle.assign(plan_->num_vertices(), 0);
+  context_.check = options.check;
   for (int32_t v = 0; v < plan_->num_vertices(); ++v) {
     unmet_[v].store(plan_->indegree(v), std::memory_order_relaxed);
   }
@@ -218,6 +220,10 @@ void Run::End() {
     }
     if (IsKernel(plan_->kind(v))) continue;
     const int64_t bytes = plan_->bytes(plan_->input(plan_->inputs(v).begin));
+    if (context_.is_idle[v]) {
+      if (plan_->kind(v) == Kind::kReload) report->bytes_found += bytes;
+      continue;
+    }
     if (plan_->kind(v) == Kind::kOffload) report->bytes_offloaded += bytes;
     if (plan_->kind(v) == Kind::kReload) report->bytes_reloaded += bytes;
     if (plan_->kind(v) == Kind::kTransfer) report->bytes_transferred += bytes;

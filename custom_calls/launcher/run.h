@@ -44,6 +44,7 @@ struct RunReport {
   int64_t bytes_transferred = 0;
   int64_t bytes_loaded = 0;
   int64_t bytes_stored = 0;
+  int64_t bytes_found = 0;  // that a run before had left on the devices
   int64_t copied_outputs = 0;
   int64_t realigned_bytes = 0;
   bool cancelled = false;
@@ -70,6 +71,9 @@ class Run {
     context_.argument_sources = std::move(arguments);
     context_.result_extents = std::move(results);
   }
+
+  // Before the run is submitted: the stamps of arguments that have some.
+  void SetStamps(std::vector<uint64_t> stamps) { context_.argument_stamps = std::move(stamps); }
 
   // Before the run is submitted: owners of arguments' and results' memory, let go at its end.
   void Hold(std::vector<std::shared_ptr<void>> owners) { owners_ = std::move(owners); }

@@ -14,8 +14,20 @@ CpuPlatform::CpuPlatform(const PJRT_Api* api, PJRT_Client* client,
   }
 }
 
+void CpuPlatform::Release(int32_t device, int64_t bytes) {
+  arenas_[device]->Release(bytes);
+  residents().ForgetBeyond(device, arenas_[device]->leased_bytes());
+}
+
 void CpuPlatform::Trim() {
-  for (const std::unique_ptr<Arena>& arena : arenas_) arena->Trim();
+  for (size_t device = 0; device < arenas_.size(); ++device) {
+    TrimBeyond(static_cast<int32_t>(device), 0);
+  }
+}
+
+void CpuPlatform::TrimBeyond(int32_t device, int64_t bytes) {
+  residents().ForgetBeyond(device, bytes);
+  arenas_[device]->TrimBeyond(bytes);
 }
 
 PJRT_Error* CpuPlatform::Import(const BufferSpec& spec, PJRT_Buffer** buffer) {

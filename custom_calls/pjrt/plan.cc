@@ -75,18 +75,24 @@ std::shared_ptr<Run> Plan::Submit(std::vector<char*> arguments, std::vector<char
                                   std::function<void(const std::shared_ptr<const RunReport>&)> done,
                                   std::vector<std::shared_ptr<DiskSource>> argument_sources,
                                   std::vector<std::shared_ptr<DiskExtent>> result_extents,
-                                  std::vector<std::shared_ptr<void>> owners) {
+                                  std::vector<std::shared_ptr<void>> owners,
+                                  std::vector<uint64_t> stamps) {
   argument_sources.resize(arguments.size());
   result_extents.resize(results.size());
   for (size_t i = 0; i < arguments.size() && i < loaded_->argument_bytes().size(); ++i) {
     const bool on_disk = loaded_->argument_on_disk(static_cast<int32_t>(i));
     CheckSource("arguments", i, argument_sources[i].get(), on_disk, loaded_->argument_bytes()[i]);
-    if (on_disk) arguments[i] = argument_sources[i]->tag();
+    if (!on_disk) continue;
+    arguments[i] = argument_sources[i]->tag();
+    stamps.resize(arguments.size(), kNoStamp);
+    stamps[i] = argument_sources[i]->stamp();
   }
   for (size_t i = 0; i < results.size() && i < loaded_->result_bytes().size(); ++i) {
     const bool on_disk = loaded_->result_on_disk(static_cast<int32_t>(i));
     CheckSource("results", i, result_extents[i].get(), on_disk, loaded_->result_bytes()[i]);
-    if (on_disk) results[i] = result_extents[i]->tag();
+    if (!on_disk) continue;
+    results[i] = result_extents[i]->tag();
+    result_extents[i]->MayChange();
   }
   CheckArrays("arguments", arguments, loaded_->argument_bytes());
   CheckArrays("results", results, loaded_->result_bytes());
@@ -94,9 +100,14 @@ std::shared_ptr<Run> Plan::Submit(std::vector<char*> arguments, std::vector<char
                                    options, std::move(done));
   run->SetDisk(std::move(argument_sources), std::move(result_extents));
   run->Hold(std::move(owners));
+  run->SetStamps(std::move(stamps));
   client_->launcher().Submit(run);
   return run;
 }
+
+std::vector<std::pair<int32_t, int64_t>> Plan::residents() const { return backend_->residents(); }
+
+void Plan::Release() { backend_->Release(); }
 
 std::shared_ptr<const RunReport> Plan::last_report() const {
   MutexLock lock(mutex_);

@@ -10,11 +10,14 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "base/stamp.h"
 #include "launcher/run.h"
 #include "pjrt/client.h"
 #include "plan/loaded_plan.h"
 
 namespace jaxoffload {
+
+class PlanBackend;
 
 class Plan : public std::enable_shared_from_this<Plan> {
  public:
@@ -37,7 +40,12 @@ class Plan : public std::enable_shared_from_this<Plan> {
       std::function<void(const std::shared_ptr<const RunReport>&)> done = nullptr,
       std::vector<std::shared_ptr<DiskSource>> argument_sources = {},
       std::vector<std::shared_ptr<DiskExtent>> result_extents = {},
-      std::vector<std::shared_ptr<void>> owners = {});
+      std::vector<std::shared_ptr<void>> owners = {}, std::vector<uint64_t> stamps = {});
+
+  // What is on the devices now of what its runs have left there: parts of arguments, and bytes.
+  std::vector<std::pair<int32_t, int64_t>> residents() const;
+  // Forgets it, and gives its memory back where pages are had one by one, once no run is active.
+  void Release();
 
   // Of the latest run that ended, null before the first.
   std::shared_ptr<const RunReport> last_report() const EXCLUDES(mutex_);
@@ -48,7 +56,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
 
   std::shared_ptr<Client> client_;
   std::shared_ptr<const LoadedPlan> loaded_;
-  std::shared_ptr<Backend> backend_;
+  std::shared_ptr<PlanBackend> backend_;
   mutable Mutex mutex_;
   std::shared_ptr<const RunReport> last_report_ GUARDED_BY(mutex_);
 };
@@ -58,6 +66,7 @@ struct BoundArgument {
   bool is_bound = false;
   char* address = nullptr;             // in host memory
   std::shared_ptr<void> owner;         // of that memory
+  std::shared_ptr<const Stamp> stamp;  // of what is in it
   std::shared_ptr<DiskSource> source;  // on disk; the address does not matter then
 };
 

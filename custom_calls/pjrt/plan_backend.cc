@@ -1,6 +1,7 @@
 #include "pjrt/plan_backend.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <utility>
 
@@ -54,6 +55,7 @@ PlanBackend::PlanBackend(std::shared_ptr<Client> client, std::shared_ptr<const L
     if (IsKernel(plan_->kind(v))) AddCall(v);
     if (plan_->kind(v) == Kind::kLoad || plan_->kind(v) == Kind::kStore) uses_disk_ = true;
   }
+  AddResidents();
   slot_of_place_.clear();
   parameters_.resize(parameter_slot_.size());
   outputs_.resize(output_slot_.size());
@@ -81,6 +83,71 @@ PlanBackend::~PlanBackend() {
   for (size_t device = 0; device < arena_bytes.size(); ++device) {
     platform_.Release(static_cast<int32_t>(device), arena_bytes[device]);
   }
+}
+
+void PlanBackend::AddResidents() {
+  MutexLock lock(residents_mutex_);
+  for (const int32_t version : plan_->residents()) {
+    Staying staying;
+    staying.reload = plan_->writer(version);
+    const int32_t brought = plan_->input(plan_->inputs(staying.reload).begin);
+    const int32_t source = plan_->SourceOf(version);
+    if (brought != source && plan_->readers(brought).size() == 1) {
+      staying.load = plan_->writer(brought);
+    }
+    staying.argument = plan_->index(source);
+    staying.place = {plan_->index(version), plan_->offset(version), plan_->bytes(version), kNoStamp,
+                     plan_->offset(source)};
+    staying_.push_back(staying);
+  }
+}
+
+void PlanBackend::FindResidents(RunContext& context) {
+  MutexLock lock(residents_mutex_);
+  const std::vector<uint64_t>& stamps = context.argument_stamps;
+  std::vector<Resident> wanted;
+  for (Staying& staying : staying_) {
+    const auto argument = static_cast<size_t>(staying.argument);
+    staying.place.stamp = argument < stamps.size() ? stamps[argument] : kNoStamp;
+    wanted.push_back(staying.place);
+  }
+  const std::vector<uint8_t> is_there =
+      platform_.residents().Keep(plan_->arena_bytes(), wanted);
+  for (size_t i = 0; i < staying_.size(); ++i) {
+    if (!is_there[i]) continue;
+    context.is_idle[staying_[i].reload] = 1;
+    if (staying_[i].load >= 0) context.is_idle[staying_[i].load] = 1;
+  }
+}
+
+void PlanBackend::LeaveResidents(const RunContext& context) {
+  // A run that is stopped may have left a copy half done.
+  if (context.abort.load(std::memory_order_relaxed)) return;
+  MutexLock lock(residents_mutex_);
+  for (const Staying& staying : staying_) {
+    if (staying.place.stamp != kNoStamp) platform_.residents().Add(staying.place);
+  }
+}
+
+std::vector<std::pair<int32_t, int64_t>> PlanBackend::residents() const {
+  MutexLock lock(residents_mutex_);
+  std::vector<std::pair<int32_t, int64_t>> found;
+  for (const Staying& staying : staying_) {
+    if (platform_.residents().Has(staying.place)) {
+      found.emplace_back(staying.argument, staying.place.bytes);
+    }
+  }
+  return found;
+}
+
+void PlanBackend::Release() {
+  {
+    MutexLock lock(residents_mutex_);
+    std::vector<Resident> these;
+    for (const Staying& staying : staying_) these.push_back(staying.place);
+    platform_.residents().Forget(these);
+  }
+  if (platform_.residents().empty()) client_->Trim();
 }
 
 void PlanBackend::AddCall(int32_t vertex_id) {
@@ -234,6 +301,7 @@ void PlanBackend::MoveTo(Slot& slot, char* base) {
 
 void PlanBackend::Begin(RunContext& context) {
   BindArenas();
+  FindResidents(context);
   const int64_t host_bytes = plan_->host_bytes();
   if (host_bytes > 0) {
     try {
@@ -310,7 +378,8 @@ void PlanBackend::PlaceSlot(Slot& slot, char* place, RunContext& context) {
   slot.address = address;
 }
 
-void PlanBackend::End(RunContext&) {
+void PlanBackend::End(RunContext& context) {
+  LeaveResidents(context);
   if (has_bad_slots_.exchange(false)) {
     for (Slot& slot : slots_) Drop(slot);
   }
@@ -328,6 +397,7 @@ void PlanBackend::End(RunContext&) {
 }
 
 bool PlanBackend::Execute(int32_t vertex_id, RunContext& context, std::string* error) {
+  if (context.is_idle[vertex_id]) return !context.check || IsThere(vertex_id, context, error);
   if (IsKernel(plan_->kind(vertex_id))) return ExecuteKernel(vertex_id, context, error);
   const int32_t from = plan_->input(plan_->inputs(vertex_id).begin);
   const int32_t to = plan_->output(plan_->outputs(vertex_id).begin);
@@ -342,7 +412,21 @@ bool PlanBackend::Execute(int32_t vertex_id, RunContext& context, std::string* e
       context.abort, error);
 }
 
-bool PlanBackend::Await(int32_t vertex_id, RunContext&, std::string* error) {
+bool PlanBackend::IsThere(int32_t vertex_id, const RunContext& context, std::string* error) const {
+  const int32_t from = plan_->input(plan_->inputs(vertex_id).begin);
+  const int32_t to = plan_->output(plan_->outputs(vertex_id).begin);
+  const bool is_seen = plan_->space(from) == Space::kArgument &&
+                       plan_->kind(vertex_id) == Kind::kReload && platform_.window() == 0;
+  if (!is_seen ||
+      std::memcmp(context.address[from], context.address[to], plan_->bytes(to)) == 0) {
+    return true;
+  }
+  *error = plan_->Describe(vertex_id) + " was left out, but its bytes are not there";
+  return false;
+}
+
+bool PlanBackend::Await(int32_t vertex_id, RunContext& context, std::string* error) {
+  if (context.is_idle[vertex_id]) return true;
   switch (plan_->kind(vertex_id)) {
     case Kind::kLoad:
     case Kind::kStore:

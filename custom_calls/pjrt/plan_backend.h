@@ -28,12 +28,15 @@
 #include <memory>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
+#include "base/mutex.h"
 #include "launcher/backend.h"
 #include "pjrt/client.h"
 #include "plan/loaded_plan.h"
 #include "tiers/disk_engine.h"
+#include "tiers/residents.h"
 
 namespace jaxoffload {
 
@@ -57,6 +60,12 @@ class PlanBackend : public Backend {
   bool IsInOrder(int32_t lane) const override;
   void End(RunContext& context) override;
 
+  // What its runs have left on the devices and is there: parts of arguments, and bytes.
+  std::vector<std::pair<int32_t, int64_t>> residents() const EXCLUDES(residents_mutex_);
+  // Forgets it. If nothing else is there, gives all memory of the arenas back, when no run is
+  // active, where it is had again page by page.
+  void Release() EXCLUDES(residents_mutex_);
+
  private:
   // Whose memory a slot is in, and so when its address is known.
   enum class Owner { kArena, kHostTier, kCaller };
@@ -77,6 +86,19 @@ class PlanBackend : public Backend {
     Range outputs{0, 0};
   };
 
+  // A tensor that stays on its device after a run.
+  struct Staying {
+    int32_t reload = -1;
+    int32_t load = -1;  // from disk, if nobody else needs what that brings
+    int32_t argument = -1;
+    Resident place{};  // the stamp is that of the last run
+  };
+
+  void AddResidents();
+  // Before a run: which of them are there. After it: all of them, if it was not stopped.
+  void FindResidents(RunContext& context) EXCLUDES(residents_mutex_);
+  void LeaveResidents(const RunContext& context) EXCLUDES(residents_mutex_);
+
   void AddCall(int32_t vertex_id);
   void CheckOutput(int32_t vertex_id, int64_t position, int32_t version_id) const;
   // The client's device for the host's kernels.
@@ -88,6 +110,8 @@ class PlanBackend : public Backend {
   void BindArenas();
   void MoveTo(Slot& slot, char* base);
   void PlaceSlot(Slot& slot, char* place, RunContext& context);
+  // Whether what an idle vertex would bring is what is there, as far as that is seen.
+  bool IsThere(int32_t vertex_id, const RunContext& context, std::string* error) const;
   bool ExecuteLoad(int32_t from, int32_t to, RunContext& context, std::string* error);
   bool ExecuteStore(int32_t from, int32_t to, RunContext& context, std::string* error);
   bool ExecuteKernel(int32_t vertex_id, RunContext& context, std::string* error);
@@ -123,6 +147,9 @@ class PlanBackend : public Backend {
   std::vector<int32_t> donor_slot_;  // whose buffer each output takes over
   std::vector<int32_t> output_version_;
   std::vector<PJRT_Buffer*> outputs_;
+
+  mutable Mutex residents_mutex_;
+  std::vector<Staying> staying_ GUARDED_BY(residents_mutex_);
 
   // On a platform with a window: the ends of kernels that are under way, by vertex. Written by the
   // lane's thread before the vertex goes to its awaiter.

@@ -12,6 +12,7 @@
 
 #include "pjrt/api.h"
 #include "tiers/arena.h"
+#include "tiers/residents.h"
 
 namespace jaxoffload {
 
@@ -56,6 +57,8 @@ class Platform {
   // Lets no copy be faster than so many bytes a second (0: as fast as it is): another machine's
   // link, for measurements. False where copies are real ones over a link.
   virtual bool Throttle(int64_t /*bytes_per_second*/) { return false; }
+  // What is in the arenas between runs. Platforms forget what they give back.
+  Residents& residents() { return residents_; }
   virtual int64_t leased_bytes(int32_t device) const = 0;
   virtual int64_t resident_bytes(int32_t device) const = 0;
 
@@ -71,6 +74,9 @@ class Platform {
   // Copies between any two addresses and returns when it is done. Throws std::runtime_error.
   virtual void CopyNow(char* to, const char* from, int64_t bytes,
                        const std::atomic<bool>& abort) = 0;
+
+ private:
+  Residents residents_;
 };
 
 // XLA's CPU plugin: arenas are host memory, and everything ends before it returns.
@@ -81,10 +87,10 @@ class CpuPlatform : public Platform {
   int32_t window() const override { return 0; }
   char* ArenaBase(int32_t device) const override { return arenas_[device]->base(); }
   void Acquire(int32_t device, int64_t bytes) override { arenas_[device]->Acquire(bytes); }
-  void Release(int32_t device, int64_t bytes) override { arenas_[device]->Release(bytes); }
+  void Release(int32_t device, int64_t bytes) override;
   void Prepare() override {}
   void Trim() override;
-  void TrimBeyond(int32_t device, int64_t bytes) override { arenas_[device]->TrimBeyond(bytes); }
+  void TrimBeyond(int32_t device, int64_t bytes) override;
   bool Throttle(int64_t bytes_per_second) override {
     copy_bytes_per_second_.store(bytes_per_second, std::memory_order_relaxed);
     return true;

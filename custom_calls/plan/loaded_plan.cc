@@ -304,7 +304,34 @@ LoadedPlan LoadedPlan::Load(PlanArrays arrays, int32_t num_devices, int32_t num_
       plan.readers_[next[a.inputs[i]]++] = v;
     }
   }
+  plan.CheckResidents();
   return plan;
+}
+
+void LoadedPlan::CheckResidents() const {
+  for (size_t i = 0; i < a_.residents.size(); ++i) {
+    const int32_t version = a_.residents[i];
+    const auto refuse = [&](const char* why) {
+      Refuse(Entry("residents", static_cast<int64_t>(i), version) + why);
+    };
+    if (version < 0 || version >= num_versions()) refuse(" is no version");
+    if (space(version) != Space::kDevice || writer_[version] < 0 ||
+        kind(writer_[version]) != Kind::kReload) {
+      refuse(" is not reloaded to a device");
+    }
+    if (SourceOf(version) < 0) refuse(" is no part of an argument");
+    if (std::find(a_.overwritten.begin(), a_.overwritten.end(), version) != a_.overwritten.end()) {
+      refuse(" is overwritten");
+    }
+  }
+}
+
+int32_t LoadedPlan::SourceOf(int32_t resident) const {
+  int32_t source = input(inputs(writer_[resident]).begin);
+  if (space(source) == Space::kHost && kind(writer_[source]) == Kind::kLoad) {
+    source = input(inputs(writer_[source]).begin);
+  }
+  return space(source) == Space::kArgument ? source : -1;
 }
 
 std::string LoadedPlan::Describe(int32_t vertex_id) const {

@@ -58,6 +58,7 @@ struct PlanArrays {
   bool is_alone = false;                  // whether pages that others left are given back first
   std::vector<uint8_t> argument_on_disk;  // [number of flat arguments] or empty: none is
   std::vector<uint8_t> result_on_disk;    // [number of flat results] or empty
+  std::vector<int32_t> residents;         // versions that stay in their places after a run
   std::vector<std::string> descriptions;  // [N] or empty: vertices in words, for errors
 };
 
@@ -133,10 +134,18 @@ class LoadedPlan {
   // Pairs, flat: an argument, then the result that is written over it.
   const std::vector<int32_t>& donated() const { return a_.donated; }
 
+  // Versions that stay in their places after a run: parts of arguments, brought there by a reload
+  // that has nothing to do where the run before has left them.
+  const std::vector<int32_t>& residents() const { return a_.residents; }
+  // The part of an argument that a resident version is a copy of, by way of the host tier perhaps.
+  int32_t SourceOf(int32_t resident) const;
+
   // "vertex 12 (reload of f32[4,8] at model.py:3:1 (f))"
   std::string Describe(int32_t vertex_id) const;
 
  private:
+  void CheckResidents() const;
+
   explicit LoadedPlan(Lanes lanes) : lanes_(lanes) {}
 
   PlanArrays a_;

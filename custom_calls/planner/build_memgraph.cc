@@ -40,6 +40,22 @@ void Force(SimulatedMemory& memory, Victims& victims, int64_t vertex) {
   throw std::logic_error("a working set that fits was not placed in empty memory");
 }
 
+void CheckResidents(const TaskTable& table, const std::vector<int32_t>& residents) {
+  std::vector<bool> is_overwritten(table.num_tensors(), false), is_resident = is_overwritten;
+  const TaskColumns& columns = table.columns();
+  for (int64_t e = 0; e < columns.input_offsets[table.num_vertices()]; ++e) {
+    if (table.is_overwritten(e)) is_overwritten[columns.inputs[e]] = true;
+  }
+  for (const int32_t t : residents) {
+    if (t < 0 || t >= table.num_tensors() || is_resident[t] || is_overwritten[t] ||
+        !table.is_argument(t) || columns.bytes[t] == 0) {
+      throw std::invalid_argument("build_memgraph: residents names tensor " + std::to_string(t) +
+                                  ", which cannot stay on its device, or twice");
+    }
+    is_resident[t] = true;
+  }
+}
+
 void Check(const TaskTable& table, const BuildOptions& options) {
   const auto refuse = [](const char* what) {
     throw std::invalid_argument(std::string("build_memgraph: ") + what);
@@ -55,6 +71,7 @@ void Check(const TaskTable& table, const BuildOptions& options) {
        *std::max_element(options.places.begin(), options.places.end()) > kMostBytes)) {
     refuse("places has not one entry for each tensor, none of them beyond all memory");
   }
+  CheckResidents(table, options.residents);
 }
 
 }  // namespace

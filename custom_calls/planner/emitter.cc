@@ -157,6 +157,7 @@ void Emitter::DropDeadCopies() {
   Compress(&columns_.writer, kept);
   Compress(&over_, kept);
   for (int32_t& writer : columns_.writer) writer = writer >= 0 ? vertex[writer] : writer;
+  for (int32_t& resident : columns_.residents) resident = version[resident];
   for (int32_t& old : over_) old = old >= 0 ? version[old] : old;
 }
 

@@ -30,6 +30,7 @@ struct MemGraphColumns {
   std::vector<int32_t> overwritten;
   std::vector<int32_t> edge_tail, edge_head;
   std::vector<uint8_t> edge_kind;
+  std::vector<int32_t> residents;
 };
 
 class Emitter {
@@ -44,6 +45,9 @@ class Emitter {
 
   // `version` is written over `old`, in place.
   void Over(int32_t version, int32_t old) { over_[version] = old; }
+
+  // `version` stays in its place when the run has ended.
+  void Stays(int32_t version) { columns_.residents.push_back(version); }
 
   // The vertices that must be done before a version's place is used again.
   Dependencies LastUsers(int32_t version);

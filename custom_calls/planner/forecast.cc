@@ -21,7 +21,7 @@ Forecast::Forecast(SimulatedMemory& memory, const CallersMemory& callers) : memo
     for (int64_t e = columns.input_offsets[v]; e < columns.input_offsets[v + 1]; ++e) {
       const int32_t t = columns.inputs[e];
       if (table.last_device_reader(t) == v && !table.is_overwritten(e) &&
-          !callers.read_in_place()[e]) {
+          !callers.read_in_place()[e] && !memory.is_resident(t)) {
         freed[memory.device(t)] += memory.size(t);
       }
     }

@@ -1,5 +1,6 @@
 #include "planner/simulated_memory.h"
 
+#include <stdexcept>
 #include <utility>
 
 namespace jaxoffload {
@@ -40,6 +41,7 @@ SimulatedMemory::SimulatedMemory(const TaskTable& table, const CallersMemory& ca
       callers_(callers),
       places_(options.places),
       lower_(table, emitter_, options.host_capacity, options.disk),
+      resident_start_(table.num_tensors(), -1),
       placed_(table.num_tensors(), false),
       version_(table.num_tensors(), -1),
       num_read_(table.num_tensors(), 0),
@@ -47,8 +49,24 @@ SimulatedMemory::SimulatedMemory(const TaskTable& table, const CallersMemory& ca
       left_(table.num_tensors()),
       is_reload_(table.num_tensors(), 0),
       is_still_there_(table.num_tensors(), 0) {
+  PlaceResidents(options.residents);
   if (!lower_.is_capped()) return;
   for (int32_t t = 0; t < num_tensors(); ++t) lower_.NoteUse(t, UseAfter(t, 0), false);
+}
+
+void SimulatedMemory::PlaceResidents(const std::vector<int32_t>& residents) {
+  std::vector<int64_t> end;
+  for (int32_t d = 0; d < table_.num_devices(); ++d) {
+    end.push_back(arena(d).space.free() / kPlaceAlignment * kPlaceAlignment);
+  }
+  for (const int32_t t : residents) {
+    int64_t& start = end[device(t)];
+    start -= size(t);
+    if (start < 0 || !arena(device(t)).space.TakeAt(start, size(t))) {
+      throw std::invalid_argument("build_memgraph: residents take more than there is");
+    }
+    resident_start_[t] = start;
+  }
 }
 
 // The alloc horizon ------------------------------------------------------------------------------
@@ -63,6 +81,7 @@ bool SimulatedMemory::PlaceVertex(int64_t vertex, Victims* victims) {
   std::vector<int32_t> pending;
   if (!PlaceAll(vertex, needs.reloads, needs.wanted, victims, &pending)) return false;
   pending_.push_back(std::move(pending));
+  BringResidents(vertex);
   if (table_.on_host(vertex)) return true;
   for (const int32_t t : table_.outputs(vertex)) placed_[t] = true;
   return true;
@@ -75,7 +94,8 @@ const SimulatedMemory::Needs& SimulatedMemory::NeedsOf(int64_t vertex) {
   needs_.reloads.clear();
   for (int64_t e = columns.input_offsets[vertex]; e < columns.input_offsets[vertex + 1]; ++e) {
     const int32_t t = columns.inputs[e];
-    if (!placed_[t] && !callers_.read_in_place()[e]) needs_.reloads.push_back(t);
+    if (placed_[t] || is_resident(t) || callers_.read_in_place()[e]) continue;
+    needs_.reloads.push_back(t);
   }
   needs_.wanted = needs_.reloads;
   for (int64_t e = columns.output_offsets[vertex]; e < columns.output_offsets[vertex + 1]; ++e) {
@@ -86,6 +106,19 @@ const SimulatedMemory::Needs& SimulatedMemory::NeedsOf(int64_t vertex) {
   std::stable_sort(needs_.wanted.begin(), needs_.wanted.end(),
                    [this](int32_t a, int32_t b) { return size(a) > size(b); });
   return needs_;
+}
+
+void SimulatedMemory::BringResidents(int64_t vertex) {
+  const TaskColumns& columns = table_.columns();
+  for (int64_t e = columns.input_offsets[vertex]; e < columns.input_offsets[vertex + 1]; ++e) {
+    const int32_t t = columns.inputs[e];
+    if (placed_[t] || !is_resident(t) || callers_.read_in_place()[e]) continue;
+    version_[t] = emitter_.Version(t, Space::kDevice, device(t), resident_start_[t]);
+    placed_[t] = true;
+    const int32_t source = lower_.Fetch(t, vertex);
+    emitter_.Vertex(Kind::kReload, vertex, device(t), {source}, {version_[t]}, {});
+    emitter_.Stays(version_[t]);
+  }
 }
 
 bool SimulatedMemory::LacksRoom(const std::vector<int32_t>& wanted) const {

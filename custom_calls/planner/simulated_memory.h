@@ -33,6 +33,7 @@ struct BuildOptions {
   VictimRule victims = VictimRule::kCheapest;
   std::optional<int64_t> lookahead;
   std::vector<int64_t> places;  // of each tensor, -1 for any; or empty
+  std::vector<int32_t> residents;  // parts of arguments that stay in places of their own
   bool unreduced = false;
 };
 
@@ -53,6 +54,9 @@ struct BuildOptions {
 //                                                      place that it was evicted from
 //   HELD --evict---------------------------> ABSENT    an offload, unless a lower tier has it
 //   HELD --execute its last reader---------> ABSENT    or the output written over it is HELD
+//
+// A resident tensor is brought to its place for its first reader and is HELD from then on: no victim,
+// and nobody else is ever there.
 //
 // `placed_` is false of ABSENT ones only, start >= 0 where there is a place, and use >= 0 of HELD
 // ones; tensors without bytes are never victims. Whatever evicts throws HostTierFull.
@@ -78,6 +82,7 @@ class SimulatedMemory : public Occupancy {
   // Evicts from a device, what costs least first, until a vertex can be placed; its own operands
   // too if need be. Legal only where the horizons meet: all has been produced then.
   bool EvictUntilPlaced(int64_t vertex, int32_t device);
+  bool is_resident(int32_t tensor) const { return resident_start_[tensor] >= 0; }
   // Copies arguments that are returned to their results, those that alias their result last.
   void FinishArguments();
   // Takes a tensor off its device for the sake of a vertex; copies it only if it is dirty.
@@ -113,6 +118,10 @@ class SimulatedMemory : public Occupancy {
   // Places for all, or for none: then nothing is changed but for evictions.
   bool TryToPlace(int64_t vertex, std::vector<int32_t> wanted, bool stay, Victims* victims,
                   std::vector<Taken>* taken);
+  // Takes the places of residents, from the end of each arena down. Throws std::invalid_argument.
+  void PlaceResidents(const std::vector<int32_t>& residents);
+  // Brings those that a vertex reads first.
+  void BringResidents(int64_t vertex);
   // Whether nothing has taken the place of an evicted tensor since: its bytes are there as they
   // were, and no reload is needed.
   bool IsStillThere(int32_t tensor) const;
@@ -153,6 +162,7 @@ class SimulatedMemory : public Occupancy {
   const std::vector<int64_t>& places_;
   Emitter emitter_;
   LowerTiers lower_;
+  std::vector<int64_t> resident_start_;  // of each tensor, -1 of those that are none
   std::vector<bool> placed_;
   std::vector<int32_t> version_;     // on the device or in a result, the latest; or -1
   std::vector<int64_t> num_read_;    // readers that have run

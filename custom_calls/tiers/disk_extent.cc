@@ -128,6 +128,7 @@ bool DiskExtent::Write(int64_t offset, const char* from, int64_t bytes,
              ", whose bytes these are. Put the array on disk anew here";
     return false;
   }
+  MayChange();
   const auto part = [&](int64_t at, int64_t length) {
     return WritePart(offset + at, from + at, length, abort, error);
   };

@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "base/stamp.h"
+
 namespace jaxoffload {
 
 // What could not be done with a folder or a file, and errno.
@@ -36,11 +38,17 @@ class DiskSource {
   // Start of a range of numbers, as long as the source, that no other source has: what the live
   // range checker takes for an address.
   char* tag() const { return tag_; }
+  // Of what is in it, as far as this process knows.
+  uint64_t stamp() const { return stamp_.value(); }
+
+  // Whoever may change what is in it says so before.
+  void MayChange() { stamp_.Renew(); }
 
  protected:
   explicit DiskSource(int64_t bytes);
 
  private:
+  Stamp stamp_;
   char* const tag_;
 };
 

@@ -96,6 +96,8 @@ class MemGraph:
       overwritten: for each entry of `outputs`, the version that it is written over in place
         (same place), or -1, int32.
       edge_tail, edge_head, edge_kind: int32[E], int32[E], uint8[E]; no pair twice; tail < head.
+      residents: versions that stay in their places after a run, parts of arguments: the next run
+        of the same arguments need not reload them, int32.
     """
 
     taskgraph: TaskGraph
@@ -118,6 +120,7 @@ class MemGraph:
     edge_head: np.ndarray
     edge_kind: np.ndarray
     host_capacity: int = -1
+    residents: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def num_vertices(self) -> int:
@@ -159,9 +162,25 @@ class MemGraph:
         results = np.isin(self.index, list(graph.disk_results)) & (space == Space.RESULT)
         return (space == Space.DISK) | arguments | results
 
+    def idle(self) -> np.ndarray:
+        """Whether each vertex has nothing to do in a run that finds the residents in their places,
+        bool[N]: their reloads, and loads from disk for these alone."""
+        found = np.zeros(self.num_vertices, dtype=bool)
+        reloads = self.writer[self.residents]
+        found[reloads] = True
+        brought = self.inputs[self.input_offsets[reloads]]
+        readers = np.bincount(self.inputs, minlength=self.num_versions)
+        found[self.writer[brought[(self.writer[brought] >= 0) & (readers[brought] == 1)]]] = True
+        return found
+
+    def resident_bytes(self) -> int:
+        """Bytes that stay on the devices after a run."""
+        return int(self.version_bytes()[self.residents].sum())
+
     def moved_bytes(self, kind: Kind) -> int:
-        """Bytes that all vertices of one copying kind move in one run."""
-        chosen = np.flatnonzero(self.kind == kind)
+        """Bytes that all vertices of one copying kind move in a run that finds the residents in
+        their places."""
+        chosen = np.flatnonzero((self.kind == kind) & ~self.idle())
         return int(self.version_bytes()[self.inputs[self.input_offsets[chosen]]].sum())
 
     def describe(self, vertex_id: int) -> str:

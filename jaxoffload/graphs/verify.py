@@ -69,6 +69,7 @@ class Law(enum.Enum):
     EDGES = "edges point forward, no pair twice, and data edges carry data"
     CYCLE = "there is no cycle"
     ROOM = "every place is inside its arena and aligned"
+    STAYS = "what stays in its place is a part of an argument, and alone there"
     RACE = "of two versions in overlapping places one safely overwrites the other"
 
 
@@ -109,6 +110,7 @@ def verify(memgraph: MemGraph) -> None:
     check.room()
     check.bytes()
     check.edges()
+    check.residents()
     if not check.violations:
         check.order()
     if check.violations:
@@ -314,6 +316,33 @@ class _Check:
             if written[key] != (key in wanted):
                 text = f"tensor {key[0]} reaches result {key[1]}+{key[2]} {written[key]} times"
                 self.broken(Law.RESULT, text)
+
+    def residents(self) -> None:
+        """What stays is brought from an argument, and no other version is ever in its place."""
+        graph, names = self.graph, self.graph.residents
+        if not len(names):
+            return
+        known = (0 <= names) & (names < graph.num_versions)
+        if not known.all() or len(np.unique(names)) < len(names):
+            self.broken(Law.STAYS, f"residents are no versions, or named twice: {names.tolist()}")
+            return
+        argument = np.array([t.argument is not None for t in self.tensors])[graph.tensor]
+        brought = graph.writer >= 0
+        brought[brought] = graph.kind[graph.writer[brought]] == Kind.RELOAD
+        wrong = ~argument | ~brought | (graph.space != Space.DEVICE)
+        wrong[graph.overwritten[graph.overwritten >= 0]] = True
+        for version in names[wrong[names]].tolist():
+            self.broken(Law.STAYS, f"{self.name(version)} cannot stay")
+        for device in range(len(graph.capacity)):
+            here = (graph.space == Space.DEVICE) & (graph.index == device) & (self.sizes > 0)
+            mine = np.flatnonzero(here)
+            mine = mine[np.argsort(graph.offset[mine], kind="stable")]
+            start, end = graph.offset[mine], self.end[mine]
+            before = np.concatenate([[0], np.maximum.accumulate(end)[:-1]])
+            after = np.concatenate([start[1:], [np.iinfo(np.int64).max]])
+            shared = mine[(before > start) | (after < end)]
+            for version in np.intersect1d(shared, names).tolist():
+                self.broken(Law.STAYS, f"{self.name(version)} is not alone")
 
     def edges(self) -> None:
         """What MemGraph says of its edges."""

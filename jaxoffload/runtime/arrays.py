@@ -162,6 +162,7 @@ class HostArray(TierArray):
 
     def _write_bytes(self, words: np.ndarray) -> None:
         np.asarray(self.buffer)[: words.size] = words
+        self.buffer.renew_stamp()
 
     def _where(self) -> str:
         return f"{format_bytes(self.nbytes)} in host memory"

@@ -96,6 +96,7 @@ def load(
         argument_on_disk=[i in graph.disk_arguments for i in range(len(argument_bytes))],
         result_on_disk=[j in graph.disk_results for j in range(len(result_bytes))],
         is_alone=is_alone,
+        residents=memgraph.residents.astype(np.int32),
     )
 
 

@@ -106,6 +106,7 @@ class Plan(ShownMemory):
     """
 
     carried: Carried | None = None
+    _native: Any = None
 
     def __init__(
         self,
@@ -133,7 +134,6 @@ class Plan(ShownMemory):
         )
         self.pairs = request.donated
         self._request, self._executables, self._source = request, executables, source
-        self._native: Any = None
         self._lock = threading.Lock()
 
     @property
@@ -203,8 +203,13 @@ class Plan(ShownMemory):
 
     @functools.cached_property
     def bytes_reloaded(self) -> int:
-        """Bytes that one run copies to the device."""
+        """Bytes that one run copies to the device, if the one before has left there what stays."""
         return self.memgraph.moved_bytes(Kind.RELOAD)
+
+    @functools.cached_property
+    def resident_bytes(self) -> int:
+        """Bytes of arguments that stay on the device from one call to the next."""
+        return self.memgraph.resident_bytes()
 
     @functools.cached_property
     def recomputed(self) -> float:
@@ -295,6 +300,21 @@ class Plan(ShownMemory):
                 allocator.keep_nothing()
             allocator.give_back()
 
+    def residents(self) -> dict[str, int]:
+        """Bytes of each argument, by its name, that calls have left on the device and that are
+        there now."""
+        found: dict[str, int] = {}
+        if self._native is not None:
+            for argument, count in self._native.residents():
+                name = self._request.name_of(argument)
+                found[name] = found.get(name, 0) + count
+        return found
+
+    def release(self) -> None:
+        """Gives them up; the next call brings them again."""
+        if self._native is not None:
+            self._native.release()
+
     def last_report(self) -> Any:
         """The runtime's report of the last run, None before the first."""
         return None if self._native is None else self._native.last_report()
@@ -339,7 +359,8 @@ class Plan(ShownMemory):
     def build(self, graph: TaskGraph, **options: Any) -> MemGraph:
         """A MemGraph for this plan's budget, of its TaskGraph with other costs."""
         assert self.budget is not None, "without a limit nothing is placed anew"
-        return self._source.build(graph, self.budget, **options)
+        staying = self.memgraph.tensor[self.memgraph.residents].tolist()
+        return self._source.build(graph, self.budget, residents=staying, **options)
 
     def _disk_extent(self) -> Any:
         """Space for the tensors that go to disk, reserved before anything runs."""

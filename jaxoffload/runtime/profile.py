@@ -71,11 +71,17 @@ class Profile:
             best = np.minimum(mine, self.seconds[key])
         self.seconds[key] = best.tolist()
         self.runs[key] = self.runs.get(key, 0) + 1
+        moved = {
+            Kind.RELOAD: run.bytes_reloaded,
+            Kind.OFFLOAD: run.bytes_offloaded,
+            Kind.LOAD: run.bytes_loaded,
+            Kind.STORE: run.bytes_stored,
+        }
         for way, kind in _WAYS.items():
             copies = np.flatnonzero(graph.kind == kind)
             busy = float(took[copies].sum())
             if busy > 0:
-                rate = graph.moved_bytes(kind) / busy
+                rate = moved[kind] / busy
                 self.rates[way] = max(rate, self.rates.get(way, 0.0))
         tasks = graph.taskgraph.vertices
         work = np.array([(v.flops, v.traffic) for v in tasks]).reshape(-1, 2)

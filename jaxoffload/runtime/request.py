@@ -22,6 +22,8 @@ class Request:
       disk_arguments: those that are on disk.
       reloads_all: no argument may be read where it is: kernels cannot reach some of them.
       argument_names: what the user calls each argument, for reports; empty where that is not known.
+      lasting: arguments of which the runtime knows from call to call whether they have changed, so
+        that they may stay on the device: those in a lower tier that are not donated.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Request:
     disk_arguments: frozenset[int] = frozenset()
     reloads_all: bool = False
     argument_names: tuple[str, ...] = ()
+    lasting: frozenset[int] = frozenset()
 
     def name_of(self, argument: int) -> str:
         """What the user calls a flat argument, as far as that is known."""
@@ -64,7 +67,12 @@ def make_request(
     """
     pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, donated)
     disk = frozenset(i for i, tier in enumerate(tiers) if tier == "disk")
-    return Request(name, jaxpr, kinds, pairs, options, disk, argument_names=argument_names)
+    lasting = frozenset(i for i, tier in enumerate(tiers) if tier and not donated[i])
+    if options.memory is not None:  # to that, all memory is one
+        lasting = frozenset()
+    return Request(
+        name, jaxpr, kinds, pairs, options, disk, argument_names=argument_names, lasting=lasting
+    )
 
 
 def pair_donated(

@@ -134,6 +134,7 @@ class KeptPlan:
             encode(options),
             encode(request.disk_arguments),
             encode((request.reloads_all, may_run_whole)),
+            encode(request.lasting),
             encode(settings),
         ):
             made.update(b"%d:" % len(part) + part)

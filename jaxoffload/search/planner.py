@@ -52,6 +52,7 @@ from jaxoffload.search.drafts import Drafts
 from jaxoffload.search.fastest import Timed, fastest, in_other_orders
 from jaxoffload.search.least import least_cut, roughly_least_cut
 from jaxoffload.search.program import CutProgram
+from jaxoffload.search.resident import with_residents
 
 logger = logging.getLogger(__name__)
 
@@ -190,8 +191,14 @@ class Planner:
         return self._finish(best.cut, self._built(best, budget), budget, resident=False)
 
     def _built(self, best: Timed, budget: int) -> MemGraph:
-        """The MemGraph of the best draft."""
-        return self.build(best.cut.graph, budget, **best.rule)
+        """The MemGraph of the best draft; in it stays what is best kept from call to call."""
+        graph, rule = best.cut.graph, best.rule
+        return with_residents(
+            self.build(graph, budget, **rule),
+            self.request.lasting,
+            lambda tensors: self.build(graph, budget, residents=tensors, **rule),
+            self.machine,
+        )
 
     def _fastest_with_or_without_recomputing(self, cut: CompiledCut, budget: int) -> Timed:
         """As `fastest`. Where a cut recomputes and waits for copies all the same, the best that

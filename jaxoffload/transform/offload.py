@@ -211,6 +211,29 @@ class Offloaded:
                     latest, ended = make_run(plan, report), report.ended_ns
         return latest
 
+    def resident(self) -> dict[str, int]:
+        """What calls have left on the device for the next one, and is there now: bytes of each
+        argument, by its name.
+
+        Parts of arguments made by `host_put`, `disk_put` and `open_safetensors` that are not
+        donated stay, as far as `device_memory` has room: a call with the same arrays moves the rest
+        only. They go when another call needs their place, with `release`, and with this object.
+        """
+        found: dict[str, int] = {}
+        for plan in self._plans():
+            found.update(plan.residents())
+        return found
+
+    def release(self) -> None:
+        """Gives up what calls have left on the device; the next one brings it again."""
+        for plan in self._plans():
+            plan.release()
+
+    def _plans(self) -> list[Plan]:
+        """Every plan made so far, that of each signature last."""
+        programs = list(self._programs.values())
+        return [plan for program in programs for plan in program.plans_made()]
+
     def clear_cache(self) -> None:
         """Forgets what was traced, planned and compiled for calls so far."""
         self._programs.clear()

@@ -115,6 +115,11 @@ class Program:
         """Plans of calls inside a transformation."""
         return self._derived.made_plans()
 
+    def plans_made(self) -> list[Plan]:
+        """Those, and the one for direct calls."""
+        own = self._first.made() if self._plan is None else [self._plan]
+        return [*self.plans_inside(), *own]
+
     def _make_plan(self) -> Plan:
         plan = make_plan(self.request(), self._whole)
         self._say_if_idle(plan)

@@ -67,6 +67,7 @@ def build_memgraph(
     lookahead: int | None = None,
     places: list[int] | None = None,
     unreduced: bool = False,
+    residents: Sequence[int] = (),
 ) -> MemGraph:
     """Plans a TaskGraph for a budget.
 
@@ -86,6 +87,9 @@ def build_memgraph(
       places: the offset at which each tensor is first to be placed (`static_places`), -1 for any.
       unreduced: leave out the transitive reduction of the edges: such a graph takes as long in
         simulation, and is built sooner.
+      residents: tensors, parts of arguments that nothing overwrites, that stay on their devices
+        from their first reader on and after the run, in places of their own. Every working set
+        fits beside them.
 
     Raises:
       PlanError: the budget is below the smallest that can work, or no plan was found that does with
@@ -121,7 +125,7 @@ def build_memgraph(
         for tier in tiers:
             found = _native.build_memgraph(
                 graph.columns, capacity, tier, disk, in_place_io == "always", rule == "cheapest",
-                lookahead, places or [], unreduced,
+                lookahead, places or [], unreduced, list(residents),
             )  # fmt: skip
             if isinstance(found, int):
                 refused.append(found)

@@ -5,6 +5,7 @@ counted here only: the planner, its refusals and the reports ask here.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -112,14 +113,31 @@ def min_budget(graph: TaskGraph) -> tuple[int, int]:
 
 def min_budgets(graph: TaskGraph) -> list[tuple[int, int]]:
     """The same for each device by itself."""
-    columns, devices = graph.columns, num_devices(graph)
-    vertex, tensor = _places(graph)
-    need = np.zeros((devices, len(graph.vertices) or 1), dtype=np.int64)
-    np.add.at(need, (columns.tensor_device[tensor], vertex), _aligned(columns.bytes)[tensor])
+    need = _working_sets(graph)
     where = need.argmax(axis=1)
-    most = need[np.arange(devices), where]
-    spare = reserved_workspace(graph, devices)
+    most = need[np.arange(len(need)), where]
+    spare = reserved_workspace(graph, len(need))
     return [(m + s, v) for m, s, v in zip(most.tolist(), spare, where.tolist(), strict=True)]
+
+
+def least_room(graph: TaskGraph, residents: Sequence[int] = ()) -> int:
+    """Bytes of one device's arena that the largest working set takes.
+
+    Args:
+      residents: tensors that have places of their own, which do not count.
+    """
+    return int(_working_sets(graph, residents)[0].max())
+
+
+def _working_sets(graph: TaskGraph, without: Sequence[int] = ()) -> np.ndarray:
+    """Bytes of each device that each vertex takes while it runs, int64[devices, vertices]."""
+    columns = graph.columns
+    vertex, tensor = _places(graph)
+    bytes_ = _aligned(columns.bytes)
+    bytes_[np.array(without, dtype=np.int64)] = 0
+    need = np.zeros((num_devices(graph), len(graph.vertices) or 1), dtype=np.int64)
+    np.add.at(need, (columns.tensor_device[tensor], vertex), bytes_[tensor])
+    return need
 
 
 def _aligned(count: np.ndarray) -> np.ndarray:

@@ -108,7 +108,8 @@ class Machine:
         """Time of each vertex, float64[N]: copies by the links, kernels by their work.
 
         A vertex of which neither operations nor traffic are known takes the time that it was
-        given (`Vertex.seconds`).
+        given (`Vertex.seconds`). One that has nothing to do, as the run before has left on the
+        device what it would bring, takes none.
         """
         task = self.task_seconds(memgraph.taskgraph)
         seconds = task[memgraph.task_vertex] if memgraph.num_vertices else np.zeros(0)
@@ -124,6 +125,7 @@ class Machine:
             chosen = np.flatnonzero(memgraph.kind == kind)
             first = memgraph.inputs[memgraph.input_offsets[chosen]]
             seconds[chosen] = link.seconds(sizes[first])
+        seconds[memgraph.idle()] = 0.0
         return seconds
 
     @classmethod

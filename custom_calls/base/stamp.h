@@ -1,0 +1,33 @@
+// Which contents a piece of memory has. Whoever may change them renews it, and no two contents ever
+// have the same, whatever is at an address later.
+
+#ifndef JAXOFFLOAD_BASE_STAMP_H_
+#define JAXOFFLOAD_BASE_STAMP_H_
+
+#include <atomic>
+#include <cstdint>
+
+namespace jaxoffload {
+
+// Of memory of which nobody tells when it changes.
+constexpr uint64_t kNoStamp = 0;
+
+class Stamp {
+ public:
+  Stamp() { Renew(); }
+
+  uint64_t value() const { return value_.load(std::memory_order_relaxed); }
+  void Renew() { value_.store(Next(), std::memory_order_relaxed); }
+
+ private:
+  static uint64_t Next() {
+    static std::atomic<uint64_t> next{kNoStamp + 1};
+    return next.fetch_add(1, std::memory_order_relaxed);
+  }
+
+  std::atomic<uint64_t> value_;
+};
+
+}  // namespace jaxoffload
+
+#endif  // JAXOFFLOAD_BASE_STAMP_H_
