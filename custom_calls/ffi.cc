@@ -114,7 +114,8 @@ std::shared_ptr<Run> Submit(const BoundPlan& bound, ffi::RemainingArgs operands,
   std::vector<char*> arguments(loaded.argument_bytes().size(), nullptr);
   std::vector<std::shared_ptr<DiskSource>> sources(arguments.size());
   std::vector<std::shared_ptr<void>> owners;
-  std::vector<uint64_t> stamps(arguments.size(), kNoStamp);
+  Contents contents;
+  contents.argument_stamps.assign(arguments.size(), kNoStamp);
   std::vector<int64_t> operand_bytes;
   std::vector<size_t> operand_index;
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -122,7 +123,9 @@ std::shared_ptr<Run> Submit(const BoundPlan& bound, ffi::RemainingArgs operands,
       arguments[i] = bound.arguments[i].address;
       sources[i] = bound.arguments[i].source;
       owners.push_back(bound.arguments[i].owner);
-      if (bound.arguments[i].stamp) stamps[i] = bound.arguments[i].stamp->value();
+      if (bound.arguments[i].stamp) {
+        contents.argument_stamps[i] = bound.arguments[i].stamp->value();
+      }
       continue;
     }
     operand_index.push_back(i);
@@ -136,7 +139,7 @@ std::shared_ptr<Run> Submit(const BoundPlan& bound, ffi::RemainingArgs operands,
         plan->set_last_report(report);
         done(*report, *plan);
       },
-      std::move(sources), {}, std::move(owners), std::move(stamps));
+      std::move(sources), {}, std::move(owners), std::move(contents));
 }
 
 std::string Failure(const RunReport& report, const Plan& plan) {

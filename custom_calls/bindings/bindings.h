@@ -37,6 +37,9 @@ void BindMemGraph(nb::module_& m);
 void BindHost(nb::module_& m);
 void BindDisk(nb::module_& m);
 
+// Copies what any client's runs have left on a device and owe to an array in host memory.
+void SettleAll(const char* array);
+
 template <typename T>
 using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 

@@ -45,6 +45,16 @@ std::shared_ptr<Client> AdoptClient(const std::string& plugin_path, uintptr_t cl
                                 std::move(ordinals), driver_path));
 }
 
+std::vector<std::shared_ptr<Client>> AliveClients() {
+  std::vector<std::shared_ptr<Client>> alive;
+  Clients& clients = AllClients();
+  MutexLock lock(clients.mutex);
+  for (const std::weak_ptr<Client>& each : clients.list) {
+    if (std::shared_ptr<Client> client = each.lock()) alive.push_back(std::move(client));
+  }
+  return alive;
+}
+
 // Called by Python's atexit: no lane may be running when static objects of XLA are destroyed, and
 // no thread may be about to ask for the GIL when the interpreter goes away.
 void ShutdownClients() {
@@ -52,14 +62,7 @@ void ShutdownClients() {
   DiskStore::KeepBytes();
   exit_state.thread = std::this_thread::get_id();
   exit_state.exiting = true;
-  std::vector<std::shared_ptr<Client>> alive;
-  {
-    Clients& clients = AllClients();
-    MutexLock lock(clients.mutex);
-    for (const std::weak_ptr<Client>& each : clients.list) {
-      if (std::shared_ptr<Client> client = each.lock()) alive.push_back(std::move(client));
-    }
-  }
+  const std::vector<std::shared_ptr<Client>> alive = AliveClients();
   for (const std::shared_ptr<Client>& client : alive) client->Shutdown();
   // Bounded, for such a thread may be behind one that never lets go of the GIL.
   for (int i = 0; i < 2000 && exit_state.num_returning > 0; ++i) {
@@ -73,6 +76,10 @@ void CheckDevice(const Client& client, const char* caller, int32_t device) {
 }
 
 }  // namespace
+
+void SettleAll(const char* array) {
+  for (const std::shared_ptr<Client>& client : AliveClients()) client->Settle(array);
+}
 
 void BindClient(nb::module_& m) {
   nb::class_<Client>(m, "Client", nb::is_weak_referenceable(), nb::type_slots(only_made))

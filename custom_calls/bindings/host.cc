@@ -16,6 +16,10 @@ void BindHost(nb::module_& m) {
       .def("__len__", &HostBuffer::bytes)
       .def("renew_stamp", [](const HostBuffer& buffer) { buffer.stamp()->Renew(); })
       .def_prop_ro("__array_interface__", [](const HostBuffer& buffer) {
+        {
+          const WithoutGil without_gil;
+          SettleAll(buffer.data().get());
+        }
         nb::dict found;
         found["version"] = 3;
         found["shape"] = nb::make_tuple(buffer.bytes());

@@ -96,6 +96,7 @@ nb::dict ToDict(MemGraphColumns found) {
   arrays["edge_head"] = Owned(std::move(found.edge_head));
   arrays["edge_kind"] = Owned(std::move(found.edge_kind));
   arrays["residents"] = Owned(std::move(found.residents));
+  arrays["owed"] = Owned(std::move(found.owed));
   return arrays;
 }
 

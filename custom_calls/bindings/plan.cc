@@ -42,6 +42,8 @@ struct Places {
         owners.push_back(buffer.data());
         stamps.resize(addresses.size() + 1);
         stamps.back() = buffer.stamp();
+        owner_of.resize(addresses.size() + 1);
+        owner_of.back() = buffer.data();
         addresses.push_back(static_cast<char*>(owners.back().get()));
       } else {
         addresses.push_back(reinterpret_cast<char*>(nb::cast<uintptr_t>(entry)));
@@ -53,7 +55,9 @@ struct Places {
   std::vector<char*> addresses;
   std::vector<std::shared_ptr<Source>> sources;
   std::vector<std::shared_ptr<void>> owners;
-  std::vector<std::shared_ptr<Stamp>> stamps;  // null for others, or beyond its end
+  // Of HostBuffers; null for others, or beyond their ends.
+  std::vector<std::shared_ptr<Stamp>> stamps;
+  std::vector<std::shared_ptr<void>> owner_of;
 };
 
 unsigned long main_thread = 0;  // Python's identifier of it
@@ -69,11 +73,15 @@ std::shared_ptr<const RunReport> RunAndWait(Plan& plan, const std::vector<nb::ob
   const Places<DiskExtent> to(results);
   std::vector<std::shared_ptr<void>> owners = from.owners;
   owners.insert(owners.end(), to.owners.begin(), to.owners.end());
-  std::vector<uint64_t> stamps;
-  for (const auto& stamp : from.stamps) stamps.push_back(stamp ? stamp->value() : kNoStamp);
+  Contents contents;
+  for (const auto& stamp : from.stamps) {
+    contents.argument_stamps.push_back(stamp ? stamp->value() : kNoStamp);
+  }
   for (const auto& stamp : to.stamps) {
     if (stamp) stamp->Renew();  // from now on other bytes may be there
+    contents.result_stamps.push_back(stamp ? stamp->value() : kNoStamp);
   }
+  contents.result_owners = to.owner_of;
   // Signals are Python's main thread's business; others need not wake up for them.
   const bool is_main = PyThread_get_thread_ident() == main_thread;
   bool interrupted = false;
@@ -81,7 +89,7 @@ std::shared_ptr<const RunReport> RunAndWait(Plan& plan, const std::vector<nb::ob
   {
     const WithoutGil without_gil;
     run = plan.Submit(from.addresses, to.addresses, options, nullptr, from.sources, to.sources,
-                      std::move(owners), std::move(stamps));
+                      std::move(owners), std::move(contents));
     while (!interrupted && !run->WaitFor(std::chrono::milliseconds(50))) {
       if (!is_main) continue;
       nb::gil_scoped_acquire acquire;
@@ -114,7 +122,7 @@ std::shared_ptr<Plan> NewPlan(
     std::vector<std::string> descriptions, const std::vector<std::pair<int32_t, int32_t>>& donated,
     int64_t disk_bytes, const nb::object& disk, const std::vector<bool>& argument_on_disk,
     const std::vector<bool>& result_on_disk, bool is_alone,
-    const Array<int32_t>& residents) {
+    const Array<int32_t>& residents, const Array<int32_t>& owed) {
   PlanArrays a;
   a.kind = ToVector(kind);
   a.lane = ToVector(lane);
@@ -146,6 +154,7 @@ std::shared_ptr<Plan> NewPlan(
   a.disk_bytes = disk_bytes;
   a.is_alone = is_alone;
   a.residents = ToVector(residents);
+  a.owed = ToVector(owed);
   a.argument_on_disk.assign(argument_on_disk.begin(), argument_on_disk.end());
   a.result_on_disk.assign(result_on_disk.begin(), result_on_disk.end());
   std::shared_ptr<DiskExtent> extent;
@@ -199,6 +208,7 @@ void BindReport(nb::module_& m) {
       .def_ro("bytes_loaded", &RunReport::bytes_loaded)
       .def_ro("bytes_stored", &RunReport::bytes_stored)
       .def_ro("bytes_found", &RunReport::bytes_found)
+      .def_ro("bytes_left", &RunReport::bytes_left)
       .def_ro("copied_outputs", &RunReport::copied_outputs)
       .def_ro("realigned_bytes", &RunReport::realigned_bytes)
       .def_ro("cancelled", &RunReport::cancelled)
@@ -222,7 +232,7 @@ void BindPlan(nb::module_& m) {
            "descriptions"_a = std::vector<std::string>(),
            "donated"_a = std::vector<std::pair<int32_t, int32_t>>(), "disk_bytes"_a = 0,
            "disk"_a = nb::none(), "argument_on_disk"_a = std::vector<bool>(),
-           "result_on_disk"_a = std::vector<bool>(), "is_alone"_a = false, "residents"_a)
+           "result_on_disk"_a = std::vector<bool>(), "is_alone"_a = false, "residents"_a, "owed"_a)
       .def_prop_ro("num_vertices", [](const Plan& p) { return p.loaded().num_vertices(); })
       .def_prop_ro("num_versions", [](const Plan& p) { return p.loaded().num_versions(); })
       .def_prop_ro("arena_bytes", [](const Plan& p) { return p.loaded().arena_bytes(); })

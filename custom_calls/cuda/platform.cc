@@ -125,7 +125,7 @@ PJRT_Error* CudaPlatform::Allocate(int32_t device, int64_t bytes) {
 }
 
 void CudaPlatform::Deallocate(DeviceArena& arena) {
-  residents().ForgetBeyond(static_cast<int32_t>(&arena - arenas_.data()), 0);
+  ForgetBeyond(static_cast<int32_t>(&arena - arenas_.data()), 0);
   if (arena.buffer != nullptr) DestroyBuffer(api_, arena.buffer);
   arena.buffer = nullptr;
   arena.base = nullptr;

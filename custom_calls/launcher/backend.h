@@ -17,6 +17,13 @@
 
 namespace jaxoffload {
 
+// What is known of the caller's arrays beside their addresses: stamps (base/stamp.h), and owners of
+// results that may be paid later what a run leaves on a device. What is beyond an end has none.
+struct Contents {
+  std::vector<uint64_t> argument_stamps, result_stamps;
+  std::vector<std::shared_ptr<void>> result_owners;
+};
+
 // One run as a Backend sees it.
 struct RunContext {
   // Of the caller's flat arguments and results. Begin may replace an argument's address.
@@ -28,11 +35,15 @@ struct RunContext {
   std::vector<std::shared_ptr<DiskExtent>> result_extents;
   // Of each version; the launcher fills it between Begin and the first vertex.
   std::vector<char*> address;
-  // Of arguments (base/stamp.h); those beyond its end have none.
-  std::vector<uint64_t> argument_stamps;
-  // Of each vertex, whether it has nothing to do: the tensor that it would bring is there already.
-  // Begin says so.
+  Contents contents;
+  // Of each vertex, whether it has nothing to do: the tensor that it would bring is there already,
+  // or what it would copy away stays. Begin says so.
   std::vector<uint8_t> is_idle;
+  // Of each vertex, whether it was begun, even if it failed. Written by its lane.
+  std::vector<uint8_t> begun;
+  // Of each result, whether its bytes are neither what they were nor what they should be, though no
+  // vertex wrote to it. End says so.
+  std::vector<uint8_t> lost_results;
   // Whether what is there already is to be compared with what it should be, where that is seen.
   bool check = false;
   // Set when the run is to stop: long copies look at it now and then. Relaxed: it only saves time,

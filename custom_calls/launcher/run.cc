@@ -35,7 +35,6 @@ Run::Run(std::shared_ptr<const LoadedPlan> plan, std::shared_ptr<Backend> backen
       pending_(plan_->num_vertices()),
       start_ns_(plan_->num_vertices(), -1),
       end_ns_(plan_->num_vertices(), -1),
-      begun_(plan_->num_vertices(), 0),
       lane_end_ns_(plan_->lanes().size(), -1),
       draft_(std::make_shared<RunReport>()) {
   if (done) callback_ = std::make_shared<Callback>(Callback{std::move(done), nullptr});
@@ -43,6 +42,7 @@ Run::Run(std::shared_ptr<const LoadedPlan> plan, std::shared_ptr<Backend> backen
   context_.results = std::move(results);
   context_.address.resize(plan_->num_versions());
   context_.is_idle.assign(plan_->num_vertices(), 0);
+  context_.begun.assign(plan_->num_vertices(), 0);
   context_.check = options.check;
   for (int32_t v = 0; v < plan_->num_vertices(); ++v) {
     unmet_[v].store(plan_->indegree(v), std::memory_order_relaxed);
@@ -127,7 +127,7 @@ void Run::Execute(int32_t vertex_id) {
       return;
     }
     start_ns_[vertex_id] = Now();
-    begun_[vertex_id] = 1;
+    context_.begun[vertex_id] = 1;
     if (backend_->Execute(vertex_id, context_, &error)) {
       if (!is_windowed_) End(vertex_id);
       return;
@@ -198,14 +198,18 @@ void Run::End() {
   context_.argument_sources.clear();
   context_.result_extents.clear();
   owners_.clear();
+  context_.contents = Contents();
   RunReport* const report = draft_.get();
+  for (size_t j = 0; j < context_.lost_results.size(); ++j) {
+    if (context_.lost_results[j]) report->touched_results[j] = 1;
+  }
   report->wall_ns = Now();
   report->ended_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
                          std::chrono::steady_clock::now().time_since_epoch())
                          .count();
   for (int32_t v = 0; v < plan_->num_vertices(); ++v) {
     report->lane[v] = plan_->lane(v);
-    if (begun_[v]) NoteTouchedResults(v, report);
+    if (context_.begun[v] && !context_.is_idle[v]) NoteTouchedResults(v, report);
     if (end_ns_[v] < 0) {
       start_ns_[v] = -1;
       continue;
@@ -222,6 +226,7 @@ void Run::End() {
     const int64_t bytes = plan_->bytes(plan_->input(plan_->inputs(v).begin));
     if (context_.is_idle[v]) {
       if (plan_->kind(v) == Kind::kReload) report->bytes_found += bytes;
+      if (plan_->kind(v) == Kind::kOffload) report->bytes_left += bytes;
       continue;
     }
     if (plan_->kind(v) == Kind::kOffload) report->bytes_offloaded += bytes;

@@ -45,6 +45,7 @@ struct RunReport {
   int64_t bytes_loaded = 0;
   int64_t bytes_stored = 0;
   int64_t bytes_found = 0;  // that a run before had left on the devices
+  int64_t bytes_left = 0;   // that are left there instead of being offloaded
   int64_t copied_outputs = 0;
   int64_t realigned_bytes = 0;
   bool cancelled = false;
@@ -72,8 +73,8 @@ class Run {
     context_.result_extents = std::move(results);
   }
 
-  // Before the run is submitted: the stamps of arguments that have some.
-  void SetStamps(std::vector<uint64_t> stamps) { context_.argument_stamps = std::move(stamps); }
+  // Before the run is submitted: what is known of the caller's arrays.
+  void SetContents(Contents contents) { context_.contents = std::move(contents); }
 
   // Before the run is submitted: owners of arguments' and results' memory, let go at its end.
   void Hold(std::vector<std::shared_ptr<void>> owners) { owners_ = std::move(owners); }
@@ -162,8 +163,6 @@ class Run {
   std::atomic<int32_t> pending_;
   std::vector<int64_t> start_ns_;
   std::vector<int64_t> end_ns_;
-  // Whether a vertex was begun, even if it failed. Written by its lane, read after the last vertex.
-  std::vector<uint8_t> begun_;
   bool is_windowed_ = false;
   std::vector<int64_t> lane_end_ns_;  // with a window: the last end on each lane
   std::unique_ptr<LiveRanges> live_ranges_;

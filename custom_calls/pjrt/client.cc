@@ -194,30 +194,52 @@ void Client::RegisterFfiHandlers(const std::vector<std::pair<std::string, void*>
 namespace {
 
 // A run without vertices whose Begin has the arenas to itself.
-class TrimBackend : public Backend {
+class AloneBackend : public Backend {
  public:
-  explicit TrimBackend(Client& client) : client_(client) {}
+  explicit AloneBackend(std::function<void()> task) : task_(std::move(task)) {}
   char* DeviceBase(int32_t) override { return nullptr; }
   char* HostBase() override { return nullptr; }
-  void Begin(RunContext&) override { client_.platform().Trim(); }
+  void Begin(RunContext&) override { task_(); }
   bool Execute(int32_t, RunContext&, std::string*) override { return true; }
   void End(RunContext&) override {}
 
  private:
-  Client& client_;
+  const std::function<void()> task_;
 };
 
 }  // namespace
 
 void Client::Trim() {
   if (IsForked()) return;  // no run has used anything here, nor will
+  RunAlone([this] { platform().Trim(); });
+}
+
+void Client::Settle(const char* array) {
+  Residents& residents = platform().residents();
+  if (!residents.Owes(array)) return;
+  const auto settle = [this, &residents, array] {
+    residents.Settle(array, [this](const Resident& each) { platform().Pay(each); });
+  };
+  if (!IsForked()) return RunAlone(settle);
+  if (platform().window() > 0) {
+    throw std::runtime_error(
+        "the array is on the GPU, which a forked process cannot use. Read it before the fork, or "
+        "call release() of the function that made it.");
+  }
+  settle();  // from this process's copy of the arena
+}
+
+void Client::RunAlone(std::function<void()> task) {
   PlanArrays empty;
   empty.succ_offsets = empty.input_offsets = empty.output_offsets = empty.dims_offsets = {0};
   auto plan = std::make_shared<LoadedPlan>(LoadedPlan::Load(std::move(empty), num_devices(), 0));
-  auto run = std::make_shared<Run>(plan, std::make_shared<TrimBackend>(*this), std::vector<char*>(),
-                                   std::vector<char*>(), RunOptions());
+  auto run =
+      std::make_shared<Run>(plan, std::make_shared<AloneBackend>(std::move(task)),
+                            std::vector<char*>(), std::vector<char*>(), RunOptions());
   launcher_.Submit(run);
   run->Wait();
+  const std::string& error = run->report()->error_message;
+  if (!error.empty()) throw std::runtime_error(error);
 }
 
 Executable::Executable(std::shared_ptr<Client> client, PJRT_LoadedExecutable* loaded, Origin origin)

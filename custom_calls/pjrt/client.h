@@ -5,6 +5,7 @@
 #define JAXOFFLOAD_PJRT_CLIENT_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -63,6 +64,10 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // Gives the device arenas' memory back, once no run is active. Waits for that.
   void Trim();
+  // Copies what runs have left on the devices and owe to an array in host memory, once no run is
+  // active. Waits for that. Throws std::runtime_error: it is lost, or on a GPU and this is a forked
+  // child.
+  void Settle(const char* array);
 
   // Ends the launcher; later runs are refused. For the end of the process.
   void Shutdown() { launcher_.Shutdown(); }
@@ -84,6 +89,9 @@ class Client : public std::enable_shared_from_this<Client> {
   Launcher& launcher() { return launcher_; }
 
  private:
+  // Calls it between two runs, and waits for that.
+  void RunAlone(std::function<void()> task);
+
   Client(const PJRT_Api* api, PJRT_Client* client, bool is_ours, int32_t num_devices,
          std::vector<PJRT_Device*> devices, std::unique_ptr<Platform> platform,
          std::shared_ptr<CudaDriver> driver);

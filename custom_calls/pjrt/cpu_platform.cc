@@ -6,6 +6,12 @@
 
 namespace jaxoffload {
 
+void Platform::Pay(const Resident& resident) {
+  static const std::atomic<bool> never{false};
+  CopyNow(resident.owed_to + resident.part_start, ArenaBase(resident.device) + resident.start,
+          resident.bytes, never);
+}
+
 CpuPlatform::CpuPlatform(const PJRT_Api* api, PJRT_Client* client,
                          std::vector<PJRT_Device*> devices)
     : api_(api), client_(client), devices_(std::move(devices)) {
@@ -15,8 +21,9 @@ CpuPlatform::CpuPlatform(const PJRT_Api* api, PJRT_Client* client,
 }
 
 void CpuPlatform::Release(int32_t device, int64_t bytes) {
+  // Before the pages go; what is below the other leases stays.
+  ForgetBeyond(device, arenas_[device]->leased_bytes_without(bytes));
   arenas_[device]->Release(bytes);
-  residents().ForgetBeyond(device, arenas_[device]->leased_bytes());
 }
 
 void CpuPlatform::Trim() {
@@ -26,7 +33,7 @@ void CpuPlatform::Trim() {
 }
 
 void CpuPlatform::TrimBeyond(int32_t device, int64_t bytes) {
-  residents().ForgetBeyond(device, bytes);
+  ForgetBeyond(device, bytes);
   arenas_[device]->TrimBeyond(bytes);
 }
 

@@ -76,7 +76,7 @@ std::shared_ptr<Run> Plan::Submit(std::vector<char*> arguments, std::vector<char
                                   std::vector<std::shared_ptr<DiskSource>> argument_sources,
                                   std::vector<std::shared_ptr<DiskExtent>> result_extents,
                                   std::vector<std::shared_ptr<void>> owners,
-                                  std::vector<uint64_t> stamps) {
+                                  Contents contents) {
   argument_sources.resize(arguments.size());
   result_extents.resize(results.size());
   for (size_t i = 0; i < arguments.size() && i < loaded_->argument_bytes().size(); ++i) {
@@ -84,8 +84,8 @@ std::shared_ptr<Run> Plan::Submit(std::vector<char*> arguments, std::vector<char
     CheckSource("arguments", i, argument_sources[i].get(), on_disk, loaded_->argument_bytes()[i]);
     if (!on_disk) continue;
     arguments[i] = argument_sources[i]->tag();
-    stamps.resize(arguments.size(), kNoStamp);
-    stamps[i] = argument_sources[i]->stamp();
+    contents.argument_stamps.resize(arguments.size(), kNoStamp);
+    contents.argument_stamps[i] = argument_sources[i]->stamp();
   }
   for (size_t i = 0; i < results.size() && i < loaded_->result_bytes().size(); ++i) {
     const bool on_disk = loaded_->result_on_disk(static_cast<int32_t>(i));
@@ -100,7 +100,7 @@ std::shared_ptr<Run> Plan::Submit(std::vector<char*> arguments, std::vector<char
                                    options, std::move(done));
   run->SetDisk(std::move(argument_sources), std::move(result_extents));
   run->Hold(std::move(owners));
-  run->SetStamps(std::move(stamps));
+  run->SetContents(std::move(contents));
   client_->launcher().Submit(run);
   return run;
 }

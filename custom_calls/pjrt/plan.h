@@ -40,7 +40,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
       std::function<void(const std::shared_ptr<const RunReport>&)> done = nullptr,
       std::vector<std::shared_ptr<DiskSource>> argument_sources = {},
       std::vector<std::shared_ptr<DiskExtent>> result_extents = {},
-      std::vector<std::shared_ptr<void>> owners = {}, std::vector<uint64_t> stamps = {});
+      std::vector<std::shared_ptr<void>> owners = {}, Contents contents = {});
 
   // What is on the devices now of what its runs have left there: parts of arguments, and bytes.
   std::vector<std::pair<int32_t, int64_t>> residents() const;

@@ -87,7 +87,8 @@ PlanBackend::~PlanBackend() {
 
 void PlanBackend::AddResidents() {
   MutexLock lock(residents_mutex_);
-  for (const int32_t version : plan_->residents()) {
+  for (size_t i = 0; i < plan_->residents().size(); ++i) {
+    const int32_t version = plan_->residents()[i], owed = plan_->owed()[i];
     Staying staying;
     staying.reload = plan_->writer(version);
     const int32_t brought = plan_->input(plan_->inputs(staying.reload).begin);
@@ -96,36 +97,90 @@ void PlanBackend::AddResidents() {
       staying.load = plan_->writer(brought);
     }
     staying.argument = plan_->index(source);
+    if (owed >= 0) {
+      staying.overwriter = plan_->writer(plan_->SuccessorOf(version));
+      staying.offload = plan_->writer(owed);
+      staying.result = plan_->index(owed);
+    }
     staying.place = {plan_->index(version), plan_->offset(version), plan_->bytes(version), kNoStamp,
                      plan_->offset(source)};
     staying_.push_back(staying);
   }
 }
 
+namespace {
+
+// Why a vertex is idle: what it would bring is in its place, and the same is where it would take it
+// from; or not.
+constexpr uint8_t kSeen = 1, kUnseen = 2;
+
+template <typename T>
+T At(const std::vector<T>& values, int32_t index) {
+  const auto at = static_cast<size_t>(index);
+  return at < values.size() ? values[at] : T();
+}
+
+}  // namespace
+
 void PlanBackend::FindResidents(RunContext& context) {
   MutexLock lock(residents_mutex_);
-  const std::vector<uint64_t>& stamps = context.argument_stamps;
-  std::vector<Resident> wanted;
+  std::vector<Residents::Wanted> wanted;
   for (Staying& staying : staying_) {
-    const auto argument = static_cast<size_t>(staying.argument);
-    staying.place.stamp = argument < stamps.size() ? stamps[argument] : kNoStamp;
-    wanted.push_back(staying.place);
+    staying.place.stamp = At(context.contents.argument_stamps, staying.argument);
+    wanted.push_back({staying.place, staying.overwriter >= 0});
+    staying.found = Residents::Found::kNo;
+    staying.is_owed = false;
   }
-  const std::vector<uint8_t> is_there =
-      platform_.residents().Keep(plan_->arena_bytes(), wanted);
+  const std::vector<Residents::Found> found =
+      platform_.residents().Keep(plan_->arena_bytes(), context.arguments, wanted,
+                                 [this](const Resident& each) { platform_.Pay(each); });
   for (size_t i = 0; i < staying_.size(); ++i) {
-    if (!is_there[i]) continue;
-    context.is_idle[staying_[i].reload] = 1;
-    if (staying_[i].load >= 0) context.is_idle[staying_[i].load] = 1;
+    Staying& staying = staying_[i];
+    staying.found = found[i];
+    staying.is_owed = staying.result >= 0 &&
+                      At(context.contents.result_owners, staying.result) != nullptr;
+    if (staying.is_owed) context.is_idle[staying.offload] = kUnseen;
+    if (found[i] == Residents::Found::kNo) continue;
+    context.is_idle[staying.reload] = found[i] == Residents::Found::kOwed ? kUnseen : kSeen;
+    if (staying.load >= 0) context.is_idle[staying.load] = kUnseen;
   }
 }
 
-void PlanBackend::LeaveResidents(const RunContext& context) {
-  // A run that is stopped may have left a copy half done.
-  if (context.abort.load(std::memory_order_relaxed)) return;
+void PlanBackend::LeaveResidents(RunContext& context) {
   MutexLock lock(residents_mutex_);
-  for (const Staying& staying : staying_) {
-    if (staying.place.stamp != kNoStamp) platform_.residents().Add(staying.place);
+  // A run that is stopped may have left a copy half done.
+  const bool is_stopped = context.abort.load(std::memory_order_relaxed);
+  for (Staying& staying : staying_) {
+    if (staying.overwriter >= 0) {
+      staying.place.stamp = At(context.contents.result_stamps, staying.result);
+    }
+    if (is_stopped) {
+      RestoreResident(staying, context);
+    } else if (staying.overwriter < 0 || staying.is_owed) {
+      if (staying.is_owed) Owe(staying, context);
+      if (staying.place.stamp != kNoStamp) platform_.residents().Add(staying.place);
+    }
+    staying.place.owed_to = nullptr;
+    staying.place.owner.reset();
+  }
+}
+
+// The array is that of the donated argument, too.
+void PlanBackend::Owe(Staying& staying, const RunContext& context) {
+  staying.place.owed_to = context.results[staying.result];
+  staying.place.owner = At(context.contents.result_owners, staying.result);
+}
+
+void PlanBackend::RestoreResident(Staying& staying, RunContext& context) {
+  // What nothing writes over was not forgotten when the run began.
+  if (staying.overwriter < 0 || staying.found == Residents::Found::kNo) return;
+  const bool was_owed = staying.found == Residents::Found::kOwed;
+  if (!context.begun[staying.overwriter]) {
+    if (was_owed) Owe(staying, context);
+    platform_.residents().Add(staying.place);
+  } else if (was_owed) {
+    context.lost_results.resize(context.results.size(), 0);
+    context.lost_results[staying.result] = 1;
   }
 }
 
@@ -145,7 +200,7 @@ void PlanBackend::Release() {
     MutexLock lock(residents_mutex_);
     std::vector<Resident> these;
     for (const Staying& staying : staying_) these.push_back(staying.place);
-    platform_.residents().Forget(these);
+    platform_.residents().Forget(these, [this](const Resident& each) { platform_.Pay(each); });
   }
   if (platform_.residents().empty()) client_->Trim();
 }
@@ -415,8 +470,8 @@ bool PlanBackend::Execute(int32_t vertex_id, RunContext& context, std::string* e
 bool PlanBackend::IsThere(int32_t vertex_id, const RunContext& context, std::string* error) const {
   const int32_t from = plan_->input(plan_->inputs(vertex_id).begin);
   const int32_t to = plan_->output(plan_->outputs(vertex_id).begin);
-  const bool is_seen = plan_->space(from) == Space::kArgument &&
-                       plan_->kind(vertex_id) == Kind::kReload && platform_.window() == 0;
+  const bool is_seen = context.is_idle[vertex_id] == kSeen &&
+                       plan_->space(from) == Space::kArgument && platform_.window() == 0;
   if (!is_seen ||
       std::memcmp(context.address[from], context.address[to], plan_->bytes(to)) == 0) {
     return true;

@@ -91,13 +91,23 @@ class PlanBackend : public Backend {
     int32_t reload = -1;
     int32_t load = -1;  // from disk, if nobody else needs what that brings
     int32_t argument = -1;
+    // Of one that is written over: by which vertex, and what copies it to which result, unless that
+    // can be owed.
+    int32_t overwriter = -1;
+    int32_t offload = -1;
+    int32_t result = -1;
     Resident place{};  // the stamp is that of the last run
+    Residents::Found found = Residents::Found::kNo;  // by this run
+    bool is_owed = false;                            // by this run, if it succeeds
   };
 
   void AddResidents();
   // Before a run: which of them are there. After it: all of them, if it was not stopped.
   void FindResidents(RunContext& context) EXCLUDES(residents_mutex_);
-  void LeaveResidents(const RunContext& context) EXCLUDES(residents_mutex_);
+  void LeaveResidents(RunContext& context) EXCLUDES(residents_mutex_);
+  static void Owe(Staying& staying, const RunContext& context);
+  // After a run that was stopped: what of them is as it was, and what is lost.
+  void RestoreResident(Staying& staying, RunContext& context) REQUIRES(residents_mutex_);
 
   void AddCall(int32_t vertex_id);
   void CheckOutput(int32_t vertex_id, int64_t position, int32_t version_id) const;

@@ -57,8 +57,10 @@ class Platform {
   // Lets no copy be faster than so many bytes a second (0: as fast as it is): another machine's
   // link, for measurements. False where copies are real ones over a link.
   virtual bool Throttle(int64_t /*bytes_per_second*/) { return false; }
-  // What is in the arenas between runs. Platforms forget what they give back.
+  // What is in the arenas between runs. Platforms pay and forget what they give back.
   Residents& residents() { return residents_; }
+  // Copies what is owed to an array. Throws as CopyNow.
+  void Pay(const Resident& resident);
   virtual int64_t leased_bytes(int32_t device) const = 0;
   virtual int64_t resident_bytes(int32_t device) const = 0;
 
@@ -74,6 +76,11 @@ class Platform {
   // Copies between any two addresses and returns when it is done. Throws std::runtime_error.
   virtual void CopyNow(char* to, const char* from, int64_t bytes,
                        const std::atomic<bool>& abort) = 0;
+
+ protected:
+  void ForgetBeyond(int32_t device, int64_t bytes) {
+    residents_.ForgetBeyond(device, bytes, [this](const Resident& each) { Pay(each); });
+  }
 
  private:
   Residents residents_;

@@ -309,8 +309,9 @@ LoadedPlan LoadedPlan::Load(PlanArrays arrays, int32_t num_devices, int32_t num_
 }
 
 void LoadedPlan::CheckResidents() const {
+  if (a_.owed.size() != a_.residents.size()) Refuse("owed has not one entry for each resident");
   for (size_t i = 0; i < a_.residents.size(); ++i) {
-    const int32_t version = a_.residents[i];
+    const int32_t version = a_.residents[i], result = a_.owed[i];
     const auto refuse = [&](const char* why) {
       Refuse(Entry("residents", static_cast<int64_t>(i), version) + why);
     };
@@ -319,11 +320,30 @@ void LoadedPlan::CheckResidents() const {
         kind(writer_[version]) != Kind::kReload) {
       refuse(" is not reloaded to a device");
     }
-    if (SourceOf(version) < 0) refuse(" is no part of an argument");
-    if (std::find(a_.overwritten.begin(), a_.overwritten.end(), version) != a_.overwritten.end()) {
-      refuse(" is overwritten");
+    const int32_t source = SourceOf(version);
+    if (source < 0) refuse(" is no part of an argument");
+    int32_t last = version;
+    while (SuccessorOf(last) >= 0) last = SuccessorOf(last);
+    if ((last == version) != (result < 0)) refuse(" is overwritten and not owed, or owed and not");
+    if (last == version) continue;
+    if (result >= num_versions() || space(result) != Space::kResult || writer_[result] < 0 ||
+        kind(writer_[result]) != Kind::kOffload || offset(result) != offset(source) ||
+        bytes(result) != bytes(version)) {
+      refuse(" is owed to no result");
+    }
+    if (input(inputs(writer_[result]).begin) != last) refuse(" is owed from elsewhere");
+  }
+}
+
+int32_t LoadedPlan::SuccessorOf(int32_t version) const {
+  const Range all = readers(version);
+  for (int64_t r = all.begin; r < all.end; ++r) {
+    const Range written = outputs(reader(r));
+    for (int64_t o = written.begin; o < written.end; ++o) {
+      if (overwritten(o) == version && output(o) != version) return output(o);
     }
   }
+  return -1;
 }
 
 int32_t LoadedPlan::SourceOf(int32_t resident) const {

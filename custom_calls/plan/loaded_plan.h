@@ -59,6 +59,7 @@ struct PlanArrays {
   std::vector<uint8_t> argument_on_disk;  // [number of flat arguments] or empty: none is
   std::vector<uint8_t> result_on_disk;    // [number of flat results] or empty
   std::vector<int32_t> residents;         // versions that stay in their places after a run
+  std::vector<int32_t> owed;              // [size of residents] a result version, or -1
   std::vector<std::string> descriptions;  // [N] or empty: vertices in words, for errors
 };
 
@@ -137,8 +138,13 @@ class LoadedPlan {
   // Versions that stay in their places after a run: parts of arguments, brought there by a reload
   // that has nothing to do where the run before has left them.
   const std::vector<int32_t>& residents() const { return a_.residents; }
+  // Of each of them: if it is written over, the version of the caller's result that what is there
+  // then is copied to, where it is not left in its place and owed; else -1.
+  const std::vector<int32_t>& owed() const { return a_.owed; }
   // The part of an argument that a resident version is a copy of, by way of the host tier perhaps.
   int32_t SourceOf(int32_t resident) const;
+  // The version that is written over one in its place, -1 if none is.
+  int32_t SuccessorOf(int32_t version) const;
 
   // "vertex 12 (reload of f32[4,8] at model.py:3:1 (f))"
   std::string Describe(int32_t vertex_id) const;

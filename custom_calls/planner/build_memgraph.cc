@@ -40,15 +40,71 @@ void Force(SimulatedMemory& memory, Victims& victims, int64_t vertex) {
   throw std::logic_error("a working set that fits was not placed in empty memory");
 }
 
-void CheckResidents(const TaskTable& table, const std::vector<int32_t>& residents) {
-  std::vector<bool> is_overwritten(table.num_tensors(), false), is_resident = is_overwritten;
-  const TaskColumns& columns = table.columns();
-  for (int64_t e = 0; e < columns.input_offsets[table.num_vertices()]; ++e) {
-    if (table.is_overwritten(e)) is_overwritten[columns.inputs[e]] = true;
+// Whether a part of an argument can stay on its device from one run to the next.
+class CanStay {
+ public:
+  CanStay(const TaskTable& table, const CallersMemory& callers)
+      : table_(table), callers_(callers), over_(table.num_tensors(), kNone) {
+    for (int64_t v = 0; v < table.num_vertices(); ++v) {
+      for (int64_t k = 0; k < table.num_overwrites(v); ++k) {
+        const auto [read, write] = table.overwrite(v, k);
+        over_[table.inputs(v)[read]] = table.outputs(v)[write];
+      }
+    }
   }
+
+  bool operator()(int32_t tensor) const {
+    const TaskColumns& columns = table_.columns();
+    if (!table_.is_argument(tensor) || columns.bytes[tensor] == 0) return false;
+    if (over_[tensor] == kNone) return true;
+    // What is written over it stays in its place. Nobody may look for any of it in the caller's
+    // memory, as another tensor of the same bytes would.
+    if (table_.on_disk(columns.argument[tensor]) || HasResults(tensor)) return false;
+    int32_t last = tensor;
+    for (; over_[last] != kNone; last = over_[last]) {
+      if (!IsReadOnDevice(last)) return false;
+    }
+    if (!IsReadOnDevice(last)) return false;
+    for (int64_t p = columns.result_offsets[last]; p < columns.result_offsets[last + 1]; ++p) {
+      if (!callers_.IsAlias(p, tensor)) continue;
+      std::vector<int32_t> taken;
+      callers_.Overwritten(p, last, &taken);
+      return taken.size() == 1;
+    }
+    return false;
+  }
+
+ private:
+  static constexpr int32_t kNone = -1;
+
+  bool HasResults(int32_t tensor) const {
+    const int64_t* const offsets = table_.columns().result_offsets;
+    return offsets[tensor] < offsets[tensor + 1];
+  }
+
+  // Whether all that read a tensor do so on its device.
+  bool IsReadOnDevice(int32_t tensor) const {
+    const TaskColumns& columns = table_.columns();
+    for (const int32_t v : table_.readers(tensor)) {
+      for (int64_t e = columns.input_offsets[v]; e < columns.input_offsets[v + 1]; ++e) {
+        if (columns.inputs[e] == tensor && callers_.read_in_place()[e]) return false;
+      }
+    }
+    return true;
+  }
+
+  const TaskTable& table_;
+  const CallersMemory& callers_;
+  std::vector<int32_t> over_;  // of each tensor the output over it
+};
+
+void CheckResidents(const TaskTable& table, const CallersMemory& callers,
+                    const std::vector<int32_t>& residents) {
+  if (residents.empty()) return;
+  const CanStay can_stay(table, callers);
+  std::vector<bool> is_resident(table.num_tensors(), false);
   for (const int32_t t : residents) {
-    if (t < 0 || t >= table.num_tensors() || is_resident[t] || is_overwritten[t] ||
-        !table.is_argument(t) || columns.bytes[t] == 0) {
+    if (t < 0 || t >= table.num_tensors() || is_resident[t] || !can_stay(t)) {
       throw std::invalid_argument("build_memgraph: residents names tensor " + std::to_string(t) +
                                   ", which cannot stay on its device, or twice");
     }
@@ -71,7 +127,6 @@ void Check(const TaskTable& table, const BuildOptions& options) {
        *std::max_element(options.places.begin(), options.places.end()) > kMostBytes)) {
     refuse("places has not one entry for each tensor, none of them beyond all memory");
   }
-  CheckResidents(table, options.residents);
 }
 
 }  // namespace
@@ -79,6 +134,7 @@ void Check(const TaskTable& table, const BuildOptions& options) {
 MemGraphColumns BuildMemGraph(const TaskTable& table, const BuildOptions& options) {
   Check(table, options);
   const CallersMemory callers(table, options.in_place_io);
+  CheckResidents(table, callers, options.residents);
   SimulatedMemory memory(table, callers, options);
   Victims victims(memory, options.victims, table.num_vertices());
   std::optional<Forecast> forecast;

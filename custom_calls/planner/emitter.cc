@@ -1,5 +1,6 @@
 #include "planner/emitter.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace jaxoffload {
@@ -97,6 +98,16 @@ void Emitter::Vertex(Kind kind, int64_t task_vertex, int32_t device,
   edges_.Add(&row_);
 }
 
+void Emitter::Stays(int32_t version) {
+  columns_.residents.push_back(version);
+  columns_.owed.push_back(kNone);
+}
+
+void Emitter::Owes(int32_t resident, int32_t result) {
+  const std::vector<int32_t>& all = columns_.residents;
+  columns_.owed[std::find(all.begin(), all.end(), resident) - all.begin()] = result;
+}
+
 Dependencies Emitter::LastUsers(int32_t version) {
   const auto first = static_cast<int64_t>(pool_.size());
   AppendReaders(&pool_, version);
@@ -158,6 +169,7 @@ void Emitter::DropDeadCopies() {
   Compress(&over_, kept);
   for (int32_t& writer : columns_.writer) writer = writer >= 0 ? vertex[writer] : writer;
   for (int32_t& resident : columns_.residents) resident = version[resident];
+  for (int32_t& result : columns_.owed) result = result >= 0 ? version[result] : result;
   for (int32_t& old : over_) old = old >= 0 ? version[old] : old;
 }
 

@@ -30,7 +30,7 @@ struct MemGraphColumns {
   std::vector<int32_t> overwritten;
   std::vector<int32_t> edge_tail, edge_head;
   std::vector<uint8_t> edge_kind;
-  std::vector<int32_t> residents;
+  std::vector<int32_t> residents, owed;
 };
 
 class Emitter {
@@ -47,7 +47,9 @@ class Emitter {
   void Over(int32_t version, int32_t old) { over_[version] = old; }
 
   // `version` stays in its place when the run has ended.
-  void Stays(int32_t version) { columns_.residents.push_back(version); }
+  void Stays(int32_t version);
+  // What was written over it stays there instead; `result` is where it is owed to.
+  void Owes(int32_t resident, int32_t result);
 
   // The vertices that must be done before a version's place is used again.
   Dependencies LastUsers(int32_t version);

@@ -21,13 +21,13 @@ Forecast::Forecast(SimulatedMemory& memory, const CallersMemory& callers) : memo
     for (int64_t e = columns.input_offsets[v]; e < columns.input_offsets[v + 1]; ++e) {
       const int32_t t = columns.inputs[e];
       if (table.last_device_reader(t) == v && !table.is_overwritten(e) &&
-          !callers.read_in_place()[e] && !memory.is_resident(t)) {
+          !callers.read_in_place()[e] && !memory.stays(t)) {
         freed[memory.device(t)] += memory.size(t);
       }
     }
     for (int64_t e = columns.output_offsets[v]; e < columns.output_offsets[v + 1]; ++e) {
       const int32_t t = columns.outputs[e];
-      if (table.last_device_reader(t) < 0 && !table.on_host(v)) {
+      if (table.last_device_reader(t) < 0 && !table.on_host(v) && !memory.stays(t)) {
         freed[memory.device(t)] += memory.size(t);
       }
       if (table.is_fresh(e) && !callers.written_in_place()[e]) {

@@ -42,6 +42,7 @@ SimulatedMemory::SimulatedMemory(const TaskTable& table, const CallersMemory& ca
       places_(options.places),
       lower_(table, emitter_, options.host_capacity, options.disk),
       resident_start_(table.num_tensors(), -1),
+      succeeded_(table.num_tensors(), -1),
       placed_(table.num_tensors(), false),
       version_(table.num_tensors(), -1),
       num_read_(table.num_tensors(), 0),
@@ -66,6 +67,16 @@ void SimulatedMemory::PlaceResidents(const std::vector<int32_t>& residents) {
       throw std::invalid_argument("build_memgraph: residents take more than there is");
     }
     resident_start_[t] = start;
+  }
+  if (residents.empty()) return;
+  for (int64_t v = 0; v < table_.num_vertices(); ++v) {
+    for (int64_t k = 0; k < table_.num_overwrites(v); ++k) {
+      const auto [read, write] = table_.overwrite(v, k);
+      const int32_t operand = table_.inputs(v)[read], output = table_.outputs(v)[write];
+      if (!stays(operand)) continue;
+      resident_start_[output] = resident_start_[operand];
+      succeeded_[output] = succeeded_[operand] < 0 ? operand : succeeded_[operand];
+    }
   }
 }
 
@@ -94,7 +105,7 @@ const SimulatedMemory::Needs& SimulatedMemory::NeedsOf(int64_t vertex) {
   needs_.reloads.clear();
   for (int64_t e = columns.input_offsets[vertex]; e < columns.input_offsets[vertex + 1]; ++e) {
     const int32_t t = columns.inputs[e];
-    if (placed_[t] || is_resident(t) || callers_.read_in_place()[e]) continue;
+    if (placed_[t] || stays(t) || callers_.read_in_place()[e]) continue;
     needs_.reloads.push_back(t);
   }
   needs_.wanted = needs_.reloads;
@@ -112,7 +123,7 @@ void SimulatedMemory::BringResidents(int64_t vertex) {
   const TaskColumns& columns = table_.columns();
   for (int64_t e = columns.input_offsets[vertex]; e < columns.input_offsets[vertex + 1]; ++e) {
     const int32_t t = columns.inputs[e];
-    if (placed_[t] || !is_resident(t) || callers_.read_in_place()[e]) continue;
+    if (placed_[t] || !stays(t) || callers_.read_in_place()[e]) continue;
     version_[t] = emitter_.Version(t, Space::kDevice, device(t), resident_start_[t]);
     placed_[t] = true;
     const int32_t source = lower_.Fetch(t, vertex);
@@ -310,7 +321,12 @@ void SimulatedMemory::Touch(int32_t tensor, int64_t vertex) {
 void SimulatedMemory::Inherit(int32_t tensor, int32_t old, std::vector<int32_t>* after) {
   const int32_t operand = emitter_.tensor(old);
   if (size(tensor) > 0) emitter_.AppendReaders(after, old);
-  if (emitter_.space(old) == Space::kDevice) {
+  if (stays(operand)) {
+    version_[tensor] =
+        emitter_.Version(tensor, Space::kDevice, device(tensor), resident_start_[tensor]);
+    placed_[operand] = false;
+    placed_[tensor] = true;
+  } else if (emitter_.space(old) == Space::kDevice) {
     const int64_t place = start(operand);
     const int32_t version = emitter_.Version(tensor, Space::kDevice, device(tensor), place);
     Bequeath(operand);
@@ -358,6 +374,8 @@ void SimulatedMemory::OffloadResults(int32_t tensor, int32_t source, int64_t ver
     const int32_t version = ResultVersion(tensor, p);
     emitter_.Vertex(Kind::kOffload, vertex, device(tensor), {source}, {version}, after);
     lower_.AddResult(tensor, version);
+    const int32_t before = succeeded_[tensor];
+    if (before >= 0 && callers_.IsAlias(p, before)) emitter_.Owes(version_[before], version);
   }
 }
 

@@ -33,7 +33,9 @@ struct BuildOptions {
   VictimRule victims = VictimRule::kCheapest;
   std::optional<int64_t> lookahead;
   std::vector<int64_t> places;  // of each tensor, -1 for any; or empty
-  std::vector<int32_t> residents;  // parts of arguments that stay in places of their own
+  // Parts of arguments that stay in places of their own: one that is overwritten, with the output
+  // over it, which is then the same part of the result.
+  std::vector<int32_t> residents;
   bool unreduced = false;
 };
 
@@ -56,7 +58,7 @@ struct BuildOptions {
 //   HELD --execute its last reader---------> ABSENT    or the output written over it is HELD
 //
 // A resident tensor is brought to its place for its first reader and is HELD from then on: no victim,
-// and nobody else is ever there.
+// and nobody else is ever there, but for the output that is written over it.
 //
 // `placed_` is false of ABSENT ones only, start >= 0 where there is a place, and use >= 0 of HELD
 // ones; tensors without bytes are never victims. Whatever evicts throws HostTierFull.
@@ -82,7 +84,8 @@ class SimulatedMemory : public Occupancy {
   // Evicts from a device, what costs least first, until a vertex can be placed; its own operands
   // too if need be. Legal only where the horizons meet: all has been produced then.
   bool EvictUntilPlaced(int64_t vertex, int32_t device);
-  bool is_resident(int32_t tensor) const { return resident_start_[tensor] >= 0; }
+  // Whether a tensor never leaves its place once it is there.
+  bool stays(int32_t tensor) const { return resident_start_[tensor] >= 0; }
   // Copies arguments that are returned to their results, those that alias their result last.
   void FinishArguments();
   // Takes a tensor off its device for the sake of a vertex; copies it only if it is dirty.
@@ -162,7 +165,10 @@ class SimulatedMemory : public Occupancy {
   const std::vector<int64_t>& places_;
   Emitter emitter_;
   LowerTiers lower_;
-  std::vector<int64_t> resident_start_;  // of each tensor, -1 of those that are none
+  // Of residents and the outputs over them, -1 of all others: the place; and of such an output, the
+  // resident.
+  std::vector<int64_t> resident_start_;
+  std::vector<int32_t> succeeded_;
   std::vector<bool> placed_;
   std::vector<int32_t> version_;     // on the device or in a result, the latest; or -1
   std::vector<int64_t> num_read_;    // readers that have run

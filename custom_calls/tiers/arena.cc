@@ -53,6 +53,13 @@ void Arena::TrimBeyond(int64_t bytes) {
 
 void Arena::Trim() { TrimBeyond(0); }
 
+int64_t Arena::leased_bytes_without(int64_t bytes) const {
+  MutexLock lock(mutex_);
+  auto last = leases_.rbegin();
+  if (last != leases_.rend() && *last == bytes) ++last;
+  return last == leases_.rend() ? 0 : *last;
+}
+
 int64_t Arena::leased_bytes() const {
   MutexLock lock(mutex_);
   return leases_.empty() ? 0 : *leases_.rbegin();

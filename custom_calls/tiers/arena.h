@@ -35,6 +35,8 @@ class Arena {
   // Gives every page back. What is in the arena is lost; no run may be using it.
   void Trim() EXCLUDES(mutex_);
 
+  // Bytes of the largest lease but for one of so many.
+  int64_t leased_bytes_without(int64_t bytes) const EXCLUDES(mutex_);
   // Bytes of the largest lease.
   int64_t leased_bytes() const EXCLUDES(mutex_);
   // Bytes of pages that are in memory now.

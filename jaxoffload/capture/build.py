@@ -296,6 +296,9 @@ class _Builder:
         """
         taken: dict[Value, Value] = {}
         dying = [v for v in cluster.inputs if self._dies(v, i)]
+        # The argument that the result takes the place of first: it may stay where it is, call after
+        # call.
+        dying.sort(key=lambda v: v.argument is None)
         for out in cluster.outputs if dying else ():
             reached = _elementwise_ancestors(cluster, out)
             for v in dying:

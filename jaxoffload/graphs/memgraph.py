@@ -98,6 +98,8 @@ class MemGraph:
       edge_tail, edge_head, edge_kind: int32[E], int32[E], uint8[E]; no pair twice; tail < head.
       residents: versions that stay in their places after a run, parts of arguments: the next run
         of the same arguments need not reload them, int32.
+      owed: for each of them that is overwritten, the part of a result that what is then in its
+        place is offloaded to, or left and owed to; -1 of the others, int32.
     """
 
     taskgraph: TaskGraph
@@ -121,6 +123,7 @@ class MemGraph:
     edge_kind: np.ndarray
     host_capacity: int = -1
     residents: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    owed: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def num_vertices(self) -> int:
@@ -164,8 +167,9 @@ class MemGraph:
 
     def idle(self) -> np.ndarray:
         """Whether each vertex has nothing to do in a run that finds the residents in their places,
-        bool[N]: their reloads, and loads from disk for these alone."""
+        bool[N]: their reloads, loads from disk for these alone, and offloads of what is owed."""
         found = np.zeros(self.num_vertices, dtype=bool)
+        found[self.writer[self.owed[self.owed >= 0]]] = True
         reloads = self.writer[self.residents]
         found[reloads] = True
         brought = self.inputs[self.input_offsets[reloads]]

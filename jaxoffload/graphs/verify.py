@@ -318,30 +318,62 @@ class _Check:
                 self.broken(Law.RESULT, text)
 
     def residents(self) -> None:
-        """What stays is brought from an argument, and no other version is ever in its place."""
+        """What stays is brought from an argument; besides what is written over it in place, and is
+        the same part of the result, no other version is ever in its place."""
         graph, names = self.graph, self.graph.residents
-        if not len(names):
-            return
         known = (0 <= names) & (names < graph.num_versions)
-        if not known.all() or len(np.unique(names)) < len(names):
+        if not known.all() or len(np.unique(names)) < len(names) or len(graph.owed) != len(names):
             self.broken(Law.STAYS, f"residents are no versions, or named twice: {names.tolist()}")
             return
-        argument = np.array([t.argument is not None for t in self.tensors])[graph.tensor]
-        brought = graph.writer >= 0
-        brought[brought] = graph.kind[graph.writer[brought]] == Kind.RELOAD
-        wrong = ~argument | ~brought | (graph.space != Space.DEVICE)
-        wrong[graph.overwritten[graph.overwritten >= 0]] = True
-        for version in names[wrong[names]].tolist():
-            self.broken(Law.STAYS, f"{self.name(version)} cannot stay")
-        for device in range(len(graph.capacity)):
+        over = {
+            int(old): int(new)
+            for new, old in zip(graph.outputs, graph.overwritten, strict=True)
+            if old >= 0 and graph.space[old] == Space.DEVICE
+        }
+        donated, theirs = set(graph.taskgraph.donated), set(names.tolist())
+        for version, result in zip(names.tolist(), graph.owed.tolist(), strict=True):
+            span = self.tensors[graph.tensor[version]].argument
+            writer = graph.writer[version]
+            is_brought = writer >= 0 and graph.kind[writer] == Kind.RELOAD
+            if span is None or not is_brought or graph.space[version] != Space.DEVICE:
+                self.broken(Law.STAYS, f"{self.name(version)} cannot stay")
+                continue
+            last = version
+            while last in over:
+                last = over.pop(last)
+                theirs.add(last)
+            if last == version and result < 0:
+                continue
+            is_paid = last != version and 0 <= result < graph.num_versions
+            if is_paid:
+                payer = graph.writer[result]
+                is_paid = (
+                    graph.space[result] == Space.RESULT
+                    and (span.index, int(graph.index[result])) in donated
+                    and graph.offset[result] == span.offset
+                    and graph.kind[payer] == Kind.OFFLOAD
+                    and graph.inputs[graph.input_offsets[payer]] == last
+                    and not (graph.inputs == result).any()
+                )
+            if not is_paid:
+                self.broken(Law.STAYS, f"what is written over {self.name(version)} is not owed")
+        self._alone(np.array(sorted(theirs), dtype=np.int64))
+
+    def _alone(self, theirs: np.ndarray) -> None:
+        """No version but those is in one of their places."""
+        graph = self.graph
+        is_theirs = np.isin(np.arange(graph.num_versions), theirs)
+        # One version stands for a place: what is written over another is in the very same.
+        is_second = np.isin(np.arange(graph.num_versions), graph.outputs[graph.overwritten >= 0])
+        for device in range(len(graph.capacity) if len(theirs) else 0):
             here = (graph.space == Space.DEVICE) & (graph.index == device) & (self.sizes > 0)
-            mine = np.flatnonzero(here)
+            mine = np.flatnonzero(here & ~(is_theirs & is_second))
             mine = mine[np.argsort(graph.offset[mine], kind="stable")]
             start, end = graph.offset[mine], self.end[mine]
-            before = np.concatenate([[0], np.maximum.accumulate(end)[:-1]])
-            after = np.concatenate([start[1:], [np.iinfo(np.int64).max]])
-            shared = mine[(before > start) | (after < end)]
-            for version in np.intersect1d(shared, names).tolist():
+            before = np.concatenate([[0], np.maximum.accumulate(end)])[: len(mine)]
+            after = np.concatenate([start, [np.iinfo(np.int64).max]])[1:]
+            shared = (before > start) | (after < end)
+            for version in mine[shared & is_theirs[mine]].tolist():
                 self.broken(Law.STAYS, f"{self.name(version)} is not alone")
 
     def edges(self) -> None:

@@ -97,6 +97,7 @@ def load(
         result_on_disk=[j in graph.disk_results for j in range(len(result_bytes))],
         is_alone=is_alone,
         residents=memgraph.residents.astype(np.int32),
+        owed=memgraph.owed.astype(np.int32),
     )
 
 

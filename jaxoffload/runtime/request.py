@@ -23,7 +23,7 @@ class Request:
       reloads_all: no argument may be read where it is: kernels cannot reach some of them.
       argument_names: what the user calls each argument, for reports; empty where that is not known.
       lasting: arguments of which the runtime knows from call to call whether they have changed, so
-        that they may stay on the device: those in a lower tier that are not donated.
+        that they may stay on the device: those in a lower tier; donated ones in host memory only.
     """
 
     name: str
@@ -67,7 +67,9 @@ def make_request(
     """
     pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, donated)
     disk = frozenset(i for i, tier in enumerate(tiers) if tier == "disk")
-    lasting = frozenset(i for i, tier in enumerate(tiers) if tier and not donated[i])
+    lasting = frozenset(
+        i for i, tier in enumerate(tiers) if tier == "host" or (tier and not donated[i])
+    )
     if options.memory is not None:  # to that, all memory is one
         lasting = frozenset()
     return Request(

@@ -33,7 +33,8 @@ class Run(ShownMemory):
       peak_device_bytes: the most device memory in use at once, executables' workspace included.
       bytes_offloaded, bytes_reloaded: copied away from the device, and to it.
       bytes_loaded, bytes_stored: read from disk, and written to it.
-      bytes_found: of arguments, that the call before had left on the device.
+      bytes_found, bytes_left: of arguments, that the call before had left on the device, and of
+        results that this one leaves there instead of copying them away.
       copied_outputs: outputs that XLA did not write in place and that were copied there.
       realigned_bytes: argument bytes that were copied first because their address was not aligned.
       name: the user's function.
@@ -61,6 +62,7 @@ class Run(ShownMemory):
     machine: Machine | None = None
     argument_names: tuple[str, ...] = ()
     bytes_found: int = 0
+    bytes_left: int = 0
 
     @functools.cached_property
     def lanes(self) -> dict[int, tuple[int | None, str]]:
@@ -149,6 +151,7 @@ def make_run(plan: Plan, report: Any) -> Run:
         machine=plan.machine,
         argument_names=plan.argument_names,
         bytes_found=int(report.bytes_found),
+        bytes_left=int(report.bytes_left),
     )
 
 

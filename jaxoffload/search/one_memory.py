@@ -104,7 +104,7 @@ class OneMemoryPlanner(Planner):
         if best is None:
             return None
         part, found = best
-        return part._done(found.cut, part._built(found, part.arena))
+        return part._done(found.cut, part.build(found.cut.graph, part.arena, **found.rule))
 
     def _done(self, cut: CompiledCut, memgraph: MemGraph) -> Plan:
         """A plan of this share of the memory."""

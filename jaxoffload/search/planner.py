@@ -48,7 +48,7 @@ from jaxoffload.runtime.plan import Plan, Pricing
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.cut import FINEST, NOTHING, WHOLE, CompiledCut, Cut, least_budget
 from jaxoffload.search.cuts import SAME, Ranking, Room
-from jaxoffload.search.drafts import Drafts
+from jaxoffload.search.drafts import Drafts, Rule
 from jaxoffload.search.fastest import Timed, fastest, in_other_orders
 from jaxoffload.search.least import least_cut, roughly_least_cut
 from jaxoffload.search.program import CutProgram
@@ -188,11 +188,29 @@ class Planner:
         if found.needs > budget:
             raise self._refusal(budget)
         best = self._fastest_with_or_without_recomputing(found, budget)
-        return self._finish(best.cut, self._built(best, budget), budget, resident=False)
+        best, memgraph = self._steady(best, budget)
+        return self._finish(best.cut, memgraph, budget, resident=False)
 
-    def _built(self, best: Timed, budget: int) -> MemGraph:
-        """The MemGraph of the best draft; in it stays what is best kept from call to call."""
-        graph, rule = best.cut.graph, best.rule
+    def _steady(self, best: Timed, budget: int) -> tuple[Timed, MemGraph]:
+        """The best draft with its MemGraph, in which stays what is best kept from call to call; of
+        another cut where, with what stays, that ends sooner."""
+        memgraph, seconds = self._built(best.cut.graph, best.rule, budget)
+        if not self.request.lasting or self._ranked is None:
+            return best, memgraph
+        mine, rivals = self._program.cut_of(best.cut), []
+        for cut, _ in self._ranked.simulated()[:_COMPILED]:
+            if cut != mine and self.needs(graph := self._program.estimated(cut)) <= budget:
+                rivals.append((self._built(graph, best.rule, budget)[1], cut))
+        expected, cut = min(rivals, key=lambda rival: rival[0], default=(seconds, mine))
+        if expected < _GAIN * seconds and (compiled := self._within(cut, budget)):
+            rival = fastest(compiled, budget, self._drafts)
+            found, took = self._built(rival.cut.graph, rival.rule, budget)
+            if took < _GAIN * seconds:
+                return rival, found
+        return best, memgraph
+
+    def _built(self, graph: TaskGraph, rule: Rule, budget: int) -> tuple[MemGraph, float]:
+        """The MemGraph of a draft, with what stays, and its simulated seconds."""
         return with_residents(
             self.build(graph, budget, **rule),
             self.request.lasting,
@@ -370,7 +388,7 @@ class Planner:
             priced = costs(compiled.graph, compiled.executables)
             if self._drafts.seconds(priced, budget) < seconds:
                 best = fastest(compiled, budget, self._drafts)
-                return self._finish(best.cut, self._built(best, budget), budget, resident=False)
+                return self._finish(best.cut, self._built(best.cut.graph, best.rule, budget)[0], budget, resident=False)
         return None
 
     @property

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from jaxoffload.graphs.memgraph import Kind, MemGraph
-from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
 from jaxoffload.plan.alloc.limits import align, least_room
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.plan.cost.simulate import simulate
@@ -24,7 +24,7 @@ from jaxoffload.plan.cost.simulate import simulate
 _AHEAD = (0, 1, 2, 4)
 """Of the largest of what streams, for how many more there is to be room beside the largest working
 set, so that the next arrive while one is computed with."""
-_SHARES = (0.75, 0.5, 0.25)
+_SHARES = (0.75, 0.5, 0.25, 0.0)
 """Of the room that no working set needs, how much else is tried for what stays."""
 _GAIN = 0.99
 """Less stays only where that ends within this share of the best time."""
@@ -35,8 +35,9 @@ def with_residents(
     lasting: Collection[int],
     build: Callable[[Sequence[int]], MemGraph],
     machine: Machine,
-) -> MemGraph:
-    """The MemGraph that ends first in a steady state: this one, or one that keeps arguments.
+) -> tuple[MemGraph, float]:
+    """The MemGraph that ends first in a steady state, this one or one that keeps arguments, and its
+    simulated seconds.
 
     Args:
       memgraph: of one device, in which nothing stays.
@@ -45,22 +46,22 @@ def with_residents(
     """
     saved = _saved_bytes(memgraph, lasting, machine)
     if not saved or len(memgraph.capacity) != 1:
-        return memgraph
-    best, least = memgraph, simulate(memgraph, machine=machine).seconds
+        return memgraph, simulate(memgraph, machine=machine).seconds
+    best, least = memgraph, float("inf")
     graph, capacity = memgraph.taskgraph, int(memgraph.capacity[0])
     largest = max(align(graph.tensors[t].bytes) for t in saved)
     rooms = [(1.0, ahead * largest) for ahead in _AHEAD] + [(share, 0) for share in _SHARES]
-    tried: set[tuple[int, ...]] = {()}
+    tried: set[tuple[int, ...]] = set()
     for share, spare in rooms:
         chosen = _chosen(graph, saved, capacity - spare, share)
         if tuple(chosen) in tried:
             continue
         tried.add(tuple(chosen))
-        found = build(chosen)
+        found = build(chosen) if chosen else memgraph
         seconds = simulate(found, machine=machine).seconds
         if seconds < _GAIN * least:
             best, least = found, seconds
-    return best
+    return best, least
 
 
 def _saved_bytes(
@@ -68,20 +69,80 @@ def _saved_bytes(
 ) -> dict[int, float]:
     """For each tensor that may stay, in the order of first use, the seconds that a call then saves
     for each of its bytes."""
-    graph, columns = memgraph.taskgraph, memgraph.taskgraph.columns
-    over = {v.inputs[read] for v in graph.vertices for read, _ in v.overwrites}
-    up = 1 / machine.to_device.bytes_per_second
-    ways = {Kind.RELOAD: up, Kind.LOAD: 1 / machine.disk_read.bytes_per_second}
+    successors = can_stay(memgraph.taskgraph, lasting)
+    ways = {
+        Kind.RELOAD: 1 / machine.to_device.bytes_per_second,
+        Kind.LOAD: 1 / machine.disk_read.bytes_per_second,
+    }
     found: dict[int, float] = {}
     reloaded: set[int] = set()
     for vertex in np.flatnonzero(np.isin(memgraph.kind, list(ways))).tolist():
         tensor = int(memgraph.tensor[memgraph.inputs[memgraph.input_offsets[vertex]]])
-        is_argument = columns.argument[tensor] in lasting and columns.bytes[tensor] > 0
-        if is_argument and tensor not in over and not graph.tensors[tensor].results:
+        if tensor in successors:
             found[tensor] = found.get(tensor, 0.0) + ways[Kind(memgraph.kind[vertex])]
             if memgraph.kind[vertex] == Kind.RELOAD:
                 reloaded.add(tensor)
-    return {tensor: saved for tensor, saved in found.items() if tensor in reloaded}
+    down = 1 / machine.from_device.bytes_per_second
+    return {
+        tensor: saved + (0.0 if successors[tensor] is None else down)
+        for tensor, saved in found.items()
+        if tensor in reloaded
+    }
+
+
+def can_stay(graph: TaskGraph, lasting: Collection[int]) -> dict[int, int | None]:
+    """Tensors that can stay: those that nothing overwrites, with None; and of donated arguments
+    those that their results are written over and nobody reads elsewhere, with that result."""
+    readers, donated = graph.readers(), set(graph.donated)
+    over = {
+        v.inputs[read]: v.outputs[write]
+        for v in graph.vertices
+        if v.overwrites
+        for read, write in v.overwrites
+    }
+
+    def is_on_device(tensor: int) -> bool:
+        vertices = [graph.vertices[v] for v in readers[tensor]]
+        return not any(
+            v.kind is VertexKind.HOST_KERNEL or graph.gathers(v, tensor) for v in vertices
+        )
+
+    found: dict[int, int | None] = {}
+    arguments, shared = {i for i, _ in donated}, _shared(graph)
+    for t, tensor in enumerate(graph.tensors):
+        span = tensor.argument
+        if span is None or span.index not in lasting or tensor.results or not tensor.bytes:
+            continue
+        if span.index not in arguments and t not in over:
+            found[t] = None
+        elif t in over and t not in shared:
+            chain = [t]
+            while chain[-1] in over:
+                chain.append(over[chain[-1]])
+            results = graph.tensors[chain[-1]].results
+            is_same = any(
+                s.offset == span.offset and (span.index, s.index) in donated for s in results
+            )
+            if is_same and all(map(is_on_device, chain)):
+                found[t] = chain[-1]
+    return found
+
+
+def _shared(graph: TaskGraph) -> set[int]:
+    """Tensors that have bytes of an argument of which others have some, too."""
+    parts: dict[int, list[tuple[int, int, int]]] = {}
+    for t, tensor in enumerate(graph.tensors):
+        if (span := tensor.argument) is not None:
+            parts.setdefault(span.index, []).append((span.offset, span.offset + tensor.bytes, t))
+    found: set[int] = set()
+    for own in parts.values():
+        reached, last = 0, -1
+        for start, stop, t in sorted(own):
+            if start < reached:
+                found |= {t, last}
+            if stop > reached:
+                reached, last = stop, t
+    return found
 
 
 def _chosen(graph: TaskGraph, saved: dict[int, float], capacity: int, share: float) -> list[int]:

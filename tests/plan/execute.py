@@ -67,14 +67,14 @@ def execute(
     memgraph: MemGraph, arguments: list[np.ndarray], seed: int, last: int | None = None
 ) -> Results:
     """The same, run as the MemGraph says in a random order; vertex `last` as late as it may be."""
-    return _Machine(memgraph, arguments).run(random.Random(seed), last)
+    return Memories(memgraph, arguments).run(random.Random(seed), last)
 
 
 def same(got: Results, want: Results) -> bool:
     return got.keys() == want.keys() and all(np.array_equal(got[k], want[k]) for k in want)
 
 
-class _Machine:
+class Memories:
     """The memories of one MemGraph, and one run on them."""
 
     def __init__(self, memgraph: MemGraph, arguments: list[np.ndarray]):
@@ -107,6 +107,26 @@ class _Machine:
         assert first + self._sizes[version] <= len(array), "a version beyond its memory"
         return array[first : first + self._sizes[version]]
 
+    def pay(self) -> None:
+        """Gives results what is left on a device and owed to them."""
+        graph = self._memgraph
+        for result in graph.owed[graph.owed >= 0].tolist():
+            source = graph.inputs[graph.input_offsets[graph.writer[result]]]
+            self._bytes(result)[:] = self._bytes(int(source))
+
+    def spoil(self, rng: random.Random) -> None:
+        """Overwrites all that no later run may look at: arenas but for what stays, and where results
+        are that a device has."""
+        graph = self._memgraph
+        kept = [self._bytes(int(v)).copy() for v in graph.residents]
+        for (space, _), array in self._memory.items():
+            if space in (Space.DEVICE, Space.HOST, Space.DISK):
+                array[:] = rng.randrange(256)
+        for version, data in zip(graph.residents.tolist(), kept, strict=True):
+            self._bytes(version)[:] = data
+        for result in graph.owed[graph.owed >= 0].tolist():
+            self._bytes(result)[:] = rng.randrange(256)
+
     def _start(self, vertex: int) -> None:
         graph = self._memgraph
         for slot in range(graph.output_offsets[vertex], graph.output_offsets[vertex + 1]):
@@ -127,9 +147,13 @@ class _Machine:
                 made = operands[0]
             self._bytes(version)[:] = np.frombuffer(made, np.uint8)
 
-    def run(self, rng: random.Random, last: int | None = None) -> Results:
-        """Runs everything in a random order; `last`, if given, as late as possible."""
+    def run(
+        self, rng: random.Random, last: int | None = None, idle: np.ndarray | None = None
+    ) -> Results:
+        """Runs everything but what is idle in a random order; `last`, if given, as late as
+        possible."""
         graph = self._memgraph
+        idle = np.zeros(graph.num_vertices, dtype=bool) if idle is None else idle
         waits = np.bincount(graph.edge_head, minlength=graph.num_vertices).tolist()
         heads: list[list[int]] = [[] for _ in waits]
         for tail, head in zip(graph.edge_tail.tolist(), graph.edge_head.tolist(), strict=True):
@@ -141,19 +165,25 @@ class _Machine:
             choices = [v for v in running if v != last] or ([] if ready else running)
             if ready and (not choices or rng.random() < eager):
                 vertex = ready.pop(rng.randrange(len(ready)))
-                self._start(vertex)
+                if not idle[vertex]:
+                    self._start(vertex)
                 running.append(vertex)
                 continue
             vertex = rng.choice(choices)
             running.remove(vertex)
-            self._finish(vertex)
+            if not idle[vertex]:
+                self._finish(vertex)
             for head in heads[vertex]:
                 waits[head] -= 1
                 if not waits[head]:
                     ready.append(head)
         assert not any(waits), "some vertices never became ready"
+        return self.results()
+
+    def results(self) -> Results:
+        """What is in the results now."""
         found = {}
-        for tensor in graph.taskgraph.tensors:
+        for tensor in self._memgraph.taskgraph.tensors:
             for span in tensor.results:
                 array = self._memory[Space.RESULT, span.index]
                 found[span.index, span.offset] = array[span.offset : span.offset + tensor.bytes]
