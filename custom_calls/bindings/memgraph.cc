@@ -151,7 +151,8 @@ nb::object Overwritten(nb::handle columns) {
 
 void BindMemGraph(nb::module_& m) {
   m.def("build_memgraph", &Build, "columns"_a, "capacity"_a, "host_capacity"_a.none(), "disk"_a,
-        "in_place_io"_a, "cheapest"_a, "lookahead"_a.none(), "places"_a, "unreduced"_a, "residents"_a);
+        "in_place_io"_a, "cheapest"_a, "lookahead"_a.none(), "places"_a, "unreduced"_a,
+        "residents"_a);
   m.def("in_place", &InPlace, "columns"_a, "in_place_io"_a);
   m.def("overwritten", &Overwritten, "columns"_a);
 }

@@ -121,8 +121,8 @@ std::shared_ptr<Plan> NewPlan(
     std::vector<int64_t> argument_bytes, std::vector<int64_t> result_bytes,
     std::vector<std::string> descriptions, const std::vector<std::pair<int32_t, int32_t>>& donated,
     int64_t disk_bytes, const nb::object& disk, const std::vector<bool>& argument_on_disk,
-    const std::vector<bool>& result_on_disk, bool is_alone,
-    const Array<int32_t>& residents, const Array<int32_t>& owed) {
+    const std::vector<bool>& result_on_disk, bool is_alone, const Array<int32_t>& residents,
+    const Array<int32_t>& owed) {
   PlanArrays a;
   a.kind = ToVector(kind);
   a.lane = ToVector(lane);

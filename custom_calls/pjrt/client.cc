@@ -233,9 +233,8 @@ void Client::RunAlone(std::function<void()> task) {
   PlanArrays empty;
   empty.succ_offsets = empty.input_offsets = empty.output_offsets = empty.dims_offsets = {0};
   auto plan = std::make_shared<LoadedPlan>(LoadedPlan::Load(std::move(empty), num_devices(), 0));
-  auto run =
-      std::make_shared<Run>(plan, std::make_shared<AloneBackend>(std::move(task)),
-                            std::vector<char*>(), std::vector<char*>(), RunOptions());
+  auto run = std::make_shared<Run>(plan, std::make_shared<AloneBackend>(std::move(task)),
+                                   std::vector<char*>(), std::vector<char*>(), RunOptions());
   launcher_.Submit(run);
   run->Wait();
   const std::string& error = run->report()->error_message;

@@ -75,8 +75,7 @@ std::shared_ptr<Run> Plan::Submit(std::vector<char*> arguments, std::vector<char
                                   std::function<void(const std::shared_ptr<const RunReport>&)> done,
                                   std::vector<std::shared_ptr<DiskSource>> argument_sources,
                                   std::vector<std::shared_ptr<DiskExtent>> result_extents,
-                                  std::vector<std::shared_ptr<void>> owners,
-                                  Contents contents) {
+                                  std::vector<std::shared_ptr<void>> owners, Contents contents) {
   argument_sources.resize(arguments.size());
   result_extents.resize(results.size());
   for (size_t i = 0; i < arguments.size() && i < loaded_->argument_bytes().size(); ++i) {

@@ -137,8 +137,8 @@ void PlanBackend::FindResidents(RunContext& context) {
   for (size_t i = 0; i < staying_.size(); ++i) {
     Staying& staying = staying_[i];
     staying.found = found[i];
-    staying.is_owed = staying.result >= 0 &&
-                      At(context.contents.result_owners, staying.result) != nullptr;
+    staying.is_owed =
+        staying.result >= 0 && At(context.contents.result_owners, staying.result) != nullptr;
     if (staying.is_owed) context.is_idle[staying.offload] = kUnseen;
     if (found[i] == Residents::Found::kNo) continue;
     context.is_idle[staying.reload] = found[i] == Residents::Found::kOwed ? kUnseen : kSeen;
@@ -472,8 +472,7 @@ bool PlanBackend::IsThere(int32_t vertex_id, const RunContext& context, std::str
   const int32_t to = plan_->output(plan_->outputs(vertex_id).begin);
   const bool is_seen = context.is_idle[vertex_id] == kSeen &&
                        plan_->space(from) == Space::kArgument && platform_.window() == 0;
-  if (!is_seen ||
-      std::memcmp(context.address[from], context.address[to], plan_->bytes(to)) == 0) {
+  if (!is_seen || std::memcmp(context.address[from], context.address[to], plan_->bytes(to)) == 0) {
     return true;
   }
   *error = plan_->Describe(vertex_id) + " was left out, but its bytes are not there";

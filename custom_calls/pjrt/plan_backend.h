@@ -96,7 +96,7 @@ class PlanBackend : public Backend {
     int32_t overwriter = -1;
     int32_t offload = -1;
     int32_t result = -1;
-    Resident place{};  // the stamp is that of the last run
+    Resident place{};                                // the stamp is that of the last run
     Residents::Found found = Residents::Found::kNo;  // by this run
     bool is_owed = false;                            // by this run, if it succeeds
   };

@@ -57,8 +57,8 @@ struct BuildOptions {
 //   HELD --evict---------------------------> ABSENT    an offload, unless a lower tier has it
 //   HELD --execute its last reader---------> ABSENT    or the output written over it is HELD
 //
-// A resident tensor is brought to its place for its first reader and is HELD from then on: no victim,
-// and nobody else is ever there, but for the output that is written over it.
+// A resident tensor is brought to its place for its first reader and is HELD from then on: no
+// victim, and nobody else is ever there, but for the output that is written over it.
 //
 // `placed_` is false of ABSENT ones only, start >= 0 where there is a place, and use >= 0 of HELD
 // ones; tensors without bytes are never victims. Whatever evicts throws HostTierFull.

@@ -25,9 +25,9 @@ std::vector<Residents::Found> Residents::Keep(const std::vector<int64_t>& used,
   Map wanted_ones;
   for (const Wanted& each : wanted) {
     const Resident* const found = Find(each.place);
-    answer.push_back(found == nullptr              ? Found::kNo
+    answer.push_back(found == nullptr            ? Found::kNo
                      : found->owed_to != nullptr ? Found::kOwed
-                                                   : Found::kYes);
+                                                 : Found::kYes);
     if (found != nullptr) wanted_ones.emplace(std::make_pair(found->device, found->start), *found);
   }
   // Everything is paid before anything is forgotten, so that nothing has changed if it fails.
