@@ -1,0 +1,161 @@
+"""Calls that follow one another: bytes and seconds of a step in its steady state.
+
+A decoder, a LoRA step and a full training step, their weights and state in host memory, behind a
+link held to a rate (throttled.py), at shares of what keeping everything takes. For each: the bytes
+that cross the link in a call that finds nothing on the device, and in one that finds what the call
+before has left; the bytes of weights and state for which the budget has no room, were it for them
+alone, which any steady state moves; seconds of both calls, and of the second over the greatest of
+kernels and link.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxoffload as jo
+from benchmarks.measure import machine, save
+from benchmarks.suite import lora_step, training_step
+from benchmarks.throttled import RATE, SMALLER, arrays, slow_link
+from jaxoffload.finetune import generate, model
+from jaxoffload.options import format_bytes
+
+SHARES = (0.75, 0.5, 0.25)
+TINY = model.Config(256, 64, 2, 2, 2, 128)
+DECODER = model.Config(2048, 512, 12, 8, 8, 1408)
+
+
+class Cycle:
+    """A function whose results are the next call's arguments.
+
+    Args:
+      donated: positions of what it updates.
+      lower: positions of arguments in host memory.
+      first: position of the first of the results that are what it updates, in order.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        args: Any,
+        donated: tuple[int, ...],
+        lower: tuple[int, ...],
+        first: int = 0,
+    ):
+        self.function, self.args, self.donated, self.lower = function, args, donated, lower
+        self.first = first
+
+    @property
+    def lower_bytes(self) -> tuple[int, int]:
+        """Bytes in host memory that are only read, and that are updated."""
+        sizes = [sum(x.nbytes for x in jax.tree.leaves(a)) for a in self.args]
+        updated = sum(sizes[i] for i in self.donated)
+        return sum(sizes[i] for i in self.lower) - updated, updated
+
+    def start(self) -> list[Any]:
+        """Arguments of the first call."""
+        return [jo.host_put(a) if i in self.lower else a for i, a in enumerate(self.args)]
+
+    def next(self, args: list[Any], results: Any) -> list[Any]:
+        """Those of the next one."""
+        args = list(args)
+        for position, result in zip(self.donated, results[self.first :], strict=False):
+            args[position] = result
+        return args
+
+
+def decoder(small: bool) -> Cycle:
+    """One token, keys and values of 256 in a cache."""
+    config = TINY if small else DECODER
+    params = model.init_shapes(config)
+    cache = (config.num_layers, 1, 256, config.num_kv_heads, config.head_width)
+    args = (
+        arrays(params), np.ones((1, 1), np.int32), np.zeros(cache, np.float32),
+        np.zeros(cache, np.float32), np.int32(7), np.int32(1), np.float32(0), jax.random.key(0),
+    )  # fmt: skip
+    step = functools.partial(generate.next_token, config)
+    return Cycle(step, args, (2, 3), (0, 2, 3), first=1)
+
+
+def lora(small: bool) -> Cycle:
+    """A LoRA step: frozen weights, adapters and their moments updated."""
+    kwargs = {"config": TINY, "batch": 2, "length": 32} if small else SMALLER["LoRA step"]
+    function, shapes, donated = lora_step(**kwargs)
+    return Cycle(function, arrays(shapes), donated, (0, 1, 2))
+
+
+def training(small: bool) -> Cycle:
+    """A full AdamW step."""
+    kwargs = {"config": TINY, "batch": 2, "length": 32} if small else SMALLER["training step"]
+    function, shapes, donated = training_step(**kwargs)
+    return Cycle(function, arrays(shapes), donated, (0, 1))
+
+
+CYCLES = {"decoder": decoder, "LoRA step": lora, "training step": training}
+
+
+def measure(name: str, cycle: Cycle, share: float, rounds: int) -> dict[str, Any]:
+    """One cycle at one share."""
+    read, updated = cycle.lower_bytes
+    resident = jo.offload(cycle.function, device_memory=None, cut="always", policy="once")
+    for _ in range(3):
+        resident(*cycle.args)
+    kernels = resident.last_run.lane_busy_seconds["compute"]
+    budget = int(share * resident.plan(*cycle.args).resident_peak_bytes)
+    step = jo.offload(
+        cycle.function, device_memory=budget, donate_argnums=cycle.donated, policy="once"
+    )
+    args, runs = cycle.start(), []
+    for k in range(2 + 2 * rounds):
+        if k > 1 + rounds:
+            step.release()
+        results = step(*args)
+        args = cycle.next(args, results)
+        if k > 1:
+            runs.append(step.last_run)
+    warm, cold = runs[:rounds], runs[rounds:]
+    least = max(0, read + updated - budget)
+    moved = max(warm[-1].bytes_reloaded, warm[-1].bytes_offloaded)
+    seconds, before = (float(np.median([r.seconds for r in each])) for each in (warm, cold))
+    return {
+        "step": name,
+        "share": share,
+        "budget": budget,
+        "weights": read,
+        "state": updated,
+        "up": warm[-1].bytes_reloaded,
+        "down": warm[-1].bytes_offloaded,
+        "up_cold": cold[-1].bytes_reloaded,
+        "down_cold": cold[-1].bytes_offloaded,
+        "least": least,
+        "seconds": seconds,
+        "seconds_cold": before,
+        "kernels": kernels,
+        "over_bound": seconds / max(kernels, moved / RATE),
+        "expected": step.plan(*args).timeline.seconds,
+        "on_host": step.plan(*args).on_host,
+    }
+
+
+def run(small: bool = False, out: str | None = None) -> list[dict[str, Any]]:
+    """Measures and prints."""
+    print(machine())
+    rows = []
+    with slow_link():
+        for name, make in CYCLES.items():
+            cycle = make(small)
+            for share in SHARES:
+                row = measure(name, cycle, share, 2 if small else 7)
+                rows.append(row)
+                print(
+                    f"{name} {share:.0%} ({format_bytes(row['budget'])}): up "
+                    f"{format_bytes(row['up'])} for {format_bytes(row['up_cold'])}, down "
+                    f"{format_bytes(row['down'])} for {format_bytes(row['down_cold'])}, at least "
+                    f"{format_bytes(row['least'])}; {row['seconds']:.3f} s for "
+                    f"{row['seconds_cold']:.3f}, expected {row['expected']:.3f}, "
+                    f"{row['over_bound']:.2f} of the bound; kernels {row['kernels']:.3f} s",
+                    flush=True,
+                )
+    save("cycle", rows, out)
+    return rows
