@@ -5,7 +5,8 @@ import argparse
 import importlib
 
 NAMES = ("ratios", "first_call", "restart", "steady", "split", "accuracy", "overhead", "planner",
-         "plans", "disk", "ram", "host", "cycle", "simulated", "throttled", "finetune", "soak")  # fmt: skip
+         "plans", "disk", "ram", "host", "cycle", "simulated", "throttled", "finetune",
+         "soak")  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -131,6 +131,12 @@ class RunReport:
     def bytes_stored(self) -> int:
         """Written to disk."""
     @property
+    def bytes_found(self) -> int:
+        """Of arguments, that an earlier run had left on a device."""
+    @property
+    def bytes_left(self) -> int:
+        """Of results, that stay on a device and are owed."""
+    @property
     def copied_outputs(self) -> int:
         """Outputs that XLA did not write in place and that were copied there."""
     @property
@@ -205,6 +211,8 @@ class Plan:
         argument_on_disk: Sequence[bool] = (),
         result_on_disk: Sequence[bool] = (),
         is_alone: bool = False,
+        residents: np.ndarray,
+        owed: np.ndarray,
     ) -> None: ...
     @property
     def num_vertices(self) -> int: ...
@@ -244,6 +252,10 @@ class Plan:
           ValueError: arrays or options are wrong. RuntimeError: this is a forked child, or the
           system gives no threads. KeyboardInterrupt: the run was cancelled, and has ended.
         """
+    def residents(self) -> list[tuple[int, int]]:
+        """Arguments, and bytes of them, that runs have left on devices and that are there now."""
+    def release(self) -> None:
+        """Gives them up, once what is owed is paid; the arenas too if nothing else is there."""
     def last_report(self) -> RunReport | None:
         """Of the latest run that ended, from Python or from a custom call."""
 
@@ -261,7 +273,14 @@ class HostBuffer:
     @property
     def nbytes(self) -> int: ...
     @property
-    def __array_interface__(self) -> dict[str, Any]: ...
+    def __array_interface__(self) -> dict[str, Any]:
+        """Bytes that runs have left on a device and owe to it are copied first.
+
+        Raises:
+          RuntimeError: they are lost.
+        """
+    def renew_stamp(self) -> None:
+        """Tells that its contents have changed: no run takes what is on a device for them."""
 
 class DiskSource:
     """Bytes that are somewhere on disk. Thread-safe."""
@@ -422,6 +441,7 @@ def build_memgraph(
     lookahead: int | None,
     places: Sequence[int],
     unreduced: bool,
+    residents: Sequence[int],
 ) -> dict[str, np.ndarray] | int:
     """The arrays of a MemGraph by their names there, or the tensor for which the host tier has no
     room; see plan/alloc/build.py.

@@ -44,7 +44,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
 
   // What is on the devices now of what its runs have left there: parts of arguments, and bytes.
   std::vector<std::pair<int32_t, int64_t>> residents() const;
-  // Forgets it, and gives its memory back where pages are had one by one, once no run is active.
+  // Forgets it. If nothing else is there, gives the arenas' memory back, once no run is active.
   void Release();
 
   // Of the latest run that ended, null before the first.

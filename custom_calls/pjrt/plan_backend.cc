@@ -40,6 +40,7 @@ PlanBackend::PlanBackend(std::shared_ptr<Client> client, std::shared_ptr<const L
       plan_(std::move(plan)),
       executables_(std::move(executables)),
       disk_(std::move(disk)),
+      residents_(plan_, platform_),
       slot_of_version_(plan_->num_versions(), -1),
       host_slot_of_version_(plan_->num_versions(), -1),
       calls_(plan_->num_vertices()),
@@ -55,7 +56,6 @@ PlanBackend::PlanBackend(std::shared_ptr<Client> client, std::shared_ptr<const L
     if (IsKernel(plan_->kind(v))) AddCall(v);
     if (plan_->kind(v) == Kind::kLoad || plan_->kind(v) == Kind::kStore) uses_disk_ = true;
   }
-  AddResidents();
   slot_of_place_.clear();
   parameters_.resize(parameter_slot_.size());
   outputs_.resize(output_slot_.size());
@@ -85,123 +85,8 @@ PlanBackend::~PlanBackend() {
   }
 }
 
-void PlanBackend::AddResidents() {
-  MutexLock lock(residents_mutex_);
-  for (size_t i = 0; i < plan_->residents().size(); ++i) {
-    const int32_t version = plan_->residents()[i], owed = plan_->owed()[i];
-    Staying staying;
-    staying.reload = plan_->writer(version);
-    const int32_t brought = plan_->input(plan_->inputs(staying.reload).begin);
-    const int32_t source = plan_->SourceOf(version);
-    if (brought != source && plan_->readers(brought).size() == 1) {
-      staying.load = plan_->writer(brought);
-    }
-    staying.argument = plan_->index(source);
-    if (owed >= 0) {
-      staying.overwriter = plan_->writer(plan_->SuccessorOf(version));
-      staying.offload = plan_->writer(owed);
-      staying.result = plan_->index(owed);
-    }
-    staying.place = {plan_->index(version), plan_->offset(version), plan_->bytes(version), kNoStamp,
-                     plan_->offset(source)};
-    staying_.push_back(staying);
-  }
-}
-
-namespace {
-
-// Why a vertex is idle: what it would bring is in its place, and the same is where it would take it
-// from; or not.
-constexpr uint8_t kSeen = 1, kUnseen = 2;
-
-template <typename T>
-T At(const std::vector<T>& values, int32_t index) {
-  const auto at = static_cast<size_t>(index);
-  return at < values.size() ? values[at] : T();
-}
-
-}  // namespace
-
-void PlanBackend::FindResidents(RunContext& context) {
-  MutexLock lock(residents_mutex_);
-  std::vector<Residents::Wanted> wanted;
-  for (Staying& staying : staying_) {
-    staying.place.stamp = At(context.contents.argument_stamps, staying.argument);
-    wanted.push_back({staying.place, staying.overwriter >= 0});
-    staying.found = Residents::Found::kNo;
-    staying.is_owed = false;
-  }
-  const std::vector<Residents::Found> found =
-      platform_.residents().Keep(plan_->arena_bytes(), context.arguments, wanted,
-                                 [this](const Resident& each) { platform_.Pay(each); });
-  for (size_t i = 0; i < staying_.size(); ++i) {
-    Staying& staying = staying_[i];
-    staying.found = found[i];
-    staying.is_owed =
-        staying.result >= 0 && At(context.contents.result_owners, staying.result) != nullptr;
-    if (staying.is_owed) context.is_idle[staying.offload] = kUnseen;
-    if (found[i] == Residents::Found::kNo) continue;
-    context.is_idle[staying.reload] = found[i] == Residents::Found::kOwed ? kUnseen : kSeen;
-    if (staying.load >= 0) context.is_idle[staying.load] = kUnseen;
-  }
-}
-
-void PlanBackend::LeaveResidents(RunContext& context) {
-  MutexLock lock(residents_mutex_);
-  // A run that is stopped may have left a copy half done.
-  const bool is_stopped = context.abort.load(std::memory_order_relaxed);
-  for (Staying& staying : staying_) {
-    if (staying.overwriter >= 0) {
-      staying.place.stamp = At(context.contents.result_stamps, staying.result);
-    }
-    if (is_stopped) {
-      RestoreResident(staying, context);
-    } else if (staying.overwriter < 0 || staying.is_owed) {
-      if (staying.is_owed) Owe(staying, context);
-      if (staying.place.stamp != kNoStamp) platform_.residents().Add(staying.place);
-    }
-    staying.place.owed_to = nullptr;
-    staying.place.owner.reset();
-  }
-}
-
-// The array is that of the donated argument, too.
-void PlanBackend::Owe(Staying& staying, const RunContext& context) {
-  staying.place.owed_to = context.results[staying.result];
-  staying.place.owner = At(context.contents.result_owners, staying.result);
-}
-
-void PlanBackend::RestoreResident(Staying& staying, RunContext& context) {
-  // What nothing writes over was not forgotten when the run began.
-  if (staying.overwriter < 0 || staying.found == Residents::Found::kNo) return;
-  const bool was_owed = staying.found == Residents::Found::kOwed;
-  if (!context.begun[staying.overwriter]) {
-    if (was_owed) Owe(staying, context);
-    platform_.residents().Add(staying.place);
-  } else if (was_owed) {
-    context.lost_results.resize(context.results.size(), 0);
-    context.lost_results[staying.result] = 1;
-  }
-}
-
-std::vector<std::pair<int32_t, int64_t>> PlanBackend::residents() const {
-  MutexLock lock(residents_mutex_);
-  std::vector<std::pair<int32_t, int64_t>> found;
-  for (const Staying& staying : staying_) {
-    if (platform_.residents().Has(staying.place)) {
-      found.emplace_back(staying.argument, staying.place.bytes);
-    }
-  }
-  return found;
-}
-
 void PlanBackend::Release() {
-  {
-    MutexLock lock(residents_mutex_);
-    std::vector<Resident> these;
-    for (const Staying& staying : staying_) these.push_back(staying.place);
-    platform_.residents().Forget(these, [this](const Resident& each) { platform_.Pay(each); });
-  }
+  residents_.Forget();
   if (platform_.residents().empty()) client_->Trim();
 }
 
@@ -356,7 +241,7 @@ void PlanBackend::MoveTo(Slot& slot, char* base) {
 
 void PlanBackend::Begin(RunContext& context) {
   BindArenas();
-  FindResidents(context);
+  residents_.Find(context);
   const int64_t host_bytes = plan_->host_bytes();
   if (host_bytes > 0) {
     try {
@@ -434,7 +319,7 @@ void PlanBackend::PlaceSlot(Slot& slot, char* place, RunContext& context) {
 }
 
 void PlanBackend::End(RunContext& context) {
-  LeaveResidents(context);
+  residents_.Leave(context);
   if (has_bad_slots_.exchange(false)) {
     for (Slot& slot : slots_) Drop(slot);
   }
@@ -470,7 +355,7 @@ bool PlanBackend::Execute(int32_t vertex_id, RunContext& context, std::string* e
 bool PlanBackend::IsThere(int32_t vertex_id, const RunContext& context, std::string* error) const {
   const int32_t from = plan_->input(plan_->inputs(vertex_id).begin);
   const int32_t to = plan_->output(plan_->outputs(vertex_id).begin);
-  const bool is_seen = context.is_idle[vertex_id] == kSeen &&
+  const bool is_seen = context.is_idle[vertex_id] == PlanResidents::kSeen &&
                        plan_->space(from) == Space::kArgument && platform_.window() == 0;
   if (!is_seen || std::memcmp(context.address[from], context.address[to], plan_->bytes(to)) == 0) {
     return true;

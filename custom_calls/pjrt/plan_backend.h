@@ -31,12 +31,11 @@
 #include <utility>
 #include <vector>
 
-#include "base/mutex.h"
 #include "launcher/backend.h"
 #include "pjrt/client.h"
+#include "pjrt/plan_residents.h"
 #include "plan/loaded_plan.h"
 #include "tiers/disk_engine.h"
-#include "tiers/residents.h"
 
 namespace jaxoffload {
 
@@ -60,11 +59,10 @@ class PlanBackend : public Backend {
   bool IsInOrder(int32_t lane) const override;
   void End(RunContext& context) override;
 
-  // What its runs have left on the devices and is there: parts of arguments, and bytes.
-  std::vector<std::pair<int32_t, int64_t>> residents() const EXCLUDES(residents_mutex_);
-  // Forgets it. If nothing else is there, gives all memory of the arenas back, when no run is
-  // active, where it is had again page by page.
-  void Release() EXCLUDES(residents_mutex_);
+  // What is on the devices now of what its runs have left there: parts of arguments, and bytes.
+  std::vector<std::pair<int32_t, int64_t>> residents() const { return residents_.List(); }
+  // Forgets it. If nothing else is there, gives the arenas' memory back, once no run is active.
+  void Release();
 
  private:
   // Whose memory a slot is in, and so when its address is known.
@@ -85,29 +83,6 @@ class PlanBackend : public Backend {
     Range parameters{0, 0};
     Range outputs{0, 0};
   };
-
-  // A tensor that stays on its device after a run.
-  struct Staying {
-    int32_t reload = -1;
-    int32_t load = -1;  // from disk, if nobody else needs what that brings
-    int32_t argument = -1;
-    // Of one that is written over: by which vertex, and what copies it to which result, unless that
-    // can be owed.
-    int32_t overwriter = -1;
-    int32_t offload = -1;
-    int32_t result = -1;
-    Resident place{};                                // the stamp is that of the last run
-    Residents::Found found = Residents::Found::kNo;  // by this run
-    bool is_owed = false;                            // by this run, if it succeeds
-  };
-
-  void AddResidents();
-  // Before a run: which of them are there. After it: all of them, if it was not stopped.
-  void FindResidents(RunContext& context) EXCLUDES(residents_mutex_);
-  void LeaveResidents(RunContext& context) EXCLUDES(residents_mutex_);
-  static void Owe(Staying& staying, const RunContext& context);
-  // After a run that was stopped: what of them is as it was, and what is lost.
-  void RestoreResident(Staying& staying, RunContext& context) REQUIRES(residents_mutex_);
 
   void AddCall(int32_t vertex_id);
   void CheckOutput(int32_t vertex_id, int64_t position, int32_t version_id) const;
@@ -138,6 +113,7 @@ class PlanBackend : public Backend {
   const std::shared_ptr<const LoadedPlan> plan_;
   const std::vector<std::shared_ptr<Executable>> executables_;
   const std::shared_ptr<DiskExtent> disk_;
+  PlanResidents residents_;
   PJRT_ExecuteOptions execute_options_;
   char* host_ = nullptr;          // the plan's part of the host block, during a run
   alignas(64) char nowhere_[64];  // where an empty array of the host's kernels is
@@ -157,9 +133,6 @@ class PlanBackend : public Backend {
   std::vector<int32_t> donor_slot_;  // whose buffer each output takes over
   std::vector<int32_t> output_version_;
   std::vector<PJRT_Buffer*> outputs_;
-
-  mutable Mutex residents_mutex_;
-  std::vector<Staying> staying_ GUARDED_BY(residents_mutex_);
 
   // On a platform with a window: the ends of kernels that are under way, by vertex. Written by the
   // lane's thread before the vertex goes to its awaiter.

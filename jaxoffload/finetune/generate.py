@@ -15,6 +15,8 @@ import numpy as np
 from jaxoffload.finetune import model
 from jaxoffload.finetune.model import Config, Params
 from jaxoffload.finetune.weights import Model
+from jaxoffload.runtime.arrays import host_put
+from jaxoffload.transform.offload import Offloaded
 
 _PAD = 32
 """Prompts are padded to a multiple of it, so that prompts of nearly the same length share a
@@ -112,7 +114,9 @@ def generate(
     else:
         step = transform(functools.partial(next_token, config))
     shape = (config.num_layers, 1, window, config.num_kv_heads, config.head_width)
-    keys, values = (jnp.zeros(shape, config.dtype) for _ in range(2))
+    cache = (jnp.zeros(shape, config.dtype) for _ in range(2))
+    # In host memory, from where as much as fits of it stays on the device from token to token.
+    keys, values = host_put(tuple(cache)) if isinstance(step, Offloaded) else cache
     draws = jax.random.split(jax.random.key(seed), max_tokens)
     tokens, at, found = np.zeros((1, padded), np.int32), 0, []
     tokens[0, : len(prompt)] = prompt

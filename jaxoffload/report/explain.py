@@ -203,6 +203,12 @@ class Explanation:
             lines.append(
                 f"Each run moves {format_bytes(self.plan.bytes_reloaded)} to the device and "
                 f"{format_bytes(self.plan.bytes_offloaded)} away from it"
+                + (
+                    f"; {format_bytes(self.plan.resident_bytes)} of arguments stay there from call "
+                    "to call"
+                    if self.plan.resident_bytes
+                    else ""
+                )
             )
             if self.plan.recomputed:
                 lines.append(

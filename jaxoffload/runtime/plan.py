@@ -370,11 +370,12 @@ class Plan(ShownMemory):
     def __repr__(self) -> str:
         budget = "no limit" if self.budget is None else format_bytes(self.budget)
         disk = "" if self.carried is None else f", {self.carried}"
+        stays = f", keeps {format_bytes(self.resident_bytes)}" if self.resident_bytes else ""
         if self.bytes_stored or self.bytes_loaded:
             disk += f", stores {format_bytes(self.bytes_stored)}"
             disk += f", loads {format_bytes(self.bytes_loaded)}"
         return (
             f"Plan({self.name}: {len(self.taskgraph.vertices)} vertices, budget {budget}, peak "
             f"{format_bytes(self.peak_device_bytes)}, offloads {format_bytes(self.bytes_offloaded)}"
-            f", reloads {format_bytes(self.bytes_reloaded)}{disk})"
+            f", reloads {format_bytes(self.bytes_reloaded)}{stays}{disk})"
         )

@@ -388,7 +388,8 @@ class Planner:
             priced = costs(compiled.graph, compiled.executables)
             if self._drafts.seconds(priced, budget) < seconds:
                 best = fastest(compiled, budget, self._drafts)
-                return self._finish(best.cut, self._built(best.cut.graph, best.rule, budget)[0], budget, resident=False)
+                memgraph, _ = self._built(best.cut.graph, best.rule, budget)
+                return self._finish(best.cut, memgraph, budget, resident=False)
         return None
 
     @property

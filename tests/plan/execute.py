@@ -115,8 +115,8 @@ class Memories:
             self._bytes(result)[:] = self._bytes(int(source))
 
     def spoil(self, rng: random.Random) -> None:
-        """Overwrites all that no later run may look at: arenas but for what stays, and where results
-        are that a device has."""
+        """Overwrites all that no later run may look at: arenas but for what stays, and results of
+        which a device has the bytes."""
         graph = self._memgraph
         kept = [self._bytes(int(v)).copy() for v in graph.residents]
         for (space, _), array in self._memory.items():

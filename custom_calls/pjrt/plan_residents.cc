@@ -1,0 +1,122 @@
+#include "pjrt/plan_residents.h"
+
+#include "base/stamp.h"
+
+namespace jaxoffload {
+namespace {
+
+template <typename T>
+T At(const std::vector<T>& values, int32_t index) {
+  const auto at = static_cast<size_t>(index);
+  return at < values.size() ? values[at] : T();
+}
+
+}  // namespace
+
+PlanResidents::PlanResidents(std::shared_ptr<const LoadedPlan> plan, Platform& platform)
+    : plan_(std::move(plan)), platform_(platform) {
+  MutexLock lock(mutex_);
+  for (size_t i = 0; i < plan_->residents().size(); ++i) {
+    const int32_t version = plan_->residents()[i], owed = plan_->owed()[i];
+    Part part;
+    part.reload = plan_->writer(version);
+    const int32_t brought = plan_->input(plan_->inputs(part.reload).begin);
+    const int32_t source = plan_->SourceOf(version);
+    if (brought != source && plan_->readers(brought).size() == 1) {
+      part.load = plan_->writer(brought);
+    }
+    part.argument = plan_->index(source);
+    if (owed >= 0) {
+      part.overwriter = plan_->writer(plan_->SuccessorOf(version));
+      part.offload = plan_->writer(owed);
+      part.result = plan_->index(owed);
+    }
+    part.place = {plan_->index(version), plan_->offset(version), plan_->bytes(version), kNoStamp,
+                  plan_->offset(source)};
+    parts_.push_back(part);
+  }
+}
+
+void PlanResidents::Find(RunContext& context) {
+  MutexLock lock(mutex_);
+  const Contents& contents = context.contents;
+  std::vector<Residents::Wanted> wanted;
+  for (Part& part : parts_) {
+    part.place.stamp = At(contents.argument_stamps, part.argument);
+    part.found = Residents::Found::kNo;
+    part.is_owed = part.result >= 0 && At(contents.result_owners, part.result) != nullptr;
+    wanted.push_back({part.place, part.overwriter >= 0});
+  }
+  const std::vector<Residents::Found> found =
+      platform_.residents().Keep(plan_->arena_bytes(), context.arguments, wanted, Payer());
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    Part& part = parts_[i];
+    part.found = found[i];
+    if (part.is_owed) context.is_idle[part.offload] = kUnseen;
+    if (found[i] == Residents::Found::kNo) continue;
+    context.is_idle[part.reload] = found[i] == Residents::Found::kOwed ? kUnseen : kSeen;
+    if (part.load >= 0) context.is_idle[part.load] = kUnseen;
+  }
+}
+
+void PlanResidents::Leave(RunContext& context) {
+  MutexLock lock(mutex_);
+  // A run that is stopped may have left a copy half done.
+  const bool is_stopped = context.abort.load(std::memory_order_relaxed);
+  for (Part& part : parts_) {
+    if (part.overwriter >= 0) {
+      part.place.stamp = At(context.contents.result_stamps, part.result);
+    }
+    if (is_stopped) {
+      Restore(part, context);
+    } else if (part.overwriter < 0 || part.is_owed) {
+      if (part.is_owed) Owe(part, context);
+      if (part.place.stamp != kNoStamp) platform_.residents().Add(part.place);
+    }
+    part.place.owed_to = nullptr;
+    part.place.owner.reset();
+  }
+}
+
+// The result's array is the donated argument's, too.
+void PlanResidents::Owe(Part& part, const RunContext& context) {
+  part.place.owed_to = context.results[part.result];
+  part.place.owner = At(context.contents.result_owners, part.result);
+}
+
+void PlanResidents::Restore(Part& part, RunContext& context) {
+  // What nothing writes over was not forgotten when the run began.
+  if (part.overwriter < 0 || part.found == Residents::Found::kNo) return;
+  const bool was_owed = part.found == Residents::Found::kOwed;
+  if (!context.begun[part.overwriter]) {
+    if (was_owed) Owe(part, context);
+    platform_.residents().Add(part.place);
+  } else if (was_owed) {
+    context.lost_results.resize(context.results.size(), 0);
+    context.lost_results[part.result] = 1;
+  }
+}
+
+std::vector<std::pair<int32_t, int64_t>> PlanResidents::List() const {
+  MutexLock lock(mutex_);
+  std::vector<std::pair<int32_t, int64_t>> found;
+  for (const Part& part : parts_) {
+    if (platform_.residents().Has(part.place)) {
+      found.emplace_back(part.argument, part.place.bytes);
+    }
+  }
+  return found;
+}
+
+void PlanResidents::Forget() {
+  MutexLock lock(mutex_);
+  std::vector<Resident> these;
+  for (const Part& part : parts_) these.push_back(part.place);
+  platform_.residents().Forget(these, Payer());
+}
+
+Residents::Pay PlanResidents::Payer() {
+  return [this](const Resident& each) { platform_.Pay(each); };
+}
+
+}  // namespace jaxoffload
