@@ -5,10 +5,11 @@ link held to a rate (throttled.py), at shares of what keeping everything takes. 
 that cross the link in a call that finds nothing on the device, and in one that finds what the call
 before has left; the bytes of weights and state for which the budget has no room, were it for them
 alone, which any steady state moves; seconds of both calls, and of the second over the greatest of
-kernels and link.
+kernels and link. Then tokens of SmolLM2.
 """
 
 import functools
+import time
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ import jaxoffload as jo
 from benchmarks.measure import machine, save
 from benchmarks.suite import lora_step, training_step
 from benchmarks.throttled import RATE, SMALLER, arrays, slow_link
-from jaxoffload.finetune import generate, model
+from jaxoffload.finetune import generate, model, models
 from jaxoffload.options import format_bytes
 
 SHARES = (0.75, 0.5, 0.25)
@@ -138,6 +139,49 @@ def measure(name: str, cycle: Cycle, share: float, rounds: int) -> dict[str, Any
     }
 
 
+def generated(share: float, count: int) -> dict[str, Any] | None:
+    """Greedy tokens of SmolLM2 in bfloat16 within a share of its weights' bytes and 32 MiB for the
+    rest, against `jax.jit` with all of them; None where its weights are not installed."""
+    try:
+        opened = models.open_model(models.smollm2(), dtype="bfloat16", quantize="none")
+    except ImportError:
+        return None
+    config, words = opened.config, opened.tokenizer
+    prompt = words.encode("The history of the steam engine begins")
+    want = generate.generate(config, opened.params, prompt, count)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(opened.params))
+    params, made = jo.host_put(opened.params), []
+
+    def within(step: Any) -> Any:
+        budget = int(share * weights) + (32 << 20)
+        made.append(jo.offload(step, device_memory=budget, donate_argnums=(2, 3), policy="once"))
+        return made[0]
+
+    generate.generate(config, params, prompt, 2, transform=within)
+    start = time.perf_counter()
+    found = generate.generate(config, params, prompt, count, transform=lambda _: made[0])
+    seconds = (time.perf_counter() - start) / count
+    last = made[0].last_run
+    row = {
+        "step": "SmolLM2",
+        "share": share,
+        "weights": weights,
+        "budget": int(share * weights) + (32 << 20),
+        "tokens": count,
+        "equal": found == want,
+        "up": last.bytes_reloaded,
+        "seconds": seconds,
+        "over_bound": last.seconds / (last.bytes_reloaded / RATE),
+    }
+    print(
+        f"SmolLM2 {share:.0%} of its weights: {count} tokens, "
+        f"{'those' if row['equal'] else 'not those'} of jax.jit; {seconds:.3f} s each, up "
+        f"{format_bytes(row['up'])}; {row['over_bound']:.2f} of the bound",
+        flush=True,
+    )
+    return row
+
+
 def run(small: bool = False, out: str | None = None) -> list[dict[str, Any]]:
     """Measures and prints."""
     print(machine())
@@ -157,5 +201,8 @@ def run(small: bool = False, out: str | None = None) -> list[dict[str, Any]]:
                     f"{row['over_bound']:.2f} of the bound; kernels {row['kernels']:.3f} s",
                     flush=True,
                 )
+        for share in (0.5,) if small else SHARES:
+            found = generated(share, 4 if small else 64)
+            rows += [found] if found else []
     save("cycle", rows, out)
     return rows

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
-from jaxoffload.plan.alloc.limits import align, least_room
+from jaxoffload.plan.alloc.limits import align, least_room, working_sets
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.plan.cost.simulate import simulate
 
@@ -26,6 +26,9 @@ _AHEAD = (0, 1, 2, 4)
 set, so that the next arrive while one is computed with."""
 _SHARES = (0.75, 0.5, 0.25, 0.0)
 """Of the room that no working set needs, how much else is tried for what stays."""
+_SPARED = 0.5
+"""Of a tensor's bytes, by how many the largest working set must be smaller without it for the tensor
+to stay for that alone."""
 _GAIN = 0.99
 """Less stays only where that ends within this share of the best time."""
 
@@ -147,15 +150,37 @@ def _shared(graph: TaskGraph) -> set[int]:
 
 def _chosen(graph: TaskGraph, saved: dict[int, float], capacity: int, share: float) -> list[int]:
     """Tensors for a share of the room beside the largest working set; it may be none."""
-    chosen: list[int] = []
-    room = share * (capacity - least_room(graph))
+    chosen = largest = _largest(graph, saved, capacity)
+    room = share * (capacity - least_room(graph, largest) - _place_bytes(graph, largest))
     # What stays is no part of the working set of those that read it, which leaves more room.
     for _ in range(2):
-        chosen = _spread(graph, saved, room)
-        room = share * (capacity - least_room(graph, chosen))
+        rest = {t: saves for t, saves in saved.items() if t not in largest}
+        chosen = largest + _spread(graph, rest, room)
+        room = share * (capacity - least_room(graph, chosen) - _place_bytes(graph, largest))
     while chosen and _place_bytes(graph, chosen) + least_room(graph, chosen) > capacity:
         chosen.pop()
     return chosen
+
+
+def _largest(graph: TaskGraph, saved: dict[int, float], capacity: int) -> list[int]:
+    """Tensors that make one working set far larger than the others, as the matrix of a large
+    vocabulary does: where such a one passes through, as much room stands empty all the time, so it
+    had better stay."""
+    found: list[int] = []
+    sets = working_sets(graph)[0]
+    while True:
+        vertex = graph.vertices[int(sets.argmax())]
+        able = [t for t in vertex.inputs if t in saved and t not in found]
+        if not able:
+            return found
+        tensor = max(able, key=lambda t: graph.tensors[t].bytes)
+        size, before = align(graph.tensors[tensor].bytes), int(sets.max())
+        sets = working_sets(graph, [*found, tensor])[0]
+        after = int(sets.max())
+        taken = _place_bytes(graph, found) + size
+        if before - after < _SPARED * size or taken + after > capacity:
+            return found
+        found.append(tensor)
 
 
 def _place_bytes(graph: TaskGraph, tensors: Sequence[int]) -> int:

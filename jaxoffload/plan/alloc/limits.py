@@ -113,7 +113,7 @@ def min_budget(graph: TaskGraph) -> tuple[int, int]:
 
 def min_budgets(graph: TaskGraph) -> list[tuple[int, int]]:
     """The same for each device by itself."""
-    need = _working_sets(graph)
+    need = working_sets(graph)
     where = need.argmax(axis=1)
     most = need[np.arange(len(need)), where]
     spare = reserved_workspace(graph, len(need))
@@ -126,11 +126,16 @@ def least_room(graph: TaskGraph, residents: Sequence[int] = ()) -> int:
     Args:
       residents: tensors that have places of their own, which do not count.
     """
-    return int(_working_sets(graph, residents)[0].max())
+    return int(working_sets(graph, residents)[0].max())
 
 
-def _working_sets(graph: TaskGraph, without: Sequence[int] = ()) -> np.ndarray:
-    """Bytes of each device that each vertex takes while it runs, int64[devices, vertices]."""
+def working_sets(graph: TaskGraph, without: Sequence[int] = ()) -> np.ndarray:
+    """Bytes of each device that each vertex takes while it runs, int64[devices, vertices], its own
+    workspace not among them.
+
+    Args:
+      without: tensors that have places of their own, which do not count.
+    """
     columns = graph.columns
     vertex, tensor = _places(graph)
     bytes_ = _aligned(columns.bytes)
