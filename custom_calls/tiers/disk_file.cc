@@ -89,6 +89,11 @@ DiskEngine& DiskFile::engine() const {
 FileRange::FileRange(std::shared_ptr<const DiskFile> file, int64_t offset, int64_t bytes)
     : DiskSource(bytes), file_(std::move(file)), offset_(offset), bytes_(bytes) {}
 
+uint64_t FileRange::stamp() const {
+  std::string error;
+  return file_->IsUnchanged(&error) ? DiskSource::stamp() : kNoStamp;
+}
+
 bool FileRange::Read(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
                      std::string* error) const {
   if (!file_->IsUnchanged(error)) return false;

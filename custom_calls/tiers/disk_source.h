@@ -38,8 +38,8 @@ class DiskSource {
   // Start of a range of numbers, as long as the source, that no other source has: what the live
   // range checker takes for an address.
   char* tag() const { return tag_; }
-  // Of what is in it, as far as this process knows.
-  uint64_t stamp() const { return stamp_.value(); }
+  // Of what is in it, as far as this process knows; kNoStamp where that has changed unseen.
+  virtual uint64_t stamp() const { return stamp_.value(); }
 
   // Whoever may change what is in it says so before.
   void MayChange() { stamp_.Renew(); }

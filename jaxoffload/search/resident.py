@@ -27,8 +27,8 @@ set, so that the next arrive while one is computed with."""
 _SHARES = (0.75, 0.5, 0.25, 0.0)
 """Of the room that no working set needs, how much else is tried for what stays."""
 _SPARED = 0.5
-"""Of a tensor's bytes, by how many the largest working set must be smaller without it for the tensor
-to stay for that alone."""
+"""Of a tensor's bytes, by how many the largest working set must be smaller without it for the
+tensor to stay for that alone."""
 _GAIN = 0.99
 """Less stays only where that ends within this share of the best time."""
 

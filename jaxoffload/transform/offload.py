@@ -408,8 +408,8 @@ def offload(
 ) -> Any:
     """Makes a function run within a device memory budget, with the same results.
 
-    Use it where you would use `jax.jit`, around the whole step: `offload(train_step)`, not
-    `grad(offload(loss))`. Works as a decorator, with or without options; called directly or inside
+    Use it where you would use `jax.jit`, best around the whole step: `offload(train_step)`; of
+    `grad(offload(loss))` both passes are offloaded, each by itself. Works as a decorator, with or without options; called directly or inside
     `jax.jit`.
 
     Args:

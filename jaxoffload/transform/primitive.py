@@ -44,7 +44,7 @@ them, as it never sees what a jitted function closes over."""
 
 
 class Derived:
-    """What was made from one offloaded jaxpr: plans, and the jaxpr batched.
+    """What was made from one offloaded jaxpr: plans, the jaxpr batched, and its derivatives.
 
     Attributes:
       link: leads here, as a param of the primitive, for as long as the owner keeps it.
@@ -53,18 +53,23 @@ class Derived:
     def __init__(self) -> None:
         self.plans = OnceEach()
         self.batched = OnceEach()
+        self.derivatives = OnceEach()
         self.link = Link(self)
         _all_derived.add(self)
 
     def made_plans(self) -> list[Plan]:
         """Every plan made so far, of what was batched, too."""
         own = [plan for _, plan in self.plans.made()]
-        return own + [p for *_, inner in self.batched.made() for p in inner.made_plans()]
+        inner = [derived for *_, derived in self.batched.made()]
+        for _, found in self.derivatives.made():
+            inner += found.derived
+        return own + [plan for derived in inner for plan in derived.made_plans()]
 
     def clear(self) -> None:
         """Forgets it; programs that are compiled keep what they have."""
         self.plans.clear()
         self.batched.clear()
+        self.derivatives.clear()
 
 
 class Held:

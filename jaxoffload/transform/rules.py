@@ -1,8 +1,8 @@
 """What JAX's transformations make of an offloaded function.
 
-`vmap` and `checkify` give another function, which is offloaded too. Differentiation from outside,
-transposition and `jet` come after the function was captured, so they evaluate it in plain JAX: the
-results are right, it is not offloaded, and a warning says so.
+`vmap`, `checkify`, differentiation and transposition give other functions, which are offloaded too
+(derivatives.py). `jet` evaluates it in plain JAX: the results are right, it is not offloaded, and a
+warning says so.
 """
 
 from collections.abc import Sequence
@@ -14,43 +14,112 @@ from jax.interpreters import ad
 from jaxoffload import _jax_compat as compat
 from jaxoffload.errors import warn
 from jaxoffload.graphs.taskgraph import TensorKind
+from jaxoffload.transform.derivatives import Linearized, Transposed, linearized, transposed
 from jaxoffload.transform.primitive import Derived, bind, in_plain_jax, leaves_of, offload_p
 
 
-def _say(params: dict[str, Any], what: str, remedy: str) -> None:
-    warn(f"offload({params['name']}) is {what} from outside, so it is not offloaded. {remedy}")
-
-
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-    remedy = "Write offload(jax.grad(f)) instead of jax.grad(offload(f))."
-    _say(params, "differentiated", remedy)
-    zeros = [ad.instantiate_zeros(t) for t in tangents]
-    return jax.jvp(jax.jit(in_plain_jax(params)), list(primals), zeros)
+    """The forward pass, then the derivative of the tangents, each a call of its own."""
+    tier_leaves = params["tier_leaves"]
+    absent = tuple((i, None) for i, _ in tier_leaves)
+    leaves, moves = leaves_of(primals, tier_leaves), leaves_of(tangents, absent)
+    varies = tuple(t is not None and _is_tangent(t) for t in moves)
+    key = ("linearized", id(params["jaxpr"]), varies, compat.trace_context())
+
+    def make() -> tuple[Any, Linearized]:
+        return params["jaxpr"], linearized(params["jaxpr"], varies)  # the jaxpr keeps its id
+
+    split = params["derived"].get().derivatives.get(key, make)[1]
+    count, names = len(split.has_tangent), _names(params, len(leaves))
+    found = _call(split.forward, leaves, params, names, params["kinds"], split.derived[0])
+    outs, kept = found[:count], found[count:]
+    given = [leaves[i] for i in split.taken]
+    moving = [t for t, varying in zip(moves, varies, strict=True) if varying]
+    steps = iter(
+        _call(
+            split.linear,
+            [*given, *kept, *moving],
+            params,
+            (*(names[i] for i in split.taken), *_RESIDUAL * len(kept), *_TANGENT * len(moving)),
+            tuple(params["kinds"][i] for i in split.taken)
+            + (TensorKind.ACTIVATION,) * (len(kept) + len(moving)),
+            split.derived[1],
+        )
+    )
+    return outs, [
+        next(steps) if has else ad.Zero(x.aval.to_tangent_aval())
+        for x, has in zip(outs, split.has_tangent, strict=True)
+    ]
+
+
+_RESIDUAL, _TANGENT, _COTANGENT = ("what is kept for the derivative",), ("tangent",), ("cotangent",)
+
+
+def _is_tangent(tangent: Any) -> bool:
+    """Whether there is something in a tangent: integers have none."""
+    return not isinstance(tangent, ad.Zero) and tangent.dtype != jax.dtypes.float0
+
+
+def _names(params: dict[str, Any], count: int) -> tuple[str, ...]:
+    names = params["argument_names"]
+    return (*names, *("",) * (count - len(names)))
+
+
+def _call(
+    jaxpr: Any,
+    leaves: Sequence[Any],
+    params: dict[str, Any],
+    names: tuple[str, ...],
+    kinds: tuple[TensorKind, ...],
+    derived: Derived,
+) -> list[Any]:
+    """A jaxpr that was made from the primitive's, with its options."""
+    return bind(
+        leaves,
+        jaxpr,
+        derived=derived.link,
+        name=params["name"],
+        argument_names=names,
+        kinds=kinds,
+        donated=(False,) * len(leaves),
+        options=params["options"],
+    )
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
-    _say(params, "transposed", "Write offload(jax.linear_transpose(f, ...)) to have it offloaded.")
-    linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+    tier_leaves = params["tier_leaves"]
+    leaves = leaves_of(operands, tier_leaves)
+    is_linear = tuple(ad.is_undefined_primal(x) for x in leaves)
+    is_zero = tuple(isinstance(ct, ad.Zero) for ct in cotangents)
+    if all(is_zero):
+        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
+    key = ("transposed", id(params["jaxpr"]), is_linear, is_zero, compat.trace_context())
 
-    def function(*varying: Any) -> list[Any]:
-        everything = list(operands)
-        for i, x in zip(linear, varying, strict=True):
-            everything[i] = x
-        return in_plain_jax(params)(*everything)
+    def make() -> tuple[Any, Transposed]:
+        return params["jaxpr"], transposed(params["jaxpr"], is_linear, is_zero)
 
-    avals = [operands[i].aval for i in linear]
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    found = jax.linear_transpose(jax.jit(function), *shapes)(
-        [ad.instantiate_zeros(ct) for ct in cotangents]
+    backward = params["derived"].get().derivatives.get(key, make)[1]
+    names = _names(params, len(leaves))
+    others = [i for i, each in enumerate(is_linear) if not each]
+    shown = [ct for ct, zero in zip(cotangents, is_zero, strict=True) if not zero]
+    found = iter(
+        _call(
+            backward.jaxpr,
+            [*(leaves[i] for i in others), *shown],
+            params,
+            (*(names[i] for i in others), *_COTANGENT * len(shown)),
+            tuple(params["kinds"][i] for i in others) + (TensorKind.ACTIVATION,) * len(shown),
+            *backward.derived,
+        )
     )
-    results: list[Any] = [None] * len(operands)
-    for i, cotangent in zip(linear, found, strict=True):
-        results[i] = cotangent
-    return results
+    return [next(found) if ad.is_undefined_primal(x) else None for x in operands]
 
 
 def _jet(primals: Sequence[Any], series: Sequence[Any], **params: Any) -> Any:
-    _say(params, "differentiated", "Write offload(lambda x: jet.jet(f, ...)) to have it offloaded.")
+    warn(
+        f"offload({params['name']}) is differentiated from outside, so it is not offloaded. Write "
+        "offload(lambda x: jet.jet(f, ...)) to have it offloaded."
+    )
     return compat.jet(in_plain_jax(params), primals, series)
 
 

@@ -1,0 +1,179 @@
+"""Derivatives of offloaded functions: forward and backward pass, both within the budget."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxoffload as jo
+
+WIDTH, LAYERS = 64, 6
+BUDGET = 90 << 10
+
+
+def matrices(seed=0):
+    source = np.random.default_rng(seed)
+    return [
+        (source.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5).astype(np.float32) for _ in range(LAYERS)
+    ]
+
+
+X = np.random.default_rng(9).normal(size=(32, WIDTH)).astype(np.float32)
+
+
+def network(weights, x, shift):
+    """A number that varies, and one that does not."""
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2) + shift, jnp.argmax(x)
+
+
+def offloaded(function=network, **options):
+    return jo.offload(function, **{"device_memory": BUDGET, "check": True, **options})
+
+
+def loss_of(function):
+    return lambda weights, x: function(weights, x, 3)[0]
+
+
+def close(got, want, exact):
+    """As near to float64 as jit's own float32, but for a few roundings."""
+    leaves = [jax.tree.leaves(tree) for tree in (got, want, exact)]
+    for g, w, e in zip(*leaves, strict=True):
+        scale = np.abs(e).max() or 1.0
+        error = np.abs(np.asarray(g, np.float64) - e).max() / scale
+        theirs = np.abs(np.asarray(w, np.float64) - e).max() / scale
+        assert error <= 4 * theirs + 4e-7
+
+
+def in_float64(transform, *args):
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: np.asarray(a, np.float64), args)
+        return jax.tree.map(np.asarray, transform(network)(*wide))
+
+
+TRANSFORMS = {
+    "grad": lambda f: jax.grad(loss_of(f), (0, 1)),
+    "value and grad": lambda f: jax.value_and_grad(loss_of(f), (0, 1)),
+    "grad under jit": lambda f: jax.jit(jax.grad(loss_of(f), (0, 1))),
+    "grad of the weights alone": lambda f: jax.grad(loss_of(f)),
+    "forward": lambda f: lambda w, x: jax.jvp(lambda x: loss_of(f)(w, x), (x,), (x,)),
+    "forward over reverse": lambda f: (
+        lambda w, x: jax.jvp(jax.grad(lambda x: loss_of(f)(w, x)), (x,), (x,))
+    ),
+    "vjp": lambda f: lambda w, x: jax.vjp(lambda x: loss_of(f)(w, x), x)[1](jnp.ones((), x.dtype)),
+    "vmap of grad": lambda f: (
+        lambda w, x: jax.vmap(jax.grad(lambda x: loss_of(f)(w, x)))(jnp.stack([x, x / 2]))
+    ),
+    "linearize": lambda f: lambda w, x: jax.linearize(lambda x: loss_of(f)(w, x), x)[1](x),
+    "checkpoint": lambda f: lambda w, x: jax.grad(jax.checkpoint(lambda x: loss_of(f)(w, x)))(x),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_derivatives_are_those_of_jit(name):
+    transform, weights = TRANSFORMS[name], matrices()
+    step = offloaded()
+    got = transform(step)(weights, X)
+    close(got, transform(jax.jit(network))(weights, X), in_float64(transform, weights, X))
+    # Not one of them in plain JAX.
+    assert len(step._plans()) >= 2
+    assert step.last_run is not None
+
+
+def test_both_passes_stay_within_the_budget():
+    step, peaks = offloaded(), []
+    jax.grad(loss_of(step), (0, 1))(matrices(), X)
+    for plan in step._plans():
+        peaks.append(plan.last_report().peak_device_bytes)
+        assert plan.budget == BUDGET
+        assert plan.peak_device_bytes <= BUDGET
+    assert len(peaks) == 2
+    assert max(peaks) <= BUDGET < sum(w.nbytes for w in matrices())
+
+
+def test_nothing_is_kept_that_can_be_made_again():
+    """Of each layer the output alone: neither the weights, nor their transposes, nor 1 - tanh."""
+    jaxpr = jax.make_jaxpr(jax.grad(loss_of(offloaded()), (0, 1)))(matrices(), X)
+    forward, backward = (e for e in jaxpr.eqns if e.primitive.name == "jaxoffload")
+    assert [v.aval.shape for v in forward.outvars[2:]] == [(32, WIDTH)] * LAYERS
+    kept = {(32, WIDTH): LAYERS + 1, (WIDTH, WIDTH): LAYERS, (): 1}
+    shapes = [v.aval.shape for v in backward.invars]
+    assert {s: shapes.count(s) for s in set(shapes)} == kept
+
+
+def test_what_is_planned_once_is_planned_once():
+    step, weights = offloaded(), matrices()
+    for k in range(3):
+        jax.grad(loss_of(step), (0, 1))(weights, X + k)
+        jax.jit(lambda w, x: jax.grad(loss_of(step), (0, 1))(w, x))(weights, X + k)
+    assert len(step._plans()) == 2
+
+
+def test_weights_below_the_device():
+    """They are no operands, so they do not vary; both passes read them where they are."""
+    weights, step = matrices(), offloaded()
+    put = jo.host_put(weights)
+    got = jax.jit(jax.grad(lambda x: step(put, x, 3)[0]))(X)
+    want = jax.grad(lambda x: network(weights, x, 3)[0])(X)
+    exact = in_float64(lambda f: jax.grad(loss_of(f), 1), weights, X)
+    close(got, want, exact)
+
+
+def test_derivatives_that_the_user_defines():
+    @jax.custom_vjp
+    def double(x):
+        return jnp.sin(x)
+
+    double.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (2 * g * jnp.cos(x),))
+
+    def function(x):
+        return double(x @ x.T).sum()
+
+    step = jo.offload(function, device_memory="40KiB")
+    want = jax.grad(jax.jit(function))(X)
+    np.testing.assert_allclose(jax.grad(step)(X), want, rtol=1e-3, atol=1e-3)
+    for f in (function, step):
+        with pytest.raises(TypeError, match="can't apply forward-mode"):
+            jax.jvp(f, (X,), (X,))
+
+
+def test_a_layer_in_a_jitted_step():
+    """Plain JAX before it and behind it."""
+
+    def step(layer):
+        def loss(weights, x):
+            y, _ = layer(weights, jnp.cos(x), 0)
+            return y * 3
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))
+
+    got, want = step(offloaded())(matrices(), X), step(network)(matrices(), X)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-3, atol=1e-7)
+
+
+def test_a_chain_of_a_thousand_light_operations():
+    def function(x):
+        y = x @ x.T
+        for k in range(1000):
+            y = y + y * (1.0 / (k + 3))
+        return (y * y * 1e-6).sum()
+
+    step = jo.offload(function, device_memory="48KiB")
+    got, want = jax.grad(step)(X), jax.grad(jax.jit(function))(X)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
+
+
+def test_a_cotangent_that_is_zero():
+    def function(x, y):
+        return (x @ y).sum(), (x * y.T).sum()
+
+    step = jo.offload(function, device_memory="48KiB")
+    args = X, np.ascontiguousarray(X.T)
+    for k in range(2):
+        got = jax.grad(lambda *a, k=k: step(*a)[k], (0, 1))(*args)
+        want = jax.grad(lambda *a, k=k: function(*a)[k], (0, 1))(*args)
+        for g, w in zip(got, want, strict=True):
+            np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
