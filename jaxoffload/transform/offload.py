@@ -409,8 +409,8 @@ def offload(
     """Makes a function run within a device memory budget, with the same results.
 
     Use it where you would use `jax.jit`, best around the whole step: `offload(train_step)`; of
-    `grad(offload(loss))` both passes are offloaded, each by itself. Works as a decorator, with or without options; called directly or inside
-    `jax.jit`.
+    `grad(offload(loss))` both passes are offloaded, each by itself. Works as a decorator, with or
+    without options; called directly or inside `jax.jit`.
 
     Args:
       function: takes and returns pytrees of arrays.
