@@ -187,6 +187,8 @@ class PlanBuilder:
             result_bytes=[self.result_bytes[i] for i in range(len(self.result_bytes))],
             descriptions=[v[7] for v in self.vertices],
             donated=self.donated,
+            residents=np.zeros(0, dtype=np.int32),
+            owed=np.zeros(0, dtype=np.int32),
         )
 
     def build(self, **changes):
