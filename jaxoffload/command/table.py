@@ -28,6 +28,7 @@ COMMANDS = {
     ),
     "simulate": ("jaxoffload.command.simulate", "the same by machine and by launch policy"),
     "finetune": ("jaxoffload.finetune.command", "train a model within so much memory"),
+    "generate": ("jaxoffload.finetune.generate_command", "continue a text within so much memory"),
     "bench": ("jaxoffload.command.bench", "run a function here, beside jax.jit"),
     "cache": ("jaxoffload.command.cache", "what is kept for the next process; how to empty it"),
     "view": ("jaxoffload.command.view", "open a page or a trace that was saved"),

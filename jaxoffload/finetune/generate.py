@@ -5,7 +5,7 @@ compiled once, takes every token.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -89,6 +89,32 @@ def generate(
     Raises:
       ValueError: the prompt is empty, or has tokens that the model does not know.
     """
+    return list(
+        stream(
+            config,
+            params,
+            prompt,
+            max_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop=stop,
+            transform=transform,
+        )
+    )
+
+
+def stream(
+    config: Config,
+    params: Params,
+    prompt: Sequence[int] | np.ndarray,
+    max_tokens: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    stop: Sequence[int] = (),
+    transform: Callable[[Step], Step] | None = None,
+) -> Iterator[int]:
+    """As `generate`, one token after another."""
     prompt = np.asarray(prompt, np.int32)
     if prompt.ndim != 1 or not prompt.size:
         raise ValueError(
@@ -101,7 +127,7 @@ def generate(
             f"to {config.vocab_size - 1}. Use the model's own tokenizer."
         )
     if max_tokens < 1:
-        return []
+        return
     # Dynamic rates follow the last position, which must then be a real one.
     pad = 1 if config.rope.kind == "dynamic" else _PAD
     padded = -(-len(prompt) // pad) * pad
@@ -118,7 +144,7 @@ def generate(
     # In host memory, from where as much as fits of it stays on the device from token to token.
     keys, values = host_put(tuple(cache)) if isinstance(step, Offloaded) else cache
     draws = jax.random.split(jax.random.key(seed), max_tokens)
-    tokens, at, found = np.zeros((1, padded), np.int32), 0, []
+    tokens, at = np.zeros((1, padded), np.int32), 0
     tokens[0, : len(prompt)] = prompt
     count = len(prompt)
     for draw in draws:
@@ -126,11 +152,11 @@ def generate(
             params, tokens, keys, values, np.int32(at), np.int32(count), np.float32(temperature),
             draw,
         )  # fmt: skip
-        found.append(int(token))
-        if found[-1] in stop:
-            break
-        at, count, tokens = at + count, 1, np.full((1, 1), found[-1], np.int32)
-    return found
+        found = int(token)
+        yield found
+        if found in stop:
+            return
+        at, count, tokens = at + count, 1, np.full((1, 1), found, np.int32)
 
 
 def answer(
