@@ -17,6 +17,7 @@ import jax
 import jax.extend as jex
 import numpy as np
 from jax._src import api_util as _api_util
+from jax._src import array as _array
 from jax._src import callback as _callback
 from jax._src import checkify as _checkify
 from jax._src import config as _config
@@ -47,6 +48,9 @@ Primitive = jex.core.Primitive
 DropVar = _core.DropVar
 ShapedArray = _core.ShapedArray
 Tracer = jax.core.Tracer
+ArrayImpl = _array.ArrayImpl
+"""The type of arrays that hold numbers. To compare types takes far less than `isinstance` with
+`jax.Array`, which asks Python."""
 
 _MOST_FRAMES = 100
 """Of a stack, those that are looked through for the user's own code."""
@@ -487,6 +491,26 @@ def is_in_rows(array: jax.Array) -> bool:
 def weakly_typed(array: jax.Array) -> jax.Array:
     """The same array with a weak type: it gives way in promotions, as Python's numbers do."""
     return _lax._convert_element_type(array, weak_type=True)
+
+
+def arrays_over(words: Sequence[np.ndarray], avals: Sequence[Any], device: Any) -> list[jax.Array]:
+    """Arrays over NumPy's memory, of which there is no copy where it is aligned.
+
+    It is what `jax.device_put` comes down to, which looks at each array a dozen times.
+
+    Args:
+      avals: `ShapedArray`s, made under the mesh that is current.
+      device: to which they are committed; None: to none, on the default device.
+    """
+    committed = device is not None
+    device = device or _pxla.get_default_device()
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    put = _pxla.batched_device_put
+    with transfers_allowed():
+        return [
+            put(aval, sharding, [each], [device], committed)
+            for each, aval in zip(words, avals, strict=True)
+        ]
 
 
 def keep_alive(lowering_context: Any, thing: Any) -> None:

@@ -12,7 +12,7 @@ import jax
 from jaxoffload.graphs.taskgraph import TaskGraph, Vertex
 from jaxoffload.options import format_bytes
 from jaxoffload.plan.alloc.limits import resident_peak
-from jaxoffload.runtime.callers import byte_count
+from jaxoffload.runtime.host_results import byte_count
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.cut import WHOLE, Cut
 from jaxoffload.search.planner import Planner

@@ -21,6 +21,7 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
 from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.runtime.arrays import DiskArray, HostArray, TierArray, host_put
+from jaxoffload.runtime.host_results import HostResults
 
 
 class Planned(Protocol):
@@ -70,17 +71,13 @@ def handle_of(array: TierArray) -> Any:
     return held
 
 
-def byte_count(shape: Any) -> int:
-    """Bytes of an array of this shape and dtype."""
-    return int(np.prod(shape.shape, dtype=np.int64)) * np.dtype(shape.dtype).itemsize
-
-
 class HostMemory:
     """Callers' arrays are in host memory: CPU."""
 
     def __init__(self) -> None:
         # Result buffers in use, by address, so that a donated one can be written again in place.
         self._ours: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._results: weakref.WeakKeyDictionary[Any, HostResults] = weakref.WeakKeyDictionary()
 
     def bind(
         self,
@@ -101,18 +98,22 @@ class HostMemory:
         for i, array in enumerate((*operands, *plan.constants)):
             if isinstance(array, TierArray):
                 arguments.append(handle_of(array))
-            elif i < len(donated) and donated[i] and self._may_take(plan, array):
-                arguments.append(_address(array))
+            elif (
+                i < len(donated)
+                and donated[i]
+                and self._may_take(plan, array, address := _address(array))
+            ):
+                arguments.append(address)
             else:
                 # A view: its memory stays although somebody deletes the array while the run reads
                 # it, and where JAX has another layout it is a copy in rows.
                 views.append(np.ascontiguousarray(array))
-                arguments.append(views[-1].ctypes.data)
+                arguments.append(_address(views[-1]))
         reused, held = self._take_donated(plan, operands, arguments, donated)
         held += views
         buffers = {
-            j: reused[j] if j in reused else _native.HostBuffer(max(1, byte_count(shape)))
-            for j, shape in enumerate(plan.out_shapes)
+            j: reused[j] if j in reused else _native.HostBuffer(max(1, count))
+            for j, count in enumerate(self._results_of(plan).byte_counts)
             if j not in tier_results
         }
         places = [
@@ -129,26 +130,29 @@ class HostMemory:
         Args:
           device: of JAX, to which they are committed; None: to none.
         """
-        outs: dict[int, Any] = {}
-        for j, buffer in bound.made.items():
-            if isinstance(buffer, jax.Array):
-                outs[j] = buffer
-                continue
-            self._ours[buffer.address] = buffer
-            shape = plan.out_shapes[j]
-            words = np.asarray(buffer)[: byte_count(shape)]
-            outs[j] = words.view(shape.dtype).reshape(shape.shape)
         if device is None and jax.default_backend() != "cpu":
             device = jax.local_devices(backend="cpu")[0]
+        new = {j: x for j, x in bound.made.items() if not isinstance(x, compat.ArrayImpl)}
+        self._ours.update((buffer.address, buffer) for buffer in new.values())
+        # Arrays of JAX's already, whose memory the run wrote; they may have to be committed.
+        written = {j: x for j, x in bound.made.items() if j not in new}
         with compat.transfers_allowed():
-            return jax.device_put(outs, device, may_alias=True)
+            written = jax.device_put(written, device, may_alias=True) if written else {}
+        return written | self._results_of(plan).arrays(new, device)
 
-    def _may_take(self, plan: Planned, array: Any) -> bool:
-        """Whether a donated array's memory may be a result's: it is of a result that nobody has
-        copied since, or, where results are to take no memory of their own, any of JAX's."""
+    def _results_of(self, plan: Planned) -> HostResults:
+        found = self._results.get(plan)
+        if found is None:
+            found = self._results[plan] = HostResults(plan.out_shapes)
+        return found
+
+    def _may_take(self, plan: Planned, array: Any, address: int) -> bool:
+        """Whether the memory of a donated array, which is at `address`, may be a result's: it is of
+        a result that nobody has copied since, or, where results are to take no memory of their own,
+        any of JAX's."""
         if not isinstance(array, jax.Array):
             return False
-        if _address(array) in self._ours:
+        if address in self._ours:
             return True
         return plan.memory is not None and compat.is_in_rows(array)
 
@@ -179,7 +183,7 @@ class HostMemory:
             buffer = self._ours.get(arguments[i])
             if buffer is None or times[arguments[i]] > 1:
                 is_free = times[arguments[i]] == 1 and i in alias_of
-                if is_free and buffer is None and self._may_take(plan, operand):
+                if is_free and buffer is None and self._may_take(plan, operand, arguments[i]):
                     theirs[i] = operand
                 else:
                     held.append(operand)
@@ -227,8 +231,8 @@ measured, for versions of Python differ in what they count on the way."""
 
 def _address(array: Any) -> int:
     """Address of an array's bytes where they are."""
-    if not isinstance(array, jax.Array):
-        return array.ctypes.data
+    if isinstance(array, np.ndarray):
+        return array.__array_interface__["data"][0]  # a third of what `ctypes` takes
     array.block_until_ready()
     return compat.pointer_of(array)
 

@@ -23,7 +23,7 @@ from jaxoffload.plan.cost.simulate import Timeline, simulate
 from jaxoffload.runtime import allocator
 from jaxoffload.runtime.arrays import reserve
 from jaxoffload.runtime.backends import Backend
-from jaxoffload.runtime.callers import byte_count
+from jaxoffload.runtime.host_results import byte_count
 from jaxoffload.runtime.load import load
 from jaxoffload.runtime.request import Request
 from jaxoffload.showing import ShownMemory

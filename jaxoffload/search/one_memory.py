@@ -32,7 +32,7 @@ from jaxoffload.plan.alloc.limits import (
 )
 from jaxoffload.plan.alloc.static import keep_everything, keep_in_chosen_places
 from jaxoffload.runtime import allocator
-from jaxoffload.runtime.callers import byte_count
+from jaxoffload.runtime.host_results import byte_count
 from jaxoffload.runtime.plan import Carried, Plan
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.cut import FINEST, WHOLE, CompiledCut, Cut, least_budget, split_size

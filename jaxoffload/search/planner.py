@@ -43,7 +43,7 @@ from jaxoffload.plan.alloc.limits import (
 from jaxoffload.plan.alloc.static import keep_everything
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.runtime import backends
-from jaxoffload.runtime.callers import byte_count
+from jaxoffload.runtime.host_results import byte_count
 from jaxoffload.runtime.plan import Plan, Pricing
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.cut import FINEST, NOTHING, WHOLE, CompiledCut, Cut, least_budget

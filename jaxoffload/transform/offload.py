@@ -47,6 +47,9 @@ KNOWN_MARGIN = 0.03
 """The same where a profile tells what runs take: what is left is for other processes."""
 
 
+_NOT_PLACED = (np.ndarray, TierArray)
+"""Arrays that are on no device."""
+
 _all_offloaded: "weakref.WeakSet[Offloaded]" = weakref.WeakSet()
 
 
@@ -237,6 +240,7 @@ class Offloaded:
     def clear_cache(self) -> None:
         """Forgets what was traced, planned and compiled for calls so far."""
         self._programs.clear()
+        self._spec.forget()
 
     def _program(self, call: Call) -> Program:
         backend = backends.current_name()
@@ -299,9 +303,7 @@ class Offloaded:
         """
         first, device, seen = 0, None, None
         for i, leaf in enumerate(call.leaves):
-            if isinstance(leaf, np.ndarray | TierArray) or leaf.sharding is seen:
-                continue
-            if not leaf.committed:
+            if isinstance(leaf, _NOT_PLACED) or not leaf.committed or leaf.sharding is seen:
                 continue
             seen = leaf.sharding
             if len(seen.device_set) > 1:

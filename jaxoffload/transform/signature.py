@@ -15,7 +15,9 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload import identity
 from jaxoffload.capture.words import Code, code_of, encoded, moved_dtype
 from jaxoffload.graphs.taskgraph import TensorKind
+from jaxoffload.identity import Key
 from jaxoffload.runtime.arrays import TierArray
+from jaxoffload.transform.met import outside_of
 
 _OPTIMIZER_WORDS = frozenset(
     {
@@ -48,6 +50,7 @@ class Signature:
       donated: for each leaf.
       kinds: for each leaf.
       tiers: for each leaf "host", "disk", or "" for an array of JAX's or NumPy's.
+      identity: of all these.
     """
 
     tree: Any
@@ -58,13 +61,23 @@ class Signature:
     kinds: tuple[TensorKind, ...]
     tiers: tuple[str, ...]
 
-    def key(self, *parts: Any) -> identity.Key:
-        """What tells it from others, under further circumstances (hashable)."""
-        static = tuple((where, identity.static_key(value)) for where, value in self.static)
-        return identity.intern(
-            self.tree, static, self.avals, self.codes, self.donated, self.kinds, self.tiers,
-            *parts,
+    identity: Key = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        found = identity.intern(
+            self.tree, static_keys(self.static), self.avals, self.codes, self.donated, self.kinds,
+            self.tiers,
         )  # fmt: skip
+        object.__setattr__(self, "identity", found)
+
+    def key(self, *parts: Any) -> Key:
+        """What tells it from others, under further circumstances (hashable)."""
+        return identity.intern(self.identity, *parts)
+
+
+def static_keys(static: Iterable[tuple[int | str, Any]]) -> tuple[Any, ...]:
+    """What tells static arguments from others; given are (position or name, value)."""
+    return tuple((where, identity.static_key(value)) for where, value in static)
 
 
 def _name_of(function: Any) -> str:
@@ -125,6 +138,7 @@ class ArgumentSpec:
         both = self.static_positions & self.donated_positions | (
             self.static_names & self.donated_names
         )
+        self._met: dict[tuple[Any, ...], Signature] = {}
         if both:
             raise ValueError(
                 f"offload({self.name}): {sorted(map(str, both))} named in both donate_argnums and "
@@ -173,6 +187,30 @@ class ArgumentSpec:
                 static.append((name, self._hashable(value, name)))
             else:
                 dynamic_kwargs[name] = value
+        leaves, tree = jax.tree.flatten((dynamic_args, dynamic_kwargs))
+        outside = outside_of(leaves)
+        if outside is None:
+            return self._bind_each(args, static, dynamic_args, dynamic_kwargs)
+        met = tree, static_keys(static), outside
+        signature = self._met.get(met)
+        if signature is not None:
+            return Call(signature, leaves)
+        call = self._bind_each(args, static, dynamic_args, dynamic_kwargs)
+        self._met[met] = call.signature
+        return call
+
+    def forget(self) -> None:
+        """Forgets the signatures of calls so far."""
+        self._met.clear()
+
+    def _bind_each(
+        self,
+        args: tuple[Any, ...],
+        static: Sequence[tuple[int | str, Any]],
+        dynamic_args: list[Any],
+        dynamic_kwargs: dict[str, Any],
+    ) -> Call:
+        """The same, with a look at each leaf and its path."""
         positions = [i for i in range(len(args)) if i not in self.static_positions]
         paths, tree = jax.tree_util.tree_flatten_with_path((dynamic_args, dynamic_kwargs))
         leaves, avals, codes, donated, kinds, tiers = [], [], [], [], [], []
