@@ -132,7 +132,7 @@ def _tell(model: Model, step: Offloaded, text: str, found: list[int], times: lis
     print(f"{len(found)} tokens{took}; the first after {format_seconds(times[0])}", file=sys.stderr)
     if isinstance(run, Run):
         print(
-            f"Of {format_bytes(weights)} of weights {format_bytes(moved)} move for each token: more "
-            "device memory moves less",
+            f"A token moves {format_bytes(moved)}; the weights have {format_bytes(weights)}: "
+            "more device memory moves less",
             file=sys.stderr,
         )
