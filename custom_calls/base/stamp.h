@@ -18,6 +18,9 @@ class Stamp {
 
   uint64_t value() const { return value_.load(std::memory_order_relaxed); }
   void Renew() { value_.store(Next(), std::memory_order_relaxed); }
+  // Whether some of the contents may be elsewhere, owed (tiers/residents.h).
+  bool may_be_owed() const { return may_be_owed_.load(std::memory_order_relaxed); }
+  void MayBeOwed() { may_be_owed_.store(true, std::memory_order_relaxed); }
 
  private:
   static uint64_t Next() {
@@ -26,6 +29,7 @@ class Stamp {
   }
 
   std::atomic<uint64_t> value_;
+  std::atomic<bool> may_be_owed_{false};
 };
 
 }  // namespace jaxoffload

@@ -16,7 +16,7 @@ void BindHost(nb::module_& m) {
       .def("__len__", &HostBuffer::bytes)
       .def("renew_stamp", [](const HostBuffer& buffer) { buffer.stamp()->Renew(); })
       .def_prop_ro("__array_interface__", [](const HostBuffer& buffer) {
-        {
+        if (buffer.stamp()->may_be_owed()) {
           const WithoutGil without_gil;
           SettleAll(buffer.data().get());
         }

@@ -79,6 +79,7 @@ std::shared_ptr<const RunReport> RunAndWait(Plan& plan, const std::vector<nb::ob
   }
   for (const auto& stamp : to.stamps) {
     if (stamp) stamp->Renew();  // from now on other bytes may be there
+    if (stamp && !plan.loaded().owed().empty()) stamp->MayBeOwed();
     contents.result_stamps.push_back(stamp ? stamp->value() : kNoStamp);
   }
   contents.result_owners = to.owner_of;

@@ -46,6 +46,9 @@ struct RunContext {
   std::vector<uint8_t> lost_results;
   // Whether what is there already is to be compared with what it should be, where that is seen.
   bool check = false;
+  // Whether the run was stopped before its end, by a failure or by the caller: decided once, before
+  // End.
+  bool is_stopped = false;
   // Set when the run is to stop: long copies look at it now and then. Relaxed: it only saves time,
   // the vertex's own completion publishes everything else.
   std::atomic<bool> abort{false};

@@ -193,6 +193,8 @@ void Run::NoteTouchedResults(int32_t vertex_id, RunReport* report) const {
 }
 
 void Run::End() {
+  // What comes later comes too late: the backend and the caller must be told the same.
+  context_.is_stopped = context_.abort.load(std::memory_order_relaxed);
   backend_->End(context_);
   // Before anyone is told of the end: who waits for it may count on their being let go.
   context_.argument_sources.clear();
@@ -209,7 +211,9 @@ void Run::End() {
                          .count();
   for (int32_t v = 0; v < plan_->num_vertices(); ++v) {
     report->lane[v] = plan_->lane(v);
-    if (context_.begun[v] && !context_.is_idle[v]) NoteTouchedResults(v, report);
+    // What is left on a device and owed to a result has changed it once the run has succeeded.
+    const bool is_copied = !context_.is_idle[v] || !context_.is_stopped;
+    if (context_.begun[v] && is_copied) NoteTouchedResults(v, report);
     if (end_ns_[v] < 0) {
       start_ns_[v] = -1;
       continue;
@@ -240,11 +244,11 @@ void Run::End() {
   if (live_ranges_) report->peak_live_bytes = live_ranges_->peak_device_bytes();
   report->copied_outputs = context_.copied_outputs.load(std::memory_order_relaxed);
   report->realigned_bytes = context_.realigned_bytes.load(std::memory_order_relaxed);
-  report->cancelled = cancelled_.load(std::memory_order_relaxed);
+  report->cancelled = context_.is_stopped && cancelled_.load(std::memory_order_relaxed);
   report->error_vertex = error_vertex_;
   if (!error_message_.empty()) {
     report->error_message = std::move(error_message_);
-  } else if (report->cancelled) {
+  } else if (context_.is_stopped) {
     report->error_message = kCancelled;  // there is room for it
   }
   MutexLock lock(mutex_);

@@ -217,16 +217,13 @@ void Client::Trim() {
 void Client::Settle(const char* array) {
   Residents& residents = platform().residents();
   if (!residents.Owes(array)) return;
-  const auto settle = [this, &residents, array] {
-    residents.Settle(array, [this](const Resident& each) { platform().Pay(each); });
-  };
-  if (!IsForked()) return RunAlone(settle);
-  if (platform().window() > 0) {
+  if (IsForked() && platform().window() > 0) {
     throw std::runtime_error(
         "the array is on the GPU, which a forked process cannot use. Read it before the fork, or "
         "call release() of the function that made it.");
   }
-  settle();  // from this process's copy of the arena
+  // No run writes to a place that is known here: those that are under way have asked for theirs.
+  residents.Settle(array, [this](const Resident& each) { platform().Pay(each); });
 }
 
 void Client::RunAlone(std::function<void()> task) {

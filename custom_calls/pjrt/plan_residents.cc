@@ -61,13 +61,11 @@ void PlanResidents::Find(RunContext& context) {
 
 void PlanResidents::Leave(RunContext& context) {
   MutexLock lock(mutex_);
-  // A run that is stopped may have left a copy half done.
-  const bool is_stopped = context.abort.load(std::memory_order_relaxed);
   for (Part& part : parts_) {
     if (part.overwriter >= 0) {
       part.place.stamp = At(context.contents.result_stamps, part.result);
     }
-    if (is_stopped) {
+    if (context.is_stopped) {  // it may have left a copy half done
       Restore(part, context);
     } else if (part.overwriter < 0 || part.is_owed) {
       if (part.is_owed) Owe(part, context);

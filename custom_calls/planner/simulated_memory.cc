@@ -129,6 +129,7 @@ void SimulatedMemory::BringResidents(int64_t vertex) {
     const int32_t source = lower_.Fetch(t, vertex);
     emitter_.Vertex(Kind::kReload, vertex, device(t), {source}, {version_[t]}, {});
     emitter_.Stays(version_[t]);
+    if (lower_.is_capped()) lower_.NoteUse(t, kNever, true);
   }
 }
 
@@ -214,6 +215,7 @@ void SimulatedMemory::Hold(int32_t tensor, int32_t version, int64_t start) {
 }
 
 void SimulatedMemory::UpdateVictim(int32_t tensor) {
+  if (stays(tensor) && placed_[tensor]) return;
   if (start(tensor) < 0 && lower_.is_capped()) lower_.NoteUse(tensor, UseAfter(tensor, 0), false);
   if (start(tensor) < 0 || size(tensor) == 0) return;
   if (lower_.is_capped()) lower_.NoteUse(tensor, UseAfter(tensor, 1), true);

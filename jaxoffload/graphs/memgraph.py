@@ -169,6 +169,8 @@ class MemGraph:
         """Whether each vertex has nothing to do in a run that finds the residents in their places,
         bool[N]: their reloads, loads from disk for these alone, and offloads of what is owed."""
         found = np.zeros(self.num_vertices, dtype=bool)
+        if not len(self.residents):
+            return found
         found[self.writer[self.owed[self.owed >= 0]]] = True
         reloads = self.writer[self.residents]
         found[reloads] = True

@@ -321,6 +321,8 @@ class _Check:
         """What stays is brought from an argument; besides what is written over it in place, and is
         the same part of the result, no other version is ever in its place."""
         graph, names = self.graph, self.graph.residents
+        if not len(names) and not len(graph.owed):
+            return
         known = (0 <= names) & (names < graph.num_versions)
         if not known.all() or len(np.unique(names)) < len(names) or len(graph.owed) != len(names):
             self.broken(Law.STAYS, f"residents are no versions, or named twice: {names.tolist()}")

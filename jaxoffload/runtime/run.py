@@ -100,7 +100,11 @@ class Run(ShownMemory):
         """(bytes offloaded, bytes reloaded) of each tensor that moved, by name and number."""
         graph, sizes = self.memgraph, self.memgraph.version_bytes()
         moved: dict[str, tuple[int, int]] = {}
-        for vertex_id in np.flatnonzero((graph.kind == Kind.OFFLOAD) | (graph.kind == Kind.RELOAD)):
+        idle = graph.idle()
+        if not self.bytes_found:  # the first run of a plan: what stays has come up
+            idle &= graph.kind == Kind.OFFLOAD
+        copies = (graph.kind == Kind.OFFLOAD) | (graph.kind == Kind.RELOAD)
+        for vertex_id in np.flatnonzero(copies & ~idle):
             version = graph.inputs[graph.input_offsets[vertex_id]]
             tensor_id = int(graph.tensor[version])
             name = f"{graph.taskgraph.tensors[tensor_id].name} #{tensor_id}"

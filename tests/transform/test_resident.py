@@ -370,6 +370,25 @@ def test_any_sequence_of_calls(seed):
         same(state, want)
 
 
+def test_a_callback_reads_state_beside_the_run_that_calls_it():
+    """It would wait for ever for the end of that run."""
+    step = offloaded(update, device_memory=16 * LAYER)
+    state, _ = step(jo.host_put(new_state()), rows(0))
+    assert step.last_run.bytes_left >= 8 * LAYER
+
+    def read(x):
+        return x + np.float32(np.asarray(state[0][0]).sum())
+
+    def function(x):
+        return jax.pure_callback(read, jax.ShapeDtypeStruct(x.shape, x.dtype), x * 2) * 2
+
+    # So small that it needs none of the places.
+    got = jo.offload(function, device_memory=2 * LAYER, vertex_memory=1, cut="always")(rows(1))
+    (params, _), _ = cold(update, new_state(), rows(0), device_memory=16 * LAYER)
+    np.testing.assert_allclose(got, (rows(1) * 2 + params[0].sum()) * 2, rtol=1e-5)
+    same(state[0], params)
+
+
 def test_nothing_is_left_of_arrays_that_are_gone():
     step = offloaded(update, device_memory=16 * LAYER)
     state, _ = step(jo.host_put(new_state()), rows(0))
