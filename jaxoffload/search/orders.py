@@ -3,7 +3,8 @@
 Takes a TaskGraph and the seconds of its vertices; gives the same graph in other orders, by name.
 The plan follows a serial order (TURNIP, section 6), and which is best depends on the budget. One
 that frees memory early moves less; one that follows the critical path leaves the launcher more
-vertices to choose from. The planner simulates plans of each.
+vertices to choose from. Where several micro-batches go through the same weights, one that takes
+them all through each weight brings it once for all. The planner simulates plans of each.
 """
 
 import dataclasses
@@ -28,8 +29,9 @@ def orders(graph: TaskGraph, seconds: list[float]) -> dict[str, TaskGraph]:
         ("memory", _by_memory(graph, before)),
         ("depth first", _depth_first(graph, before)),
         ("critical path", _by_critical_path(before, seconds)),
+        ("arguments", _by_arguments(graph, before)),
     ):
-        if tuple(order) != own:
+        if order and tuple(order) != own:
             vertices = tuple(graph.vertices[v] for v in order)
             found.setdefault(tuple(order), (name, dataclasses.replace(graph, vertices=vertices)))
     return dict(found.values())
@@ -103,6 +105,41 @@ def _by_memory(graph: TaskGraph, before: list[set[int]]) -> list[int]:
             if left[t] == 1:
                 changed += readers[t]
         return changed
+
+    return _scheduled(before, key, ran)
+
+
+_HEAVY = 1 / 64
+"""Share of all arguments' bytes from which on an argument is worth being brought seldom."""
+_READERS = 4
+"""Of a heavy argument, from which on they may be of several micro-batches: each has one in its
+forward and one in its backward pass."""
+
+
+def _by_arguments(graph: TaskGraph, before: list[set[int]]) -> list[int]:
+    """Always the vertex whose heavy arguments were read last: all micro-batches go through a layer
+    before any goes through the next. Empty where that is no question.
+
+    References:
+      GreedySnake: vertical order of gradient accumulation.
+    """
+    columns, readers = graph.columns, graph.readers()
+    size = columns.bytes * (columns.argument >= 0)
+    heavy = {int(t) for t in (size > _HEAVY * size.sum()).nonzero()[0]}
+    if not heavy or sum(len(readers[t]) >= _READERS for t in heavy) < len(heavy) / 2:
+        return []
+    read: dict[int, int] = {}
+    clock = [0]
+    mine = [[t for t in vertex.inputs if t in heavy] for vertex in graph.vertices]
+
+    def key(v: int) -> tuple[int, int]:
+        return -max((read.get(t, 0) for t in mine[v]), default=0), v
+
+    def ran(v: int) -> list[int]:
+        clock[0] += 1
+        for t in mine[v]:
+            read[t] = clock[0]
+        return [u for t in mine[v] for u in readers[t]]
 
     return _scheduled(before, key, ran)
 
