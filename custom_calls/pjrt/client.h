@@ -64,8 +64,8 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // Gives the device arenas' memory back, once no run is active. Waits for that.
   void Trim();
-  // Copies what runs have left on the devices and owe to an array in host memory; beside a run, too.
-  // Throws std::runtime_error: it is lost, or on a GPU and this is a forked child.
+  // Copies what runs have left on the devices and owe to an array in host memory; beside a run,
+  // too. Throws std::runtime_error: it is lost, or on a GPU and this is a forked child.
   void Settle(const char* array);
 
   // Ends the launcher; later runs are refused. For the end of the process.
