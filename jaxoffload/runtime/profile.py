@@ -78,9 +78,8 @@ class Profile:
             Kind.STORE: run.bytes_stored,
         }
         for way, kind in _WAYS.items():
-            copies = np.flatnonzero(graph.kind == kind)
-            busy = float(took[copies].sum())
-            if busy > 0:
+            busy = float(took[(graph.kind == kind) & ~run.idle].sum())
+            if busy > 0 and moved[kind] > 0:
                 rate = moved[kind] / busy
                 self.rates[way] = max(rate, self.rates.get(way, 0.0))
         tasks = graph.taskgraph.vertices

@@ -96,15 +96,21 @@ class Run(ShownMemory):
         return endurance_bytes * self.seconds / self.bytes_stored
 
     @functools.cached_property
+    def idle(self) -> np.ndarray:
+        """Whether each vertex had nothing to do, as far as that is known, bool[N]: what it would
+        have brought was there, or what it would have copied away stayed."""
+        found = self.memgraph.idle()
+        if not self.bytes_found:  # the first run of a plan: what stays has come up
+            found &= self.memgraph.kind == Kind.OFFLOAD
+        return found
+
+    @functools.cached_property
     def bytes_by_tensor(self) -> dict[str, tuple[int, int]]:
         """(bytes offloaded, bytes reloaded) of each tensor that moved, by name and number."""
         graph, sizes = self.memgraph, self.memgraph.version_bytes()
         moved: dict[str, tuple[int, int]] = {}
-        idle = graph.idle()
-        if not self.bytes_found:  # the first run of a plan: what stays has come up
-            idle &= graph.kind == Kind.OFFLOAD
         copies = (graph.kind == Kind.OFFLOAD) | (graph.kind == Kind.RELOAD)
-        for vertex_id in np.flatnonzero(copies & ~idle):
+        for vertex_id in np.flatnonzero(copies & ~self.idle):
             version = graph.inputs[graph.input_offsets[vertex_id]]
             tensor_id = int(graph.tensor[version])
             name = f"{graph.taskgraph.tensors[tensor_id].name} #{tensor_id}"

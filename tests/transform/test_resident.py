@@ -414,3 +414,16 @@ def test_what_may_change_unseen_does_not_stay(tier, tmp_path):
             step(put, rows(k))
     assert step.resident() == {}
     assert step.last_run.bytes_found == step.last_run.bytes_left == 0
+
+
+def test_rates_are_measured_of_what_was_copied():
+    """What is idle takes a microsecond, and moves nothing."""
+    put, step = jo.host_put(matrices(0)), offloaded(frozen, check=False, device_memory=7 * LAYER)
+    for k in range(8):
+        step(put, rows(k))
+    assert step.profile.rates
+    assert all(rate > 1e6 for rate in step.profile.rates.values())
+    run = step.last_run
+    assert run.bytes_found > 0
+    assert run.idle.sum() > 0
+    assert sum(up for _, up in run.bytes_by_tensor.values()) == run.bytes_reloaded
