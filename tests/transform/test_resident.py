@@ -5,6 +5,7 @@ with arrays that change hands, are read, fail or are interrupted, give what call
 nothing on the device.
 """
 
+import dataclasses
 import gc
 import random
 import signal
@@ -19,6 +20,8 @@ import pytest
 import jaxoffload as jo
 from jaxoffload import _native
 from jaxoffload.errors import RunError
+from jaxoffload.plan.cost.machines import SMALL_SERVER
+from jaxoffload.runtime.profile import Profile
 
 WIDTH, LAYERS = 128, 8
 LAYER = WIDTH * WIDTH * 4
@@ -418,12 +421,21 @@ def test_what_may_change_unseen_does_not_stay(tier, tmp_path):
 
 def test_rates_are_measured_of_what_was_copied():
     """What is idle takes a microsecond, and moves nothing."""
-    put, step = jo.host_put(matrices(0)), offloaded(frozen, check=False, device_memory=7 * LAYER)
-    for k in range(8):
+    put, step, profile = jo.host_put(matrices(0)), offloaded(frozen), Profile()
+    for k in range(3):
         step(put, rows(k))
-    assert step.profile.rates
-    assert all(rate > 1e6 for rate in step.profile.rates.values())
+        profile.add(step.last_run, SMALL_SERVER)
+    assert profile.rates
+    assert all(rate > 1e6 for rate in profile.rates.values())
     run = step.last_run
     assert run.bytes_found > 0
     assert run.idle.sum() > 0
     assert sum(up for _, up in run.bytes_by_tensor.values()) == run.bytes_reloaded
+
+
+def test_no_rate_is_measured_where_nothing_was_copied():
+    put, step, profile = jo.host_put(matrices(0)), offloaded(frozen), Profile()
+    step(put, rows(0))
+    run = dataclasses.replace(step.last_run, bytes_reloaded=0)
+    profile.add(run, SMALL_SERVER)
+    assert "to_device" not in profile.rates
