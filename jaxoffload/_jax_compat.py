@@ -112,6 +112,11 @@ def name_arguments(function: Any, call: Any, args: Sequence[Any], kwargs: dict[s
     _api_util.save_wrapped_fun_debug_info(function, info)
 
 
+def with_results(closed: Any, outvars: Sequence[Any]) -> Any:
+    """A closed jaxpr that gives other variables of itself."""
+    return closed.replace(jaxpr=closed.jaxpr.replace(outvars=list(outvars)))
+
+
 def bits(dtype: Any) -> int:
     """Bits of an element, which below eight are fewer than those of NumPy's elements."""
     return _dtypes.itemsize_bits(dtype)

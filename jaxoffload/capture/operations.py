@@ -29,6 +29,8 @@ class Known:
       is_light: it takes no longer than to read its operands, so that where it stands is no matter.
       is_priced: `cost` tells its time, as its operands' bytes and `flops` say; only what is priced
         is made again. A `while` or a sort takes longer.
+      is_cheap: a few instructions an element, as no root or exponential is: rather made again than
+        kept.
       is_view: its result holds no more than its operand, and every reader repeats it.
       joins: of a reduction, what joins two parts of its result.
       overwrites: which operands' memory its output may take: "none", "first" or "all".
@@ -43,6 +45,7 @@ class Known:
     fuses_operand: bool = False
     is_light: bool = False
     is_priced: bool = False
+    is_cheap: bool = False
     is_view: bool | Callable[[Equation], bool] = False
     joins: Callable | None = None
     overwrites: str = "none"
@@ -92,7 +95,7 @@ _ELEMENTWISE = Known(
     overwrites="all",
     ways=along.elementwise,
 )
-_VIEW = Known(is_view=True, is_light=True, is_priced=True)
+_VIEW = Known(is_view=True, is_light=True, is_priced=True, is_cheap=True)
 _UPDATE = Known(overwrites="first")
 _LIGHT = Known(is_light=True, is_priced=True)
 
@@ -115,17 +118,22 @@ def _along(param: str, is_priced: bool = False, has_several: bool = False) -> Kn
 TABLE: dict[str, Known] = {
     **dict.fromkeys(
         """
-        abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
-        clamp clz complex conj cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-        imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg nextafter
-        not one_minus_square or population_count pow real reduce_precision rem round rsqrt select_n
-        shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
-        xor
+        acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clz cos cosh digamma
+        div erf erf_inv erfc exp exp2 expm1 floor lgamma log log1p log2 logistic nextafter
+        population_count pow reduce_precision rem round rsqrt sin sinh sqrt tan tanh
         """.split(),
         _ELEMENTWISE,
     ),
+    **dict.fromkeys(
+        """
+        abs add add_any and clamp complex conj eq ge gt imag integer_pow is_finite le lt max min mul
+        ne neg not one_minus_square or real select_n shift_left shift_right_arithmetic
+        shift_right_logical sign square sub xor
+        """.split(),
+        dataclasses.replace(_ELEMENTWISE, is_cheap=True),
+    ),
     "polynomial": dataclasses.replace(_ELEMENTWISE, flops=_polynomial_flops),
-    "convert_element_type": dataclasses.replace(_ELEMENTWISE, is_view=_widens),
+    "convert_element_type": dataclasses.replace(_ELEMENTWISE, is_cheap=True, is_view=_widens),
     # Views.
     "broadcast_in_dim": dataclasses.replace(_VIEW, ways=along.broadcast),
     "reshape": dataclasses.replace(_VIEW, ways=along.reshape),

@@ -8,6 +8,7 @@ is no result of the forward pass: the derivative takes the argument, and makes i
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +16,10 @@ import jax
 import jax.extend as jex
 import jax.numpy as jnp
 
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture import operations
 from jaxoffload.transform.primitive import Derived
 
-_AGAIN = {
-    "transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "copy", "add",
-    "sub", "mul", "neg", "select_n", "eq", "ne", "lt", "le", "gt", "ge", "not", "and", "or", "sign",
-}  # fmt: skip
-"""Primitives whose results are made again from operands that are there: views, and what fuses with
-its readers."""
 _MOST = 20
 """Operations that are made again for one residual."""
 
@@ -70,99 +67,84 @@ def linearized(jaxpr: Any, varies: Sequence[bool]) -> Linearized:
     closed, shapes = jax.make_jaxpr(both, return_shape=True)(*avals)
     tree = jax.tree.structure(shapes[1])
     residuals = _Residuals(closed, count)
-    whole = jex.core.jaxpr_as_fun(closed)
-    chosen = (*range(count), *residuals.kept)
-
-    def kept_only(*operands: Any) -> list[Any]:
-        found = whole(*operands)
-        return [found[k] for k in chosen]
-
+    results = closed.jaxpr.outvars[:count]
+    kept_only = jex.core.jaxpr_as_fun(compat.with_results(closed, [*results, *residuals.kept]))
     forward = jax.make_jaxpr(kept_only)(*avals)
     has_tangent = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in jaxpr.out_avals)
 
     def derivative(*operands: Any) -> list[Any]:
         given = dict(zip(residuals.taken, operands, strict=False))
         rest = operands[len(given) :]
-        kept = dict(zip(residuals.kept, rest, strict=False))
-        outs = jax.tree.unflatten(tree, residuals.all(given, kept))(*rest[len(kept) :])
+        count = len(residuals.kept)
+        outs = jax.tree.unflatten(tree, residuals.all(given, rest[:count]))(*rest[count:])
         return [x for x, has in zip(outs, has_tangent, strict=True) if has]
 
     linear = jax.make_jaxpr(derivative)(
         *(avals[i] for i in residuals.taken),
-        *_shapes([closed.out_avals[k] for k in residuals.kept]),
+        *_shapes([v.aval for v in residuals.kept]),
         *(avals[i] for i in on),
     )
     return Linearized(forward, linear, residuals.taken, has_tangent)
 
 
 class _Residuals:
-    """What of a linearized jaxpr's results, from some position on, must be kept.
+    """What of a linearized jaxpr must be kept to have its results from some position on.
 
     Attributes:
-      kept: positions of results that are computed in the forward pass, each once.
+      kept: variables that are computed in the forward pass.
       taken: operands from which, with those, the others are made again.
     """
 
     def __init__(self, closed: Any, first: int):
-        self._jaxpr, self._first = closed.jaxpr, first
+        self._wanted = closed.jaxpr.outvars[first:]
         self._consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         self._maker = {v: e for e in closed.jaxpr.eqns for v in e.outvars}
         self._position = {v: i for i, v in enumerate(closed.jaxpr.invars)}
-        self._keeper: dict[Any, int] = {}
-        residuals = [
-            (v, k)
-            for k, v in enumerate(closed.jaxpr.outvars[first:], first)
-            if not isinstance(v, jex.core.Literal)
-        ]
         order = {v: n for n, v in enumerate(self._maker)}
-        taken: set[int] = set()
-        # What is made first first: later ones may be made from it.
-        for var, k in sorted(residuals, key=lambda found: order.get(found[0], -1)):
-            sources = self._sources(var, {})
-            if sources is None:
-                self._keeper[var] = k
-            else:
-                taken |= sources
-        self.kept = tuple(self._keeper.values())
-        self.taken = tuple(sorted(taken))
+        made = sorted(
+            {v for v in self._wanted if not isinstance(v, jex.core.Literal) and v in order},
+            key=order.__getitem__,
+        )
+        self._is_kept: set[Any] = set()
+        # One value may give several, and what is made of two is made again where both are kept.
+        for most in (1, math.inf):
+            for var in made:
+                computed = self._leaves(var) - self._position.keys()
+                if len(computed) <= most and not computed <= self._is_kept:
+                    (leaf, *others) = computed
+                    serves = not others and _bytes(leaf) <= _bytes(var)
+                    self._is_kept.add(leaf if serves else var)
+        self.kept = tuple(sorted(self._is_kept, key=order.__getitem__))
+        leaves = set().union(*(self._leaves(v) for v in self._wanted))
+        self.taken = tuple(sorted(self._position[v] for v in leaves & self._position.keys()))
 
-    def _sources(self, var: Any, known: dict[Any, set[int] | None]) -> set[int] | None:
-        """Operands from which something is made again, with what is kept so far; None where it is
-        not to be.
-
-        Args:
-          known: answers since something was last kept; one that is being looked for has None.
-        """
-        if isinstance(var, jex.core.Literal) or var in self._consts or var in self._keeper:
-            return set()
-        if var in self._position:
-            return {self._position[var]}
-        if var in known:
-            return known[var]
-        known[var] = None
-        eqn = self._maker[var]
-        if eqn.primitive.name not in _AGAIN or len(known) > _MOST:
-            return None
-        found: set[int] = set()
-        for x in eqn.invars:
-            sources = self._sources(x, known)
-            if sources is None:
-                return None
-            found |= sources
-        known[var] = found
+    def _leaves(self, var: Any) -> set[Any]:
+        """Operands and computed values, kept or to be kept, from which something is made again."""
+        last, found, made, left = var, set(), set(), [var]
+        while left:
+            var = left.pop()
+            if isinstance(var, jex.core.Literal) or var in self._consts or var in made:
+                continue
+            eqn = self._maker.get(var)
+            if eqn is None or var in self._is_kept or not _is_cheap(eqn.primitive.name):
+                found.add(var)
+                continue
+            made.add(var)
+            if len(made) > _MOST:
+                return {last}
+            left += eqn.invars
         return found
 
-    def all(self, given: dict[int, Any], kept: dict[int, Any]) -> list[Any]:
+    def all(self, given: dict[int, Any], kept: Sequence[Any]) -> list[Any]:
         """Every residual.
 
         Args:
           given: operands, by position.
-          kept: results of the forward pass, by position.
+          kept: results of the forward pass.
         """
-        values = dict(self._consts)
-        values |= {v: kept[k] for v, k in self._keeper.items()}
+        values = {**self._consts, **dict(zip(self.kept, kept, strict=True))}
         values |= {v: given[i] for v, i in self._position.items() if i in given}
-        return [self._value(v, values) for v in self._jaxpr.outvars[self._first :]]
+        return [self._value(v, values) for v in self._wanted]
 
     def _value(self, var: Any, values: dict[Any, Any]) -> Any:
         if isinstance(var, jex.core.Literal):
@@ -217,6 +199,15 @@ def transposed(jaxpr: Any, is_linear: Sequence[bool], is_zero: Sequence[bool]) -
 
     shown = [s for s, zero in zip(results, is_zero, strict=True) if not zero]
     return Transposed(jax.make_jaxpr(backward)(*(avals[i] for i in others), *shown))
+
+
+def _is_cheap(name: str) -> bool:
+    return name == "copy" or operations.known(name).is_cheap
+
+
+def _bytes(var: Any) -> int:
+    shape, dtype = compat.physical(var.aval)
+    return math.prod(shape) * dtype.itemsize
 
 
 def _shapes(avals: Sequence[Any]) -> list[Any]:
