@@ -3,6 +3,8 @@
 // The call's instantiation finds the plan by its key, once, and XLA keeps what it found for as long
 // as the program lives: no look-up in a run, and no plan outlives what calls it.
 //
+// Results are the plan's, and one of no bytes that nobody reads: why is said where calls are made.
+//
 // On CPU the handler queues the run and returns a Future, so no thread of XLA's waits in it, and
 // the outer program goes on from a callback thread, never from a lane. On CUDA it waits: see
 // RunOnCuda.
@@ -10,6 +12,7 @@
 #include "ffi.h"
 
 #include <cstdint>
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -20,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/stamp.h"
 #include "cuda/driver.h"
 #include "pjrt/plan.h"
 #include "xla/ffi/api/ffi.h"
@@ -131,10 +135,22 @@ std::shared_ptr<Run> Submit(const BoundPlan& bound, ffi::RemainingArgs operands,
     operand_index.push_back(i);
     operand_bytes.push_back(loaded.argument_bytes()[i]);
   }
+  if (!bound.fixed.empty()) operand_bytes.push_back(sizeof(uint64_t));
   const std::vector<char*> given = Addresses(operands, "arguments", operand_bytes);
-  for (size_t i = 0; i < given.size(); ++i) arguments[operand_index[i]] = given[i];
+  for (size_t i = 0; i < operand_index.size(); ++i) arguments[operand_index[i]] = given[i];
+  if (!bound.fixed.empty()) {
+    uint64_t first = kNoStamp;
+    std::memcpy(&first, given.back(), sizeof(first));
+    for (const FixedArgument& each : bound.fixed) {
+      contents.argument_stamps[each.argument] = first + each.number;
+    }
+  }
+  std::vector<int64_t> result_bytes(loaded.result_bytes().begin(), loaded.result_bytes().end());
+  result_bytes.push_back(0);  // one that nobody reads
+  std::vector<char*> places = Addresses(results, "results", result_bytes);
+  places.pop_back();
   return plan->Submit(
-      std::move(arguments), Addresses(results, "results", loaded.result_bytes()), options,
+      std::move(arguments), std::move(places), options,
       [plan, done](const std::shared_ptr<const RunReport>& report) {
         plan->set_last_report(report);
         done(*report, *plan);
@@ -219,7 +235,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kRunOnCuda, RunOnCuda,
                                                  .RemainingArgs()
                                                  .RemainingRets()));
 
+ffi::Error NewStamps(ffi::RemainingArgs operands,
+                     ffi::Result<ffi::BufferR1<ffi::DataType::U32>> result) {
+  if (result->size_bytes() != sizeof(uint64_t)) {
+    return ffi::Error::InvalidArgument("jaxoffload_stamps: the result has " +
+                                       std::to_string(result->size_bytes()) + " bytes, not 8");
+  }
+  const uint64_t first = Stamp::Next(operands.size());
+  std::memcpy(result->untyped_data(), &first, sizeof(first));
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    kNewStamps, NewStamps,
+    ffi::Ffi::Bind().RemainingArgs().Ret<ffi::BufferR1<ffi::DataType::U32>>());
+
 }  // namespace
+
+void* StampsHandler() { return reinterpret_cast<void*>(&kNewStamps); }
 
 std::vector<FfiTarget> FfiTargets() {
   return {{"cpu", reinterpret_cast<void*>(&kHoldOnCpu), reinterpret_cast<void*>(&kRunOnCpu),

@@ -18,6 +18,11 @@ struct FfiTarget {
 };
 std::vector<FfiTarget> FfiTargets();
 
+// XLA_FFI_Handler* of "jaxoffload_stamps", on CPU: of some operands, that are not read, the first
+// of as many new stamps, uint32[2], the lower half first. A loop asks for those of what it does not
+// change, and its calls know by them that it is the same in every iteration.
+void* StampsHandler();
+
 // (major, minor) of the FFI headers that this was built with.
 std::pair<int, int> FfiApiVersion();
 

@@ -83,6 +83,13 @@ def source_line(source_info: Any) -> str:
     return short if own is None else f"{short}, called at {sources.short(own)}"
 
 
+def at_line_of(eqn: JaxprEqn | None) -> Any:
+    """A context in which equations are traced as if an equation's line had made them."""
+    if eqn is None:
+        return contextlib.nullcontext()
+    return _source_info_util.user_context(eqn.source_info.traceback)
+
+
 def physical(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and dtype of the bytes of an array or abstract value (a PRNG key is uint32 words)."""
     if not isinstance(aval, ShapedArray):

@@ -367,10 +367,15 @@ class PlanRegistration:
 
     Args:
       bound: arguments that no operand brings: which, and what holds them.
+      fixed: arguments that are the same in all iterations of a loop: which, and by how much the
+        stamp of each is after the first of the loop's. That is the last operand, if there are some.
     """
 
     def __init__(
-        self, plan: Plan, bound: Sequence[tuple[int, int | HostBuffer | DiskSource]] = ()
+        self,
+        plan: Plan,
+        bound: Sequence[tuple[int, int | HostBuffer | DiskSource]] = (),
+        fixed: Sequence[tuple[int, int]] = (),
     ): ...
     @property
     def key(self) -> str: ...
@@ -381,6 +386,10 @@ def num_registered_plans() -> int:
 def ffi_targets() -> dict[str, tuple[dict[str, Any], Any]]:
     """By XLA's name of the platform, what `jax.ffi.register_ffi_target` takes for the target
     "jaxoffload_run", and `jax.ffi.register_ffi_type` for what its calls hold."""
+
+def stamps_handler() -> Any:
+    """What `jax.ffi.register_ffi_target` takes for the target "jaxoffload_stamps", on CPU: of any
+    operands the first of as many new stamps, uint32[2]."""
 
 def cuda_driver(path: str = "") -> dict[str, Any]:
     """What the NVIDIA driver says: version, and of each device name, free_bytes, total_bytes.

@@ -22,12 +22,13 @@ class Stamp {
   bool may_be_owed() const { return may_be_owed_.load(std::memory_order_relaxed); }
   void MayBeOwed() { may_be_owed_.store(true, std::memory_order_relaxed); }
 
- private:
-  static uint64_t Next() {
+  // The first of as many new ones, for contents that nobody renews.
+  static uint64_t Next(uint64_t count = 1) {
     static std::atomic<uint64_t> next{kNoStamp + 1};
-    return next.fetch_add(1, std::memory_order_relaxed);
+    return next.fetch_add(count, std::memory_order_relaxed);
   }
 
+ private:
   std::atomic<uint64_t> value_;
   std::atomic<bool> may_be_owed_{false};
 };

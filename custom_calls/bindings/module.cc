@@ -85,6 +85,7 @@ NB_MODULE(_native, m) {
   BindDisk(m);
   m.def("cuda_driver", &DescribeCudaDriver, "path"_a = "");
   m.def("ffi_targets", &DescribeFfiTargets);
+  m.def("stamps_handler", [] { return nb::capsule(StampsHandler()); });
   m.def("set_host_callback", &CallBack, "function"_a);
   m.def("host_callback_handler", [] { return nb::capsule(HostCallbackHandler()); });
   m.attr("ffi_api_version") = nb::cast(FfiApiVersion());

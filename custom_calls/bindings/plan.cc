@@ -169,8 +169,16 @@ std::shared_ptr<Plan> NewPlan(
 }
 
 std::shared_ptr<PlanRegistration> NewRegistration(
-    std::shared_ptr<Plan> plan, const std::vector<std::pair<int32_t, nb::object>>& bound) {
+    std::shared_ptr<Plan> plan, const std::vector<std::pair<int32_t, nb::object>>& bound,
+    const std::vector<std::pair<int32_t, uint32_t>>& fixed) {
   BoundPlan made;
+  for (const auto& [argument, number] : fixed) {
+    if (argument < 0 || argument >= static_cast<int32_t>(plan->loaded().argument_bytes().size())) {
+      throw std::invalid_argument("PlanRegistration: fixed has argument " +
+                                  std::to_string(argument) + ", which the plan has not");
+    }
+    made.fixed.push_back({argument, number});
+  }
   if (!bound.empty()) made.arguments.resize(plan->loaded().argument_bytes().size());
   for (const auto& [argument, entry] : bound) {
     if (argument < 0 || argument >= static_cast<int32_t>(made.arguments.size())) {
@@ -249,7 +257,8 @@ void BindPlan(nb::module_& m) {
 
   nb::class_<PlanRegistration>(m, "PlanRegistration", nb::is_weak_referenceable())
       .def(nb::new_(&NewRegistration), "plan"_a,
-           "bound"_a = std::vector<std::pair<int32_t, nb::object>>())
+           "bound"_a = std::vector<std::pair<int32_t, nb::object>>(),
+           "fixed"_a = std::vector<std::pair<int32_t, uint32_t>>())
       .def_prop_ro("key", &PlanRegistration::key);
   nb::list policies;
   for (const char* name : kPolicyNames) policies.append(name);

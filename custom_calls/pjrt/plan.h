@@ -70,9 +70,16 @@ struct BoundArgument {
   std::shared_ptr<DiskSource> source;  // on disk; the address does not matter then
 };
 
+// An argument that is the same in all iterations of a loop of the program around the call.
+struct FixedArgument {
+  int32_t argument;
+  uint32_t number;  // its stamp is as much after the first of the loop's
+};
+
 struct BoundPlan {
   std::shared_ptr<Plan> plan;
   std::vector<BoundArgument> arguments;  // those of the plan, or none
+  std::vector<FixedArgument> fixed;  // where there are some, the last operand is the first stamp
 };
 
 // A plan under a key of its own, by which an XLA program that is being compiled finds it. The

@@ -137,6 +137,11 @@ class Plan(ShownMemory):
         self._lock = threading.Lock()
 
     @property
+    def request(self) -> Request:
+        """What it was asked for."""
+        return self._request
+
+    @property
     def memory(self) -> int | None:
         """Bytes of RAM for everything beside the arguments (`memory=`); None: there is no such
         limit."""

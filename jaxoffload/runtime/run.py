@@ -5,8 +5,8 @@ Takes a plan and flat arrays; gives results and a `Run`.
 
 import dataclasses
 import functools
-from collections.abc import Sequence, Set
-from typing import Any
+from collections.abc import Collection, Sequence, Set
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -188,9 +188,9 @@ def run_plan(
       RunError: a vertex failed. DiskError: no room for a result on disk. KeyboardInterrupt: the run
       was cancelled.
     """
-    tier_results = _tier_results(plan, operands, options, donated)
+    below = tier_results(plan, operands, options, donated, plan.taskgraph.donated)
     memory = plan.backend.memory
-    bound = memory.bind(plan, operands, donated, tier_results)
+    bound = memory.bind(plan, operands, donated, below)
     launch = options.launch
     touched: set[int] = set()
 
@@ -216,7 +216,7 @@ def run_plan(
         if given and isinstance(operand, TierArray | jax.Array) and not operand.is_deleted():
             operand.delete()
     outs = memory.results(plan, bound, device)
-    for j, array in tier_results.items():
+    for j, array in below.items():
         if j in outs:  # everything fitted, so it was computed on the device
             array.seen_as(outs[j].dtype).write(np.asarray(outs[j]))
         outs[j] = array
@@ -237,13 +237,38 @@ def _delete_overwritten(
             operands[i].delete()
 
 
-def _tier_results(
-    plan: Plan, operands: Sequence[Any], options: Options, donated: Sequence[bool]
+class Planned(Protocol):
+    """What the results of a plan depend on.
+
+    Attributes:
+      name: the user's function.
+      out_shapes: shape and dtype of each flat result.
+      pairs: (argument, result) that share a tier.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def out_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]: ...
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]: ...
+
+
+def tier_results(
+    plan: Planned,
+    operands: Sequence[Any],
+    options: Options,
+    donated: Sequence[bool],
+    overwritten: Collection[tuple[int, int]] = (),
 ) -> dict[int, TierArray]:
     """The results that come back in a lower tier: aliases of their donated arguments where the plan
-    writes them over those, else new arrays of the same tier."""
+    writes them over those, else new arrays of the same tier.
+
+    Args:
+      overwritten: pairs of which the plan does.
+    """
     found: dict[int, TierArray] = {}
-    same = set(plan.taskgraph.donated)
+    same = set(overwritten)
     for i, j in plan.pairs:
         operand = operands[i]
         if not isinstance(operand, TierArray) or not donated[i]:

@@ -34,6 +34,7 @@ from jaxoffload.search.whole import (
     may_run_whole,
 )
 from jaxoffload.transform import rules
+from jaxoffload.transform.loops import LoopPlan
 from jaxoffload.transform.primitive import bind
 from jaxoffload.transform.program import Program
 from jaxoffload.transform.signature import ArgumentSpec, BeyondPlans, Call
@@ -141,10 +142,14 @@ class Offloaded:
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes (arrays, or `jax.ShapeDtypeStruct`).
 
+        Of a function with a `while_loop` that does not fit as it is, what the loop repeats is
+        planned: the plan of that.
+
         Raises:
           PlanError: the budget is too small; says the smallest that can work, and why.
         """
-        return self._program(self._spec.bind(args, kwargs)).plan()
+        plan = self._program(self._spec.bind(args, kwargs)).plan()
+        return plan.main if isinstance(plan, LoopPlan) else plan
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Where the memory goes and whether it fits, from shapes alone; print it.
@@ -153,7 +158,9 @@ class Offloaded:
         """
         call = self._spec.bind(args, kwargs)
         program = self._program(call)
-        return Explanation.of(program.request(), self._options.device_memory, call.leaves)
+        request = program.told()
+        leaves = call.leaves if request.jaxpr is program.traced.jaxpr else ()
+        return Explanation.of(request, self._options.device_memory, leaves)
 
     def predict(
         self,
@@ -174,7 +181,7 @@ class Offloaded:
           ValueError: machine or policy is not known. PlanError: the budget is too small.
         """
         program = self._program(self._spec.bind(args, kwargs))
-        request = program.request()
+        request = program.told()
         if self._options.device_memory in ("auto", None):
             options = dataclasses.replace(request.options, device_memory=None)
             request = dataclasses.replace(request, options=options)
@@ -200,7 +207,7 @@ class Offloaded:
         Raises:
           ValueError: machine is not known, or a share is not positive.
         """
-        request = self._program(self._spec.bind(args, kwargs)).request()
+        request = self._program(self._spec.bind(args, kwargs)).told()
         return tradeoff(request, machine, shares)
 
     @property
@@ -287,7 +294,8 @@ class Offloaded:
         if not isinstance(plan, WholePlan):
             self._check_transfers(call)
         flat, run = program.run(call.leaves, device)
-        self._note(run)
+        if run is not None:
+            self._note(run)
         if expected is not None:
             expected.check(self._spec.name, flat)
             program.verified = True

@@ -18,8 +18,9 @@ from jax.interpreters import mlir
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
+from jaxoffload.capture.parts import Fixed, Part
 from jaxoffload.capture.words import code_of, encoded
-from jaxoffload.errors import warn
+from jaxoffload.errors import PlanError, warn
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.once import OnceEach
 from jaxoffload.options import Options
@@ -27,16 +28,17 @@ from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.callers import handle_of
 from jaxoffload.runtime.plan import Plan
-from jaxoffload.runtime.request import make_request
+from jaxoffload.runtime.request import Request, make_request
 from jaxoffload.runtime.run import run_plan
-from jaxoffload.search.whole import Whole, WholePlan, may_run_whole
-from jaxoffload.search.whole import make_plan as plan_request
+from jaxoffload.search.whole import Whole, WholePlan, make_plan, may_run_whole
+from jaxoffload.transform.loops import LoopPlan, loop_plan
+from jaxoffload.transform.targets import RUN_TARGET, new_stamps, register_target
 
 offload_p = compat.Primitive("jaxoffload")
 offload_p.multiple_results = True
 
-FFI_TARGET = "jaxoffload_run"
 
+_NOT_FIXED = Fixed()
 
 TierLeaves = tuple[tuple[int, TierArray], ...]
 """Leaves that are in a lower tier, with their positions. They are no operands: XLA never sees
@@ -47,11 +49,13 @@ class Derived:
     """What was made from one offloaded jaxpr: plans, the jaxpr batched, and its derivatives.
 
     Attributes:
+      parts: of each part of a function in parts the same.
       link: leads here, as a param of the primitive, for as long as the owner keeps it.
     """
 
     def __init__(self) -> None:
         self.plans = OnceEach()
+        self.parts = OnceEach()
         self.batched = OnceEach()
         self.derivatives = OnceEach()
         self.link = Link(self)
@@ -59,8 +63,8 @@ class Derived:
 
     def made_plans(self) -> list[Plan]:
         """Every plan made so far, of what was batched, too."""
-        own = [plan for _, plan in self.plans.made()]
-        inner = [derived for *_, derived in self.batched.made()]
+        own = [plan for _, plan in self.plans.made() if isinstance(plan, Plan)]
+        inner = [*self.parts.made(), *(derived for *_, derived in self.batched.made())]
         for _, found in self.derivatives.made():
             inner += found.derived
         return own + [plan for derived in inner for plan in derived.made_plans()]
@@ -68,6 +72,7 @@ class Derived:
     def clear(self) -> None:
         """Forgets it; programs that are compiled keep what they have."""
         self.plans.clear()
+        self.parts.clear()
         self.batched.clear()
         self.derivatives.clear()
 
@@ -124,6 +129,7 @@ def bind(
     kinds: tuple[TensorKind, ...],
     donated: tuple[bool, ...],
     options: Options,
+    fixed: Fixed = _NOT_FIXED,
 ) -> list[Any]:
     """Applies an offloaded jaxpr to tracers, arrays, and arrays in a lower tier.
 
@@ -131,12 +137,20 @@ def bind(
       jaxpr: closed, over arrays.
       derived: leads to what is made from this jaxpr.
       argument_names, kinds, donated: one for each leaf; names of the first at least.
+      fixed: leaves that a loop around it does not change. They may stay on the device from one
+        iteration to the next.
     """
     tier_leaves = tuple((i, x) for i, x in enumerate(leaves) if isinstance(x, TierArray))
     operands = [x for x in leaves if not isinstance(x, TierArray)]
+    known = tuple((i, n) for i, n in fixed.operands if not isinstance(leaves[i], TierArray))
+    if fixed.stamps is None:
+        known = ()
+    if known:
+        operands.append(fixed.stamps)
     return offload_p.bind(
         *operands, jaxpr=jaxpr, derived=derived, name=name, argument_names=argument_names,
         kinds=kinds, donated=donated, options=options, tier_leaves=tier_leaves,
+        fixed=known,
     )  # fmt: skip
 
 
@@ -148,40 +162,117 @@ def leaves_of(operands: Sequence[Any], tier_leaves: Sequence[tuple[int, Any]]) -
     return found
 
 
-def _plan(params: dict[str, Any], backend: backends.Backend) -> Plan:
+def _plan(params: dict[str, Any], backend: backends.Backend) -> Plan | LoopPlan:
     """The plan of a bound jaxpr."""
-    others = {k: v for k, v in params.items() if k != "derived"}
-    tier_leaves = tuple((i, array.tier) for i, array in params["tier_leaves"])
-    key = (id(params["jaxpr"]), params["donated"], params["options"], tier_leaves, backend.name)
+    jaxpr, derived = params["jaxpr"], params["derived"].get()
+    below = tuple((i, array.tier) for i, array in params["tier_leaves"])
+    fixed = params["fixed"]
+    key = (id(jaxpr), params["donated"], params["options"], below, fixed, backend.name)
 
-    def make() -> tuple[Any, Plan]:
-        return params["jaxpr"], make_plan(**others, backend=backend)  # the jaxpr keeps its id
+    def make() -> tuple[Any, Plan | LoopPlan]:
+        tiers = _tiers(len(jaxpr.in_avals), below)
+        request = make_request(
+            jaxpr,
+            params["name"],
+            params["kinds"],
+            params["donated"],
+            params["options"],
+            tiers,
+            params["argument_names"],
+        )
+        if fixed:
+            lasting = request.lasting.union(i for i, _ in fixed)
+            request = dataclasses.replace(request, lasting=lasting)
+        if below and backend.name != "cpu":
+            request = dataclasses.replace(request, reloads_all=True)
+        may = may_run_whole(params["options"], tiers)
+        whole = Whole(jaxpr, params["donated"], params["name"]) if may else None
+        return jaxpr, plan_request(request, tiers, derived, whole, backend)  # it keeps its id
 
-    return params["derived"].get().plans.get(key, make)[1]
+    return derived.plans.get(key, make)[1]
 
 
-def make_plan(
-    *,
-    jaxpr: Any,
-    name: str,
-    argument_names: tuple[str, ...],
-    kinds: tuple[TensorKind, ...],
-    donated: tuple[bool, ...],
-    options: Options,
-    tier_leaves: TierLeaves = (),
-    backend: backends.Backend | None = None,
-) -> Plan:
-    """Plans a closed jaxpr; `options.device_memory` must be a number or None."""
-    tiers = [""] * len(jaxpr.in_avals)
-    for i, array in tier_leaves:
-        tiers[i] = array.tier
-    request = make_request(jaxpr, name, kinds, donated, options, tiers, argument_names)
-    if tier_leaves and backend is not None and backend.name != "cpu":
-        request = dataclasses.replace(request, reloads_all=True)
-    whole = None
-    if may_run_whole(options, tiers):
-        whole = Whole(jaxpr, donated, name)
-    return plan_request(request, whole, backend)
+def plan_request(
+    request: Request,
+    tiers: Sequence[str],
+    derived: Derived,
+    whole: Whole | None,
+    backend: backends.Backend,
+) -> Plan | LoopPlan:
+    """Plans a request; where it has loops that do not fit as they are, what they repeat.
+
+    Args:
+      tiers: of each argument.
+      derived: keeps what is made of the parts.
+      whole: the function as it is, or None: it is cut in any case.
+
+    Raises:
+      PlanError, CaptureError: as `make_plan`.
+    """
+    try:
+        return make_plan(request, whole, backend)
+    except PlanError as error:
+        refusal = error
+    found = loop_plan(
+        request,
+        tiers,
+        lambda part, leaves, fixed: bind(
+            leaves, part.jaxpr, **_of_part(request, part, derived), fixed=fixed
+        ),
+        lambda part, below, fixed: _plan_of_part(request, part, below, fixed, derived, backend),
+        new_stamps if backend.name == "cpu" else lambda operands: None,
+    )
+    if found is None:
+        raise refusal
+    return found
+
+
+def _of_part(request: Request, part: Part, derived: Derived) -> dict[str, Any]:
+    """What the primitive takes beside a part of a function."""
+    count = len(part.reads)
+    # A part that fits is left to the XLA that repeats it.
+    options = dataclasses.replace(request.options, results="device", cut="auto")
+    return {
+        "derived": derived.parts.get(part, Derived).link,
+        "name": f"{request.name}, {part.where}" if part.where else request.name,
+        "argument_names": part.names,
+        "kinds": (TensorKind.ACTIVATION,) * count,
+        "donated": (False,) * count,
+        "options": options,
+    }
+
+
+def _plan_of_part(
+    request: Request,
+    part: Part,
+    tiers: Sequence[str],
+    fixed: Fixed,
+    derived: Derived,
+    backend: backends.Backend,
+) -> Plan | LoopPlan:
+    params = {
+        **_of_part(request, part, derived),
+        "jaxpr": part.jaxpr,
+        "tier_leaves": tuple((i, _Below(tier)) for i, tier in enumerate(tiers) if tier),
+        "fixed": tuple((i, n) for i, n in fixed.operands if not tiers[i])
+        if backend.name == "cpu"
+        else (),
+    }
+    return _plan(params, backend)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Below:
+    """Stands for an array in a lower tier."""
+
+    tier: str
+
+
+def _tiers(count: int, below: Sequence[tuple[int, str]]) -> list[str]:
+    tiers = [""] * count
+    for i, tier in below:
+        tiers[i] = tier
+    return tiers
 
 
 @offload_p.def_impl
@@ -191,6 +282,8 @@ def _impl(*operands: Any, **params: Any) -> list[Any]:
     plan = _plan({**params, "donated": (False,) * len(leaves)}, backend)
     if isinstance(plan, WholePlan):
         return plan.whole.run(*leaves)
+    if isinstance(plan, LoopPlan):
+        return plan.run(leaves, (False,) * len(leaves), params["options"])
     return run_plan(plan, leaves, params["options"], device=compat.committed_to(leaves))[0]
 
 
@@ -216,18 +309,29 @@ def _lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> An
     tier_leaves = params["tier_leaves"]
     for _, array in tier_leaves:
         array.check_alive()
+    if isinstance(plan, LoopPlan):
+        function = plan.function(leaves_of([None] * len(operands), tier_leaves))
+        return mlir.lower_fun(function, multiple_results=True)(context, *operands)
     registration = _native.PlanRegistration(
-        plan.native, [(i, handle_of(x)) for i, x in tier_leaves]
+        plan.native, [(i, handle_of(x)) for i, x in tier_leaves], params["fixed"]
     )
     compat.keep_alive(context, Held(params["name"], registration))  # until it is instantiated
-    operands = (*operands, *(mlir.ir_constant(c) for c in plan.constants))
-    if plan.constants:
+    if plan.constants:  # behind the arguments, before the stamps
+        count = len(operands) - bool(params["fixed"])
+        constants = [mlir.ir_constant(c) for c in plan.constants]
+        operands = (*operands[:count], *constants, *operands[count:])
         extra = [compat.ShapedArray(c.shape, c.dtype) for c in plan.constants]
-        context = context.replace(avals_in=[*context.avals_in, *extra])
+        avals = [*context.avals_in[:count], *extra, *context.avals_in[count:]]
+        context = context.replace(avals_in=avals)
     launch, options = params["options"].launch, params["options"]
     hidden = sorted(i for i, _ in tier_leaves)
     aliases = {i - bisect.bisect(hidden, i): j for i, j in plan.taskgraph.donated}
-    rule = jax.ffi.ffi_lowering(FFI_TARGET, operand_output_aliases=aliases)
+    rule = jax.ffi.ffi_lowering(RUN_TARGET, operand_output_aliases=aliases)
+    # One result more, of no bytes, that nobody reads: were the call all that the body of a loop
+    # does, XLA would make it the body's root, and take what it passes on for what it returns.
+    count = len(context.avals_out)
+    unread = compat.ShapedArray((0,), np.dtype(np.uint8))
+    context = context.replace(avals_out=[*context.avals_out, unread])
     with compat.operation_named(context, f"jaxoffload {params['name']}"):
         return rule(
             context,
@@ -237,7 +341,7 @@ def _lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> An
             seed=compat.int64_attribute(launch.seed),
             max_delay_us=compat.int64_attribute(round(launch.max_delay_seconds * 1e6)),
             check=compat.int64_attribute(options.check),
-        )
+        )[:count]
 
 
 def _lower_elsewhere(context: Any, *operands: Any, **params: Any) -> Any:
@@ -255,19 +359,6 @@ mlir.register_lowering(
 )
 
 
-@functools.cache
-def register_target(backend_name: str) -> None:
-    """Tells XLA of the launcher."""
-    backends.get(backend_name)
-    # JAX keeps what is registered before its client is made, and would give XLA the targets
-    # before their types, which XLA refuses.
-    jax.local_devices(backend=backend_name)
-    platform = {"cpu": "cpu", "cuda": "CUDA"}[backend_name]
-    handlers, held = _native.ffi_targets()[platform]
-    jax.ffi.register_ffi_type(f"{FFI_TARGET}_call", held, platform=platform)
-    jax.ffi.register_ffi_target(FFI_TARGET, handlers, platform=platform)
-
-
 def _evaluate(jaxpr: Any, *operands: Any) -> list[Any]:
     return list(jex.core.jaxpr_as_fun(jaxpr)(*operands))
 
@@ -278,6 +369,7 @@ def in_plain_jax(params: dict[str, Any]) -> Any:
     def body(*operands: Any) -> list[Any]:
         arrays = ((i, np.asarray(array)) for i, array in params["tier_leaves"])
         tier_leaves = tuple((i, encoded(array, code_of(array))) for i, array in arrays)
-        return _evaluate(params["jaxpr"], *leaves_of(operands, tier_leaves))
+        given = operands[: len(operands) - bool(params["fixed"])]
+        return _evaluate(params["jaxpr"], *leaves_of(given, tier_leaves))
 
     return body

@@ -4,6 +4,7 @@ Takes the function, a signature and options; gives plans and results. Offloaded 
 for each signature that it is called with.
 """
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -13,9 +14,10 @@ import jax
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.parts import has_loops
 from jaxoffload.capture.trace import trace
 from jaxoffload.capture.whole import must_run_whole
-from jaxoffload.errors import PlanError, warn
+from jaxoffload.errors import CaptureError, PlanError, warn
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.once import Once
 from jaxoffload.options import Options, format_bytes
@@ -30,10 +32,10 @@ from jaxoffload.search.whole import (
     WholePlan,
     WholeRun,
     is_always_cut,
-    make_plan,
     may_run_whole,
 )
-from jaxoffload.transform.primitive import Derived
+from jaxoffload.transform.loops import LoopPlan
+from jaxoffload.transform.primitive import Derived, plan_request
 from jaxoffload.transform.signature import Signature, shapes_of
 
 
@@ -66,7 +68,7 @@ class Program:
         self._whole: Whole | None = None
         if may_run_whole(options, signature.tiers):
             self._whole = Whole(self.traced.jaxpr, self.params()["donated"], name)
-        self._plan: Plan | None = None  # another one than the first, once that is known
+        self._plan: Plan | LoopPlan | None = None  # another one than the first, once that is known
         self._tuning = threading.Lock()
         self.verified = False
 
@@ -95,6 +97,17 @@ class Program:
             self._argument_names,
         )
 
+    def told(self) -> Request:
+        """What there is to tell of: what is planned for direct calls, or of a function with loops
+        that are repeated in parts the part that holds most."""
+        budget = self.options.device_memory
+        if isinstance(budget, int) and has_loops(self.traced.jaxpr):
+            with contextlib.suppress(PlanError, CaptureError):
+                plan = self.plan()
+                if isinstance(plan, LoopPlan):
+                    return plan.main.request
+        return self.request()
+
     @property
     def whole(self) -> Whole | None:
         """The function as it is, where that is how it runs and it is clear that it fits."""
@@ -108,7 +121,7 @@ class Program:
     def _must_run_whole(self) -> bool:
         return must_run_whole(self.traced.jaxpr)
 
-    def plan(self) -> Plan:
+    def plan(self) -> Plan | LoopPlan:
         return self._plan or self._first.get(self._make_plan)
 
     def plans_inside(self) -> list[Plan]:
@@ -118,29 +131,36 @@ class Program:
     def plans_made(self) -> list[Plan]:
         """Those, and the one for direct calls."""
         own = self._first.made() if self._plan is None else [self._plan]
-        return [*self.plans_inside(), *own]
+        return [*self.plans_inside(), *(plan for plan in own if isinstance(plan, Plan))]
 
-    def _make_plan(self) -> Plan:
-        plan = make_plan(self.request(), self._whole)
+    def _make_plan(self) -> Plan | LoopPlan:
+        plan = plan_request(
+            self.request(), self._signature.tiers, self._derived, self._whole, backends.current()
+        )
+        if isinstance(plan, LoopPlan):
+            return plan
         self._say_if_idle(plan)
         self._say_if_host_is_short(plan)
         return self._tuner.start(plan)
 
-    def run(self, operands: Sequence[Any], device: Any) -> tuple[list[Any], Run | WholeRun]:
+    def run(self, operands: Sequence[Any], device: Any) -> tuple[list[Any], Run | WholeRun | None]:
         """Calls the plan; measures, and may change the plan for the next call.
 
         Args:
           device: to which results are committed, or None.
+
+        Returns:
+          The flat results, and what the run did: None where that is not known yet, as the results
+          are not.
         """
         plan, donated = self.plan(), self._signature.donated
+        if isinstance(plan, LoopPlan):
+            return self._typed(plan.run(operands, donated, self.options)), None
         if isinstance(plan, WholePlan):
             return list(plan.whole.run(*self.as_given(operands))), WholeRun()
         before = plan.backend.used_memory() if self._tuner.measures else None
         results, run = run_plan(plan, operands, self.options, donated, device)
-        results = [
-            compat.weakly_typed(x) if weak and isinstance(x, jax.Array) else x
-            for x, weak in zip(results, self.traced.out_weak_types, strict=True)
-        ]
+        results = self._typed(results)
         # One call at a time is measured; what runs beside it would tell nothing.
         if self._tuning.acquire(blocking=False):
             try:
@@ -152,6 +172,12 @@ class Program:
             finally:
                 self._tuning.release()
         return results, run
+
+    def _typed(self, results: Sequence[Any]) -> list[Any]:
+        return [
+            compat.weakly_typed(x) if weak and isinstance(x, jax.Array) else x
+            for x, weak in zip(results, self.traced.out_weak_types, strict=True)
+        ]
 
     def run_spread(self, operands: Sequence[Any], name: str) -> tuple[list[Any], WholeRun]:
         """Runs whole on arrays that are spread over several devices, as jit would.

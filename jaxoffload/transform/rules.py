@@ -133,7 +133,9 @@ def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: An
 
     key = (id(params["jaxpr"]), axis, axes, compat.trace_context())
     _, jaxpr, out_axes, derived = params["derived"].get().batched.get(key, make)
-    others = {k: v for k, v in params.items() if k not in ("jaxpr", "derived", "tier_leaves")}
+    others = {
+        k: v for k, v in params.items() if k not in ("jaxpr", "derived", "tier_leaves", "fixed")
+    }
     return bind(leaves, jaxpr, derived=derived.link, **others), list(out_axes)
 
 

@@ -249,9 +249,9 @@ def backends_disk(path):
 def test_a_batched_function_is_planned_once(monkeypatch):
     planned, make_plan = [], primitive.make_plan
 
-    def counting(**params):
+    def counting(*params):
         planned.append(params)
-        return make_plan(**params)
+        return make_plan(*params)
 
     monkeypatch.setattr(primitive, "make_plan", counting)
     step = jax.vmap(jo.offload(lambda x: jnp.sin(x) @ x, device_memory=None))

@@ -1,0 +1,285 @@
+"""Functions with loops that no budget holds as one vertex: what is planned is what a loop repeats.
+
+Takes a closed jaxpr; gives it in parts. A part is a run of equations without such a loop, and is a
+program of its own; the `while_loop` between two of them is left to XLA, which repeats parts: that
+of its body once an iteration. So it is with a conditional, and a scan that has one of them inside.
+Other scans are cut where they are (scan.py).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.flat import Equation, Operand, Value, is_literal
+from jaxoffload.capture.inline import Constant, inline
+from jaxoffload.capture.whole import with_bodies
+from jaxoffload.capture.words import code_of, decoded, encoded
+
+_CARRIED, _CONSTANT = "what the loop carries", "a constant"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """Equations that are planned together.
+
+    Attributes:
+      jaxpr: closed, of the words of what they read; gives words of what others read of them.
+      reads, gives: values of the function around it.
+      where: the loop that repeats it, in words; "" outside all.
+      names: of what it reads, in words.
+    """
+
+    jaxpr: Any
+    reads: tuple[Value, ...]
+    gives: tuple[Value, ...]
+    where: str
+    names: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Repeated:
+    """A loop that repeats parts, or a conditional that chooses among them.
+
+    Attributes:
+      equation: as it was.
+      bodies: of a `while` condition and body, of a scan its body, of a conditional the branches.
+    """
+
+    equation: Equation
+    bodies: "tuple[Parts, ...]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fixed:
+    """What a loop does not change, as a part sees it.
+
+    Attributes:
+      stamps: of the loop, what `Caller.stamps` gave.
+      operands: (operand of the part, number of what the loop does not change).
+    """
+
+    stamps: Any = None
+    operands: tuple[tuple[int, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Caller:
+    """How parts are applied.
+
+    Attributes:
+      call: applies a part to words of what it reads, of which a loop around it does not change
+        some; gives words.
+      array: of what only `call` understands, an array.
+      stamps: of what a loop does not change, something by which calls know that it is the same.
+    """
+
+    call: Callable[[Part, Sequence[Any], Fixed], Sequence[Any]]
+    array: Callable[[Any], Any]
+    stamps: Callable[[Sequence[Any]], Any]
+
+    def apply(self, part: Part, operands: Sequence[Any], fixed: Fixed) -> list[Any]:
+        """The same to what it reads."""
+        codes = [code_of(v.aval) for v in part.reads]
+        words = [encoded(x, code) for x, code in zip(operands, codes, strict=True)]
+        # Words that are made here are not at one place.
+        own = tuple((i, n) for i, n in fixed.operands if codes[i] is None)
+        made = self.call(part, words, Fixed(fixed.stamps, own))
+        return [decoded(x, code_of(v.aval)) for x, v in zip(made, part.gives, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Parts:
+    """A jaxpr in parts.
+
+    Attributes:
+      steps: one after the other.
+    """
+
+    arguments: tuple[Value, ...]
+    results: tuple[Operand, ...]
+    steps: tuple[Part | Repeated, ...]
+
+    def apply(
+        self, operands: Sequence[Any], caller: Caller, stamps: Any = None, fixed: int = 0
+    ) -> list[Any]:
+        """Evaluates it, loops by JAX's own.
+
+        Args:
+          operands: tracers, arrays, or what the caller understands.
+          fixed: how many of the first the loop around it does not change, whose `stamps` these are.
+        """
+        number = {v: n for n, v in enumerate(self.arguments[:fixed])}
+        values = dict(zip(self.arguments, operands, strict=True))
+
+        def read(x: Operand) -> Any:
+            if is_literal(x):
+                return x.val
+            return decoded(x.array, code_of(x.aval)) if isinstance(x, Constant) else values[x]
+
+        for step in self.steps:
+            if isinstance(step, Part):
+                own = tuple((i, number[v]) for i, v in enumerate(step.reads) if v in number)
+                made = caller.apply(step, [read(x) for x in step.reads], Fixed(stamps, own))
+                values.update(zip(step.gives, made, strict=True))
+            else:
+                made = _repeat(step, [read(x) for x in step.equation.inputs], caller)
+                values.update(zip(step.equation.outputs, made, strict=True))
+        return [caller.array(read(x)) for x in self.results]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether there is a loop among the steps."""
+        return any(isinstance(step, Repeated) for step in self.steps)
+
+
+def has_loops(jaxpr: Any) -> bool:
+    """Whether some of a closed jaxpr might be repeated in parts."""
+    inner = (e for eqn in jaxpr.eqns for e in with_bodies(eqn))
+    return any(e.primitive.name in ("while", "cond") for e in inner)
+
+
+def in_parts(jaxpr: Any, least_bytes: float, names: Sequence[str], where: str = "") -> Parts:
+    """Cuts a closed jaxpr at its loops.
+
+    Args:
+      least_bytes: loops that read and give less are equations like others. 0: none is, in a loop
+        no scan either.
+      names: of the first arguments, in words.
+      where: see Part.
+
+    Raises:
+      CaptureError: an effect or a host callback.
+    """
+    arguments = tuple(Value(v.aval) for v in jaxpr.jaxpr.invars)
+    equations, results = inline(jaxpr.jaxpr, [Constant(c) for c in jaxpr.consts], arguments)
+    name_of: dict[Operand, str] = {v: _CARRIED for v in arguments}
+    name_of.update(zip(arguments, names, strict=False))
+    groups: list[list[Equation] | Repeated] = [[]]
+    for equation in equations:
+        name_of.update(dict.fromkeys(equation.outputs, _where(equation)))
+        if _is_loop(equation, least_bytes, is_inside=bool(where)):
+            bodies = [
+                in_parts(
+                    body, least_bytes, [name_of.get(x, _CONSTANT) for x in kept], _where(equation)
+                )
+                for body, kept in _bodies(equation)
+            ]
+            groups += [Repeated(equation, tuple(bodies)), []]
+        else:
+            last = groups[-1]
+            assert isinstance(last, list)
+            last.append(equation)
+    wanted = {x for x in results if not is_literal(x)}
+    steps: list[Part | Repeated] = []
+    for group in reversed(groups):
+        if isinstance(group, Repeated):
+            steps.append(group)
+            wanted.update(group.equation.values())
+        elif any(v in wanted for e in group for v in e.outputs):
+            part = _part(group, wanted, where, name_of)
+            steps.append(part)
+            wanted.update(part.reads)
+    return Parts(arguments, tuple(results), tuple(reversed(steps)))
+
+
+def _is_loop(equation: Equation, least_bytes: float, is_inside: bool) -> bool:
+    """Whether an equation repeats or chooses what is to be planned."""
+    name = equation.operation.name
+    if name == "scan":
+        inner = with_bodies(equation.operation.eqn)
+        holds_loop = any(e.primitive.name in ("while", "cond") for e in inner)
+        if not holds_loop and not (is_inside and least_bytes == 0):
+            return False
+    elif name not in ("while", "cond"):
+        return False
+    return sum(v.num_bytes() for v in (*equation.values(), *equation.outputs)) >= least_bytes
+
+
+def _bodies(equation: Equation) -> list[tuple[Any, Sequence[Operand]]]:
+    """Each closed jaxpr, with those of its first operands that stay the same."""
+    params, inputs = equation.operation.params, equation.inputs
+    if equation.operation.name == "while":
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        return [
+            (params["cond_jaxpr"], inputs[:first]),
+            (params["body_jaxpr"], inputs[first : first + second]),
+        ]
+    if equation.operation.name == "scan":
+        return [(params["jaxpr"], inputs[: params["num_consts"]])]
+    return [(branch, inputs[1:]) for branch in params["branches"]]
+
+
+def _where(equation: Equation) -> str:
+    return f"{equation.operation.name} at {equation.operation.source}"
+
+
+def _part(
+    equations: Sequence[Equation], wanted: set[Value], where: str, name_of: dict[Operand, str]
+) -> Part:
+    made = {v for e in equations for v in e.outputs}
+    read = dict.fromkeys(v for e in equations for v in e.values() if v not in made)
+    reads = tuple(v for v in read if not isinstance(v, Constant))
+    gives = tuple(v for e in equations for v in e.outputs if v in wanted)
+
+    def function(*words: Any) -> list[Any]:
+        values = {v: decoded(x, code_of(v.aval)) for v, x in zip(reads, words, strict=True)}
+        values |= {v: decoded(v.array, code_of(v.aval)) for v in read if isinstance(v, Constant)}
+        for e in equations:
+            operands = [x.val if is_literal(x) else values[x] for x in e.inputs]
+            with compat.at_line_of(e.operation.eqn):
+                values.update(zip(e.outputs, e.operation.apply(operands), strict=True))
+        return [encoded(values[v], code_of(v.aval)) for v in gives]
+
+    words = [
+        jax.eval_shape(lambda x, v=v: encoded(x, code_of(v.aval)), _shape(v.aval)) for v in reads
+    ]
+    names = tuple(name_of.get(v, _CONSTANT) for v in reads)
+    return Part(jax.make_jaxpr(function)(*words), reads, gives, where, names)
+
+
+def _shape(aval: Any) -> Any:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(aval.weak_type))
+
+
+def _repeat(step: Repeated, operands: list[Any], caller: Caller) -> Sequence[Any]:
+    params, name = step.equation.operation.params, step.equation.operation.name
+    if name == "while":
+        first, count = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        condition, body = step.bodies
+        kept = [operands[:first], operands[first:count]]
+        stamps = [caller.stamps(each) for each in kept]
+
+        def again(carry: Any) -> Any:
+            return condition.apply([*kept[0], *carry], caller, stamps[0], len(kept[0]))[0]
+
+        def iteration(carry: Any) -> Any:
+            return tuple(body.apply([*kept[1], *carry], caller, stamps[1], len(kept[1])))
+
+        return lax.while_loop(again, iteration, tuple(map(caller.array, operands[count:])))
+    if name == "cond":
+        branches = [lambda *given, b=b: tuple(b.apply(given, caller)) for b in step.bodies]
+        return lax.switch(operands[0], branches, *map(caller.array, operands[1:]))
+    first, count = params["num_consts"], params["num_consts"] + params["num_carry"]
+    (body,) = step.bodies
+    stamps = caller.stamps(operands[:first])
+
+    def one(carry: Any, xs: Any) -> Any:
+        made = body.apply([*operands[:first], *carry, *xs], caller, stamps, first)
+        return tuple(made[: params["num_carry"]]), tuple(made[params["num_carry"] :])
+
+    carry, ys = lax.scan(
+        one,
+        tuple(map(caller.array, operands[first:count])),
+        tuple(map(caller.array, operands[count:])),
+        params["length"],
+        params["reverse"],
+        params["unroll"],
+    )
+    return [*carry, *ys]
+
+
+compat.hide_frames_of(__file__)

@@ -1,0 +1,225 @@
+"""The plans of a function with loops that fit no budget as one vertex (capture/parts.py).
+
+Takes such a function in parts; gives a plan for each, and the function of arrays in which XLA's own
+loops repeat the plans. Under `jit` that is part of the program around it; a direct call jits it.
+"""
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.flat import Value
+from jaxoffload.capture.parts import Caller, Fixed, Part, Parts, in_parts
+from jaxoffload.errors import PlanError
+from jaxoffload.options import Options
+from jaxoffload.runtime.arrays import TierArray
+from jaxoffload.runtime.plan import Plan
+from jaxoffload.runtime.request import Request
+from jaxoffload.runtime.run import tier_results
+from jaxoffload.search.whole import WholePlan
+
+_HEAVY = 8
+"""First only loops are taken apart that read and give more than one such part of the budget: what
+XLA repeats by itself costs no call."""
+_MOST_PROGRAMS = 4
+"""For direct calls, one for each set of arrays in a lower tier."""
+
+Bind = Callable[[Part, Sequence[Any], Fixed], list[Any]]
+"""Applies the primitive to a part: to tracers, arrays, and arrays in a lower tier."""
+MakePlan = Callable[[Part, Sequence[str], Fixed], "Plan | LoopPlan"]
+"""Plans a part, of which some operands are in a lower tier."""
+
+
+class LoopPlan:
+    """A function in parts, each with a plan of its own.
+
+    Attributes:
+      name, out_shapes, pairs: as of any plan.
+      plans: of the parts, in program order.
+      main: of those, the one that holds most.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tiers: Sequence[str],
+        parts: Parts,
+        bind: Bind,
+        plan: MakePlan,
+        stamps: Callable[[Sequence[Any]], Any],
+    ):
+        self._stamps = stamps
+        self.name, self.pairs, self._parts, self._bind = request.name, request.donated, parts, bind
+        self.out_shapes = tuple(
+            jax.ShapeDtypeStruct(a.shape, a.dtype) for a in request.jaxpr.out_avals
+        )
+        self.plans = _plans(request, tiers, parts, plan)
+        cut = [p for p in self.plans if not isinstance(p, WholePlan)]
+        self.main = max(cut, key=lambda p: p.resident_peak_bytes) if cut else self.plans[0]
+        self._programs: dict[Any, Any] = {}
+        self._lock = threading.Lock()
+
+    def function(self, leaves: Sequence[Any]) -> Callable[..., list[Any]]:
+        """The function of those leaves that are arrays.
+
+        Args:
+          leaves: all; those in a lower tier are what it closes over.
+        """
+
+        def function(*operands: Any) -> list[Any]:
+            arrays = iter(operands)
+            given = [x if isinstance(x, TierArray) else next(arrays) for x in leaves]
+            return self._parts.apply(given, Caller(self._bind, self._array, self._known))
+
+        function.__name__ = self.name
+        return function
+
+    def run(self, leaves: Sequence[Any], donated: Sequence[bool], options: Options) -> list[Any]:
+        """Calls it on arrays and arrays in a lower tier.
+
+        Args:
+          donated: of each leaf; donated arrays are deleted.
+
+        Returns:
+          The flat results; those that come back in a lower tier were waited for.
+        """
+        below = tier_results(self, leaves, options, donated)
+        outs = self._program(leaves, tuple(donated))(
+            *(x for x in leaves if not isinstance(x, TierArray))
+        )
+        for j, array in below.items():
+            array.seen_as(outs[j].dtype).write(np.asarray(outs[j]))
+            outs[j] = array
+        for leaf, given in zip(leaves, donated, strict=True):
+            if given and isinstance(leaf, TierArray):
+                leaf.delete()
+        return outs
+
+    def _program(self, leaves: Sequence[Any], donated: tuple[bool, ...]) -> Any:
+        """The function of the leaves that are arrays, jitted."""
+        key = (*(id(x) for x in leaves if isinstance(x, TierArray)), donated)
+        with self._lock:
+            program = self._programs.pop(key, None)
+            if program is None:
+                given = [
+                    d for x, d in zip(leaves, donated, strict=True) if not isinstance(x, TierArray)
+                ]
+                positions = [n for n, each in enumerate(given) if each]
+                program = jax.jit(self.function(leaves), donate_argnums=positions)
+                for oldest in list(self._programs)[: 1 - _MOST_PROGRAMS]:
+                    del self._programs[oldest]
+            self._programs[key] = program  # the latest last
+        return program
+
+    def _known(self, operands: Sequence[Any]) -> Any:
+        """Those in a lower tier have stamps of their own."""
+        return self._stamps([jnp.zeros(0) if isinstance(x, TierArray) else x for x in operands])
+
+    def _array(self, x: Any) -> Any:
+        """Brings an array in a lower tier, so that a loop can carry it, or a caller have it."""
+        if not isinstance(x, TierArray):
+            return x
+        (moved,) = self._bind(_identity(x.shape, x.dtype), [x], Fixed())
+        return moved
+
+
+def loop_plan(
+    request: Request,
+    tiers: Sequence[str],
+    bind: Bind,
+    plan: MakePlan,
+    stamps: Callable[[Sequence[Any]], Any],
+) -> LoopPlan | None:
+    """Plans what the loops of a function repeat, or None where there is none that matters.
+
+    Args:
+      tiers: of each argument "host", "disk" or "".
+      stamps: see Caller.
+
+    Raises:
+      PlanError: of some part; the smallest budget that can work for all.
+    """
+    budget = request.options.device_memory
+    if not isinstance(budget, int):
+        return None
+    refusal: PlanError | None = None
+    for least in (budget / _HEAVY, 0):
+        parts = in_parts(request.jaxpr, least, request.argument_names)
+        if not parts.repeats:
+            continue
+        try:
+            return LoopPlan(request, tiers, parts, bind, plan, stamps)
+        except PlanError as error:
+            refusal = error
+    if refusal is not None:
+        raise refusal
+    return None
+
+
+@functools.cache
+def _identity(shape: tuple[int, ...], dtype: Any) -> Part:
+    closed = jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct(shape, dtype))
+    value = Value(*closed.in_avals)
+    return Part(closed, (value,), (value,), "", ("an argument",))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Below:
+    """Stands for an array in a lower tier."""
+
+    tier: str
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def _plans(
+    request: Request,
+    tiers: Sequence[str],
+    parts: Parts,
+    plan: MakePlan,
+) -> list[Plan]:
+    """The plans of all parts.
+
+    Raises:
+      PlanError: that of the part which needs most.
+    """
+    plans: list[Plan] = []
+    refusals: list[PlanError] = []
+    avals = request.jaxpr.in_avals
+
+    def call(part: Part, operands: Sequence[Any], fixed: Fixed) -> list[Any]:
+        below = [x.tier if isinstance(x, _Below) else "" for x in operands]
+        try:
+            found = plan(part, below, fixed)
+            plans.extend(found.plans if isinstance(found, LoopPlan) else [found])
+        except PlanError as error:
+            refusals.append(error)
+        return [jnp.zeros(a.shape, a.dtype) for a in part.jaxpr.out_avals]
+
+    def array(x: Any) -> Any:
+        if not isinstance(x, _Below):
+            return x
+        (moved,) = call(_identity(x.shape, x.dtype), [x], Fixed())
+        return moved
+
+    def function(*arrays: Any) -> list[Any]:
+        given = [
+            _Below(tier, x.shape, x.dtype) if tier else x
+            for x, tier in zip(arrays, tiers, strict=True)
+        ]
+        return parts.apply(given, Caller(call, array, lambda operands: None))
+
+    jax.eval_shape(function, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+    if refusals:
+        raise max(refusals, key=lambda e: e.min_device_memory or 1 << 62)
+    return plans
+
+
+compat.hide_frames_of(__file__)

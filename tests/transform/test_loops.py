@@ -1,0 +1,342 @@
+"""Loops that do not fit as one vertex: what they repeat is planned, and XLA repeats it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.ode import odeint
+
+import jaxoffload as jo
+from tests.foreign import judge
+
+WIDTH, LAYERS = 64, 6
+LAYER = 4 * WIDTH * WIDTH
+BUDGET = 4 * LAYER
+SOURCE = np.random.default_rng(0)
+X = SOURCE.normal(size=(8, WIDTH)).astype(np.float32)
+
+
+def matrices(seed=0, count=LAYERS):
+    source = np.random.default_rng(seed)
+    return [
+        (source.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5).astype(np.float32) for _ in range(count)
+    ]
+
+
+def layers(weights, x):
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def repeated(weights, x, count):
+    """As a decoder does it: all weights once an iteration."""
+
+    def body(carry):
+        i, x = carry
+        return i + 1, layers(weights, x)
+
+    return jax.lax.while_loop(lambda carry: carry[0] < count, body, (0, x))
+
+
+def until_small(weights, x):
+    """How often is known by what is computed; what is before and after is planned, too."""
+    x = 3 * layers(weights, x)
+
+    def again(carry):
+        return jnp.abs(carry[1]).max() > 1e-2
+
+    count, x = jax.lax.while_loop(
+        again, lambda c: (c[0] + 1, layers(weights, c[1]) * 0.5), (jnp.int32(0), x)
+    )
+    return layers(weights, x), count
+
+
+def nested(weights, x):
+    """The inner loop does not change its weights; the outer one does."""
+
+    def outer(carry):
+        i, x, weights = carry
+
+        def inner(c):
+            return c[0] + 1, layers(weights, c[1])
+
+        _, x = jax.lax.while_loop(lambda c: c[0] < i + 1, inner, (0, x))
+        return i + 1, x, [w - jnp.float32(0.25) * jnp.tanh(w) for w in weights]
+
+    return jax.lax.while_loop(lambda c: c[0] < 4, outer, (0, x, weights))[1]
+
+
+def two_loops(weights, x):
+    _, x = repeated(weights, x, 3)
+    _, x = repeated([w * jnp.float32(0.5) for w in weights], x, 2)
+    return x
+
+
+def in_scan(weights, x):
+    def body(x, scale):
+        _, x = repeated(weights, x * scale, 2)
+        return x, x.sum()
+
+    return jax.lax.scan(body, x, jnp.arange(1.0, 4.0, dtype=x.dtype))
+
+
+def in_conditional(weights, x):
+    y = layers(weights, x)
+    return jax.lax.cond(
+        y.sum() > 0, lambda x: repeated(weights, x, 2)[1], lambda x: layers(weights[::-1], x), y
+    )
+
+
+def ode(weights, x):
+    """Adaptive steps."""
+
+    def field(y, t, *weights):
+        return layers(weights, y) - jnp.asarray(0.1, y.dtype) * y
+
+    return odeint(field, x, jnp.linspace(0, 1, 3, dtype=x.dtype), *weights)
+
+
+PROGRAMS = {
+    "counted": lambda w, x: repeated(w, x, 3),
+    "never": lambda w, x: repeated(w, x, 0),
+    "until small": until_small,
+    "nested": nested,
+    "two": two_loops,
+    "in a scan": in_scan,
+    "in a conditional": in_conditional,
+    "differential equation": ode,
+}
+
+
+def offloaded(function, budget=BUDGET, **options):
+    return jo.offload(function, **{"device_memory": budget, "check": True, **options})
+
+
+def judged(function, args, results):
+    """As near to float64 as jit is."""
+    exact = judge.in_float64(function, args)
+    wanted = jax.jit(function)(*args)
+    leaves = [jax.tree.leaves(tree) for tree in (wanted, results, exact)]
+    for want, got, e in zip(*leaves, strict=True):
+        assert not judge.disagreement(np.asarray(want), np.asarray(got), e)
+
+
+def plans_of(step):
+    """Those that were not left to XLA."""
+    return [plan for plan in step._plans() if not plan.resident]
+
+
+@pytest.mark.optimized
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_results_are_those_of_jit(name):
+    args, step = (matrices(), X), offloaded(PROGRAMS[name])
+    judged(PROGRAMS[name], args, step(*args))
+    judged(PROGRAMS[name], args, jax.jit(step)(*args))
+    assert plans_of(step)
+    assert all(plan.peak_device_bytes <= BUDGET for plan in step._plans())
+
+
+def test_what_is_planned_once_is_planned_once():
+    args, step = (matrices(), X), offloaded(nested)
+    step(*args)
+    plans = step._plans()
+    for _ in range(2):
+        step(*args)
+        assert step._plans() == plans
+
+
+def test_what_the_loop_does_not_change_stays():
+    weights, step = matrices(), offloaded(repeated, 5 * LAYER)
+    jax.jit(step)(weights, X, 4)
+    run = step.last_run
+    assert run.peak_device_bytes <= 5 * LAYER
+    # All but what the budget forces to come again; a layer needs its own weights beside the rest.
+    assert run.bytes_found >= 2 * LAYER
+    assert run.bytes_reloaded <= LAYERS * LAYER - run.bytes_found + 2 * X.nbytes
+    jax.jit(step)(weights, X, 1)
+    assert step.last_run.bytes_found == 0  # another loop
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_arrays_that_change_between_calls(jit):
+    """At the same places, and each time another loop."""
+    weights, step = matrices(), offloaded(repeated)
+    call = jax.jit(step) if jit else step
+    for seed in range(3):
+        for w, new in zip(weights, matrices(seed), strict=True):
+            w[:] = new
+        got = call(weights, X, 3)[1]
+        want = jax.jit(repeated)([w.copy() for w in weights], X, 3)[1]
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_launch(seed):
+    args = (matrices(), X)
+    launch = jo.policies.random(seed, delays=1e-4)
+    got, want = offloaded(nested, launch=launch)(*args), offloaded(nested)(*args)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("put", [jo.host_put, "disk"])
+def test_weights_below_the_device(put, tmp_path):
+    weights = matrices()
+    below = jo.disk_put(weights, tmp_path) if put == "disk" else put(weights)
+    want, step = offloaded(until_small)(weights, X), offloaded(until_small)
+    for call in (step, jax.jit(lambda x: step(below, x))):
+        args = (below, X) if call is step else (X,)
+        for g, w in zip(call(*args), want, strict=True):
+            np.testing.assert_allclose(g, w, rtol=1e-5)
+    others = jo.host_put(matrices(1))
+    want = offloaded(until_small)(matrices(1), X)
+    for g, w in zip(step(others, X), want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5)
+
+
+def test_state_below_the_device():
+    """What a loop carries, and hands back in its tier."""
+
+    def train(state, x):
+        def body(carry):
+            i, state = carry
+            return i + 1, [w - jnp.float32(0.1) * (x.T @ jnp.tanh(x @ w)) for w in state]
+
+        return jax.lax.while_loop(lambda c: c[0] < 3, body, (0, state))[1]
+
+    state = matrices()
+    want = jax.jit(train)(state, X)
+    held = jo.host_put(state)
+    step = offloaded(train, donate_argnums=0)
+    got = step(held, X)
+    for g, w, old in zip(got, want, held, strict=True):
+        assert isinstance(g, jo.HostArray)
+        assert old.is_deleted()
+        np.testing.assert_allclose(np.asarray(g), w, rtol=1e-5, atol=1e-6)
+    again = step(got, X)
+    np.testing.assert_allclose(np.asarray(again[0]), jax.jit(train)(want, X)[0], atol=1e-5)
+
+
+def test_results_in_host_memory():
+    got = offloaded(repeated, results="host")(matrices(), X, 2)
+    assert all(isinstance(x, jo.HostArray) for x in got)
+    np.testing.assert_allclose(got[1], jax.jit(repeated)(matrices(), X, 2)[1], rtol=1e-5, atol=1e-6)
+
+
+def test_donated_arrays():
+    step = offloaded(repeated, donate_argnums=1)
+    x = jnp.asarray(X)
+    got = step(matrices(), x, 2)[1]
+    assert x.is_deleted()
+    np.testing.assert_allclose(got, jax.jit(repeated)(matrices(), X, 2)[1], rtol=1e-5, atol=1e-6)
+
+
+def test_keys_and_small_integers_are_carried():
+    def noisy(weights, x, key):
+        def body(carry):
+            i, x, key, bits = carry
+            key, own = jax.random.split(key)
+            x = layers(weights, x) + 0.01 * jax.random.normal(own, x.shape)
+            return i + 1, x, key, bits + jnp.ones((), jnp.int4)
+
+        start = (0, x, key, jnp.zeros((), jnp.int4))
+        return jax.lax.while_loop(lambda c: c[0] < 3, body, start)[1:]
+
+    args = (matrices(), X, jax.random.key(7))
+    x, key, bits = offloaded(noisy)(*args)
+    want = jax.jit(noisy)(*args)
+    np.testing.assert_allclose(x, want[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(want[1]))
+    assert (bits.dtype, int(bits)) == (jnp.int4, 3)
+
+
+def test_weak_types_are_jits():
+    def function(weights, x):
+        return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, layers(weights, c[1])),
+                                  (0, x))  # fmt: skip
+
+    got, want = offloaded(function)(matrices(), X), jax.jit(function)(matrices(), X)
+    assert [x.weak_type for x in got] == [x.weak_type for x in want]
+
+
+def test_under_transformations():
+    weights, step = matrices(), offloaded(lambda x: repeated(weights, x, 2)[1])
+    plain = jax.jit(lambda x: repeated(weights, x, 2)[1])
+    xs = jnp.stack([X, X / 2])
+    np.testing.assert_allclose(jax.vmap(step)(xs), jax.vmap(plain)(xs), rtol=1e-5, atol=1e-6)
+    for g, w in zip(jax.jvp(step, (X,), (X,)), jax.jvp(plain, (X,), (X,)), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.optimized
+def test_a_search_along_a_line():
+    """optax.lbfgs: a loop in a loop, with conditionals that evaluate the function."""
+    matrix = SOURCE.normal(size=(WIDTH * 2, WIDTH * 2)).astype(np.float32)
+    matrix = matrix @ matrix.T / WIDTH + np.eye(WIDTH * 2, dtype=np.float32)
+
+    def minimum(matrix, b):
+        def value(x):
+            return x @ layers([matrix] * 3, x) / 10 + x @ (matrix @ x) - b @ x
+
+        optimizer = optax.lbfgs(memory_size=3)
+        gradient = optax.value_and_grad_from_state(value)
+
+        def step(carry):
+            i, x, state = carry
+            v, g = gradient(x, state=state)
+            update, state = optimizer.update(g, state, x, value=v, grad=g, value_fn=value)
+            return i + 1, optax.apply_updates(x, update), state
+
+        start = (0, jnp.zeros_like(b), optimizer.init(jnp.zeros_like(b)))
+        return jax.lax.while_loop(lambda c: c[0] < 5, step, start)[1]
+
+    args = (matrix, SOURCE.normal(size=WIDTH * 2).astype(np.float32))
+    step = offloaded(minimum, matrix.nbytes + (20 << 10))
+    got = step(*args)
+    judged(minimum, args, got)
+    with pytest.raises(jo.PlanError) as refused:
+        offloaded(minimum, 1 << 10)(*args)
+    least = refused.value.min_device_memory
+    judged(minimum, args, offloaded(minimum, least)(*args))
+
+
+def test_a_budget_that_is_too_small_names_the_least_and_the_line():
+    args = (matrices(), X)
+    with pytest.raises(jo.PlanError, match=r"test_loops\.py") as refused:
+        offloaded(until_small, 1 << 10).plan(*args)
+    least = refused.value.min_device_memory
+    judged(until_small, args, offloaded(until_small, least)(*args))
+    with pytest.raises(jo.PlanError):
+        jax.jit(offloaded(until_small, least - 256))(*args)
+
+
+def test_what_is_told():
+    args, step = (matrices(), X), offloaded(until_small)
+    plan = step.plan(*args)
+    assert "while at" in plan.name
+    assert plan.peak_device_bytes <= BUDGET < plan.resident_peak_bytes
+    assert "fits with offloading" in str(step.explain(*args))
+    assert step.predict(*args, machine="H200").seconds > 0
+    step(*args)
+    assert "weights[0]" in " ".join(plan.argument_names)
+
+
+@pytest.mark.filterwarnings("ignore::jaxoffload.errors.OffloadWarning")
+def test_no_loop_that_fits_is_taken_apart():
+    step = offloaded(lambda w, x: repeated([w], x, 3)[1], 3 * LAYER)
+    w = matrices()[0]
+    judged(lambda w, x: repeated([w], x, 3)[1], (w, X), step(w, X))
+    (plan,) = step._plans()
+    assert "while" in {v.name for v in plan.taskgraph.vertices}
+
+
+def test_a_body_that_is_one_call():
+    """What XLA takes the root of a body for, it takes what that reads to stay the same."""
+    weights = matrices()
+    step = offloaded(lambda i, x: (i + 1, layers(weights, x)))
+    run = jax.jit(lambda x: jax.lax.while_loop(lambda c: c[0] < 5, lambda c: step(*c), (0, x)))
+    got, want = run(X), jax.jit(repeated)(weights, X, 5)
+    assert int(got[0]) == 5
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-4, atol=1e-6)
