@@ -209,7 +209,7 @@ def _bodies(equation: Equation) -> list[tuple[Any, Sequence[Operand]]]:
             (params["body_jaxpr"], inputs[first : first + second]),
         ]
     if equation.operation.name == "scan":
-        return [(params["jaxpr"], inputs[: params["num_consts"]])]
+        return [(params["jaxpr"], inputs[: compat.scan_counts(equation.operation.eqn)[0]])]
     return [(branch, inputs[1:]) for branch in params["branches"]]
 
 
@@ -263,13 +263,14 @@ def _repeat(step: Repeated, operands: list[Any], caller: Caller) -> Sequence[Any
     if name == "cond":
         branches = [lambda *given, b=b: tuple(b.apply(given, caller)) for b in step.bodies]
         return lax.switch(operands[0], branches, *map(caller.array, operands[1:]))
-    first, count = params["num_consts"], params["num_consts"] + params["num_carry"]
+    first, carried = compat.scan_counts(step.equation.operation.eqn)
+    count = first + carried
     (body,) = step.bodies
     stamps = caller.stamps(operands[:first])
 
     def one(carry: Any, xs: Any) -> Any:
         made = body.apply([*operands[:first], *carry, *xs], caller, stamps, first)
-        return tuple(made[: params["num_carry"]]), tuple(made[params["num_carry"] :])
+        return tuple(made[:carried]), tuple(made[carried:])
 
     carry, ys = lax.scan(
         one,
