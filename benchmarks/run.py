@@ -5,7 +5,7 @@ import argparse
 import importlib
 
 NAMES = ("ratios", "first_call", "restart", "steady", "split", "accuracy", "overhead", "planner",
-         "plans", "disk", "ram", "host", "cycle", "simulated", "throttled", "finetune",
+         "plans", "disk", "ram", "host", "cycle", "loops", "simulated", "throttled", "finetune",
          "soak")  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.flat import Value
-from jaxoffload.capture.parts import Caller, Fixed, Part, Parts, in_parts
+from jaxoffload.capture.parts import Caller, Fixed, Part, Parts
 from jaxoffload.errors import PlanError
 from jaxoffload.options import Options
 from jaxoffload.runtime.arrays import TierArray
@@ -29,7 +29,7 @@ _HEAVY = 8
 """First only loops are taken apart that read and give more than one such part of the budget: what
 XLA repeats by itself costs no call."""
 _MOST_PROGRAMS = 4
-"""For direct calls, one for each set of arrays in a lower tier."""
+"""For direct calls, one for each set of arrays in a lower tier, which live as long."""
 
 Bind = Callable[[Part, Sequence[Any], Fixed], list[Any]]
 """Applies the primitive to a part: to tracers, arrays, and arrays in a lower tier."""
@@ -73,9 +73,11 @@ class LoopPlan:
           leaves: all; those in a lower tier are what it closes over.
         """
 
+        below = [x if isinstance(x, TierArray) else None for x in leaves]
+
         def function(*operands: Any) -> list[Any]:
             arrays = iter(operands)
-            given = [x if isinstance(x, TierArray) else next(arrays) for x in leaves]
+            given = [next(arrays) if x is None else x for x in below]
             return self._parts.apply(given, Caller(self._bind, self._array, self._known))
 
         function.__name__ = self.name
@@ -91,20 +93,21 @@ class LoopPlan:
           The flat results; those that come back in a lower tier were waited for.
         """
         below = tier_results(self, leaves, options, donated)
-        outs = self._program(leaves, tuple(donated))(
-            *(x for x in leaves if not isinstance(x, TierArray))
-        )
+        outs = self._program(leaves, donated)(*(x for x in leaves if not isinstance(x, TierArray)))
         for j, array in below.items():
             array.seen_as(outs[j].dtype).write(np.asarray(outs[j]))
             outs[j] = array
-        for leaf, given in zip(leaves, donated, strict=True):
-            if given and isinstance(leaf, TierArray):
-                leaf.delete()
+        gone = [x for x, d in zip(leaves, donated, strict=True) if d and isinstance(x, TierArray)]
+        for leaf in gone:
+            leaf.delete()
+        if gone:  # nobody can call that program again
+            with self._lock:
+                self._programs.pop(_key(leaves, donated), None)
         return outs
 
-    def _program(self, leaves: Sequence[Any], donated: tuple[bool, ...]) -> Any:
+    def _program(self, leaves: Sequence[Any], donated: Sequence[bool]) -> Any:
         """The function of the leaves that are arrays, jitted."""
-        key = (*(id(x) for x in leaves if isinstance(x, TierArray)), donated)
+        key = _key(leaves, donated)
         with self._lock:
             program = self._programs.pop(key, None)
             if program is None:
@@ -133,6 +136,7 @@ class LoopPlan:
 def loop_plan(
     request: Request,
     tiers: Sequence[str],
+    cut: Callable[[float], Parts],
     bind: Bind,
     plan: MakePlan,
     stamps: Callable[[Sequence[Any]], Any],
@@ -141,6 +145,7 @@ def loop_plan(
 
     Args:
       tiers: of each argument "host", "disk" or "".
+      cut: gives the function in parts, by `least_bytes` of `in_parts`.
       stamps: see Caller.
 
     Raises:
@@ -151,7 +156,7 @@ def loop_plan(
         return None
     refusal: PlanError | None = None
     for least in (budget / _HEAVY, 0):
-        parts = in_parts(request.jaxpr, least, request.argument_names)
+        parts = cut(least)
         if not parts.repeats:
             continue
         try:
@@ -161,6 +166,10 @@ def loop_plan(
     if refusal is not None:
         raise refusal
     return None
+
+
+def _key(leaves: Sequence[Any], donated: Sequence[bool]) -> Any:
+    return (*(id(x) for x in leaves if isinstance(x, TierArray)), tuple(donated))
 
 
 @functools.cache

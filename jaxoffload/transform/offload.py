@@ -65,7 +65,8 @@ class Offloaded:
 
     Attributes:
       last_run: what the last run did: a `Run`; a `WholeRun` where the function ran whole; None
-        before the first. Runs inside `jax.jit` count, but for those that ran whole.
+        before the first. Runs inside `jax.jit` count, but for those that ran whole. Of a function
+        whose loops are planned by what they repeat, one iteration.
       profile: what calls have measured; `profile.save(path)` keeps it.
     """
 

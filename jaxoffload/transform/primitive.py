@@ -18,7 +18,7 @@ from jax.interpreters import mlir
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
-from jaxoffload.capture.parts import Fixed, Part
+from jaxoffload.capture.parts import Fixed, Part, in_parts
 from jaxoffload.capture.words import code_of, encoded
 from jaxoffload.errors import PlanError, warn
 from jaxoffload.graphs.taskgraph import TensorKind
@@ -49,12 +49,14 @@ class Derived:
     """What was made from one offloaded jaxpr: plans, the jaxpr batched, and its derivatives.
 
     Attributes:
-      parts: of each part of a function in parts the same.
+      cuts: the jaxpr in parts, by `least_bytes`.
+      parts: of each part the same as this.
       link: leads here, as a param of the primitive, for as long as the owner keeps it.
     """
 
     def __init__(self) -> None:
         self.plans = OnceEach()
+        self.cuts = OnceEach()
         self.parts = OnceEach()
         self.batched = OnceEach()
         self.derivatives = OnceEach()
@@ -72,6 +74,7 @@ class Derived:
     def clear(self) -> None:
         """Forgets it; programs that are compiled keep what they have."""
         self.plans.clear()
+        self.cuts.clear()
         self.parts.clear()
         self.batched.clear()
         self.derivatives.clear()
@@ -216,6 +219,10 @@ def plan_request(
     found = loop_plan(
         request,
         tiers,
+        # Direct calls and those under jit repeat the same parts.
+        lambda least: derived.cuts.get(
+            least, lambda: in_parts(request.jaxpr, least, request.argument_names)
+        ),
         lambda part, leaves, fixed: bind(
             leaves, part.jaxpr, **_of_part(request, part, derived), fixed=fixed
         ),
