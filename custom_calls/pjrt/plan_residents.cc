@@ -33,8 +33,27 @@ PlanResidents::PlanResidents(std::shared_ptr<const LoadedPlan> plan, Platform& p
     }
     part.place = {plan_->index(version), plan_->offset(version), plan_->bytes(version), kNoStamp,
                   plan_->offset(source)};
+    part.is_read_elsewhere = IsReadElsewhere(part);
     parts_.push_back(part);
   }
+}
+
+// An idle reload does not need what it would read. Whoever else reads any of those bytes does, be
+// it under the name of another version.
+bool PlanResidents::IsReadElsewhere(const Part& part) const {
+  const int64_t start = part.place.part_start, end = start + part.place.bytes;
+  for (int32_t version = 0; version < plan_->num_versions(); ++version) {
+    if (plan_->space(version) != Space::kArgument || plan_->index(version) != part.argument ||
+        plan_->offset(version) >= end || plan_->offset(version) + plan_->bytes(version) <= start) {
+      continue;
+    }
+    const Range all = plan_->readers(version);
+    for (int64_t r = all.begin; r < all.end; ++r) {
+      const int32_t reader = plan_->reader(r);
+      if (reader != part.reload && reader != part.load) return true;
+    }
+  }
+  return false;
 }
 
 void PlanResidents::Find(RunContext& context) {
@@ -45,7 +64,7 @@ void PlanResidents::Find(RunContext& context) {
     part.place.stamp = At(contents.argument_stamps, part.argument);
     part.found = Residents::Found::kNo;
     part.is_owed = part.result >= 0 && At(contents.result_owners, part.result) != nullptr;
-    wanted.push_back({part.place, part.overwriter >= 0});
+    wanted.push_back({part.place, part.overwriter >= 0, part.is_read_elsewhere});
   }
   const std::vector<Residents::Found> found =
       platform_.residents().Keep(plan_->arena_bytes(), context.arguments, wanted, Payer());
@@ -73,6 +92,9 @@ void PlanResidents::Leave(RunContext& context) {
     }
     part.place.owed_to = nullptr;
     part.place.owner.reset();
+    // A run that fails before it has looked leaves nothing as it was found.
+    part.found = Residents::Found::kNo;
+    part.is_owed = false;
   }
 }
 

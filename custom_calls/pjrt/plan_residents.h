@@ -40,6 +40,7 @@ class PlanResidents {
     int32_t reload = -1;
     int32_t load = -1;  // from disk, if nobody else needs what that brings
     int32_t argument = -1;
+    bool is_read_elsewhere = false;  // others copy, or read, some of its bytes from the argument
     // Of one that is written over: by which vertex, and what copies it to which result, unless that
     // can be owed.
     int32_t overwriter = -1;
@@ -50,6 +51,7 @@ class PlanResidents {
     bool is_owed = false;                            // by this run, if it succeeds
   };
 
+  bool IsReadElsewhere(const Part& part) const;
   static void Owe(Part& part, const RunContext& context);
   void Restore(Part& part, RunContext& context) REQUIRES(mutex_);
   Residents::Pay Payer();

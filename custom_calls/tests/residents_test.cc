@@ -65,6 +65,12 @@ TEST(EachDifferenceCounts) {
   }
 }
 
+TEST(WhatHasNoStampIsNeverFound) {
+  Ledger ledger;
+  ledger.residents.Add(Part(500, kNoStamp));
+  CHECK(ledger.Keep(Part(500, kNoStamp)) == Found::kNo);
+}
+
 TEST(WhatIsBeyondAnotherPlanStays) {
   Ledger ledger;
   ledger.residents.Add(Part(500));
@@ -113,6 +119,20 @@ TEST(AWantedDebtIsFoundAndStaysOne) {
   CHECK(ledger.paid.empty());
   ledger.residents.Settle(array.data.get(), ledger.pay);
   CHECK_EQ(ledger.paid.size(), 1u);
+}
+
+TEST(ADebtIsPaidWhereItsArrayIsReadBesideItsPlace) {
+  Ledger ledger;
+  Array array;
+  ledger.residents.Add(array.Owed(500));
+  const auto keep = [&](std::vector<char*> read) {
+    return ledger.residents.Keep({1000}, read, {{Part(500), false, true}}, ledger.pay)[0];
+  };
+  CHECK(keep({}) == Found::kOwed);  // another array of the same bytes is read: nobody is owed there
+  CHECK(ledger.paid.empty());
+  CHECK(keep({array.data.get()}) == Found::kYes);
+  CHECK_EQ(ledger.paid.size(), 1u);
+  CHECK(ledger.residents.Has(Part(500)));
 }
 
 TEST(NobodyIsPaidWhoIsGone) {

@@ -137,7 +137,9 @@ bool DiskExtent::Write(int64_t offset, const char* from, int64_t bytes,
     std::memcpy(buffer, from + at, length);
     return WriteBlocks(offset + at, buffer, length, abort, error);
   };
-  return InBlocks(offset, from, bytes, part, blocks);
+  const bool is_done = InBlocks(offset, from, bytes, part, blocks);
+  MayChange();  // who has read meanwhile has read something in between
+  return is_done;
 }
 
 bool DiskExtent::ReadPart(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <set>
 #include <stdexcept>
 #include <utility>
 
@@ -21,25 +22,31 @@ std::vector<Residents::Found> Residents::Keep(const std::vector<int64_t>& used,
   for (const Resident& each : lost_) {
     if (is_read(each) && !each.owner.expired()) throw std::runtime_error(each.lost);
   }
-  std::vector<Found> answer;
-  Map wanted_ones;
+  std::set<Map::key_type> wanted_ones, may_be_owed;
   for (const Wanted& each : wanted) {
-    const Resident* const found = Find(each.place);
-    answer.push_back(found == nullptr            ? Found::kNo
-                     : found->owed_to != nullptr ? Found::kOwed
-                                                 : Found::kYes);
-    if (found != nullptr) wanted_ones.emplace(std::make_pair(found->device, found->start), *found);
+    if (Find(each.place) == nullptr) continue;
+    const Map::key_type key(each.place.device, each.place.start);
+    wanted_ones.insert(key);
+    if (!each.is_read_elsewhere) may_be_owed.insert(key);
   }
   // Everything is paid before anything is forgotten, so that nothing has changed if it fails.
   const auto is_in_the_way = [&](const Resident& each) {
     return each.device < static_cast<int32_t>(used.size()) && each.start < used[each.device];
   };
   for (auto& [key, each] : found_) {
-    if (wanted_ones.count(key) == 0 && (is_in_the_way(each) || is_read(each))) PayOne(each, pay);
+    const bool loses_its_place = wanted_ones.count(key) == 0 && is_in_the_way(each);
+    if (loses_its_place || (may_be_owed.count(key) == 0 && is_read(each))) PayOne(each, pay);
   }
   for (auto at = found_.begin(); at != found_.end();) {
     const bool goes = wanted_ones.count(at->first) == 0 && is_in_the_way(at->second);
     at = goes ? found_.erase(at) : ++at;
+  }
+  std::vector<Found> answer;
+  for (const Wanted& each : wanted) {
+    const Resident* const found = Find(each.place);
+    answer.push_back(found == nullptr            ? Found::kNo
+                     : found->owed_to != nullptr ? Found::kOwed
+                                                 : Found::kYes);
   }
   for (const Wanted& each : wanted) {
     if (each.changes && Find(each.place) != nullptr) {

@@ -50,12 +50,14 @@ class Residents {
   struct Wanted {
     Resident place;
     bool changes;  // it will be written over, so that nothing is there until it is added again
+    // Its bytes are looked for in the array, too, so that they may not be owed.
+    bool is_read_elsewhere = false;
   };
   enum class Found : uint8_t { kNo = 0, kYes = 1, kOwed = 2 };
 
   // Before a run that uses the first `used` bytes of each device's arena and reads arrays at
-  // `read`. Pays what is owed to those, or is in the way, unless it is wanted; forgets what is in
-  // the way. Returns what of `wanted` is in its place.
+  // `read`. Pays what is owed to those, or is in the way, unless it is wanted and nobody looks for
+  // it elsewhere; forgets what is in the way. Returns what of `wanted` is in its place.
   std::vector<Found> Keep(const std::vector<int64_t>& used, const std::vector<char*>& read,
                           const std::vector<Wanted>& wanted, const Pay& pay) EXCLUDES(mutex_);
   // After a run: a part is in its place now.

@@ -192,11 +192,9 @@ def run_plan(
     memory = plan.backend.memory
     bound = memory.bind(plan, operands, donated, below)
     launch = options.launch
-    touched: set[int] = set()
-
-    def ended(report: Any) -> None:
-        touched.update(np.flatnonzero(report.touched_results).tolist())
-
+    # Ctrl-C may come between any two lines of Python, so what is told of the end goes into a list by
+    # its own method, and is still there when arrays have to be deleted.
+    reports: list[Any] = []
     try:
         with jax.profiler.TraceAnnotation(f"jaxoffload {plan.name}"):
             report = plan.native.run(
@@ -206,15 +204,16 @@ def run_plan(
                 seed=launch.seed,
                 max_delay_us=round(launch.max_delay_seconds * 1e6),
                 check=options.check,
-                ended=ended,
+                ended=reports.append,
             )
         run = make_run(plan, report)
+        for operand, given in zip(operands, donated, strict=False):
+            if given and isinstance(operand, TierArray | jax.Array) and not operand.is_deleted():
+                operand.delete()
     except BaseException:
+        touched = {j for r in reports for j in np.flatnonzero(r.touched_results).tolist()}
         _delete_overwritten(plan, operands, donated, touched)
         raise
-    for operand, given in zip(operands, donated, strict=False):
-        if given and isinstance(operand, TierArray | jax.Array) and not operand.is_deleted():
-            operand.delete()
     outs = memory.results(plan, bound, device)
     for j, array in below.items():
         if j in outs:  # everything fitted, so it was computed on the device
