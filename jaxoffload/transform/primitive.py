@@ -212,6 +212,9 @@ def plan_request(
     Raises:
       PlanError, CaptureError: as `make_plan`.
     """
+    if backend.name != "cpu" or request.options.memory is not None:
+        # What loops carry would lie in the very memory that is named.
+        return make_plan(request, whole, backend)
     try:
         return make_plan(request, whole, backend)
     except PlanError as error:
@@ -227,7 +230,7 @@ def plan_request(
             leaves, part.jaxpr, **_of_part(request, part, derived), fixed=fixed
         ),
         lambda part, below, fixed: _plan_of_part(request, part, below, fixed, derived, backend),
-        new_stamps if backend.name == "cpu" else lambda operands: None,
+        new_stamps,
     )
     if found is None:
         raise refusal
@@ -261,9 +264,7 @@ def _plan_of_part(
         **_of_part(request, part, derived),
         "jaxpr": part.jaxpr,
         "tier_leaves": tuple((i, _Below(tier)) for i, tier in enumerate(tiers) if tier),
-        "fixed": tuple((i, n) for i, n in fixed.operands if not tiers[i])
-        if backend.name == "cpu"
-        else (),
+        "fixed": tuple((i, n) for i, n in fixed.operands if not tiers[i]),
     }
     return _plan(params, backend)
 
