@@ -11,6 +11,7 @@ from absl import flags
 from jaxoffload.command.base import UsageError, new_flags, print_json, progress
 from jaxoffload.finetune import generate, models
 from jaxoffload.finetune.weights import Model
+from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.options import format_bytes
 from jaxoffload.report.subjects import format_seconds
 from jaxoffload.runtime.run import Run
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         made.append(offload(step, device_memory=FLAGS.device_memory, donate_argnums=(2, 3)))
         return made[0]
 
-    found, times = _written(model, prompt, within)
+    found, times = _written(model, prompt, within, made)
     _tell(model, made[0], words.decode(found, skip_special_tokens=True), found, times)
     return 0
 
@@ -79,8 +80,11 @@ def _asked(words: Any, text: str) -> str:
     return words.apply_chat_template(messages, add_generation_prompt=True)
 
 
-def _written(model: Model, prompt: Sequence[int], within: Any) -> tuple[list[int], list[float]]:
-    """The tokens, written as text as they come, and the seconds of each."""
+def _written(
+    model: Model, prompt: Sequence[int], within: Any, made: Sequence[Offloaded]
+) -> tuple[list[int], list[float]]:
+    """The tokens, written as text as they come, and the seconds of each; those of the first two,
+    which plan and compile, together."""
     words, found, times, shown = model.tokenizer, [], [], 0
     stream = generate.stream(
         model.config,
@@ -94,7 +98,9 @@ def _written(model: Model, prompt: Sequence[int], within: Any) -> tuple[list[int
     )
     start = time.perf_counter()
     with progress("planning and compiling"):
-        found += [token for _, token in zip(range(1), stream, strict=False)]
+        found += [token for _, token in zip(range(2), stream, strict=False)]
+    if not FLAGS.json and (bound := _bound(made[0])):
+        print(bound, file=sys.stderr, flush=True)
     while True:
         now = time.perf_counter()
         times.append(now - start)
@@ -109,10 +115,28 @@ def _written(model: Model, prompt: Sequence[int], within: Any) -> tuple[list[int
         found.append(token)
 
 
+def _bound(step: Offloaded) -> str:
+    """What the link lets through at best, by the plan and the machine's model; "" where nothing
+    moves from token to token."""
+    run = step.last_run
+    if not isinstance(run, Run) or run.machine is None:
+        return ""
+    links, moved = (run.machine.to_device, run.machine.disk_read), (Kind.RELOAD, Kind.LOAD)
+    found = []
+    for name, link, kind in zip(("link", "disk"), links, moved, strict=True):
+        if count := run.memgraph.moved_bytes(kind):
+            rate = link.bytes_per_second
+            found.append((count / rate, f"{format_bytes(count)} at {rate / 1e9:.3g} GB/s ({name})"))
+    if not found:
+        return ""
+    seconds, what = max(found)
+    return f"A token moves {what}: at most {1 / seconds:.3g} tokens a second"
+
+
 def _tell(model: Model, step: Offloaded, text: str, found: list[int], times: list[float]) -> None:
-    """How long tokens took, and what bounds that; the first two tokens plan and compile."""
+    """How long tokens took, and what bounds that."""
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
-    steady, run = sorted(times[2:]), step.last_run
+    steady, run = sorted(times[1:]), step.last_run
     seconds = steady[len(steady) // 2] if steady else None
     moved = run.bytes_reloaded + run.bytes_loaded if run is not None else 0
     if FLAGS.json:
@@ -129,7 +153,8 @@ def _tell(model: Model, step: Offloaded, text: str, found: list[int], times: lis
         return
     print()
     took = "" if seconds is None else f", {format_seconds(seconds)} each"
-    print(f"{len(found)} tokens{took}; the first after {format_seconds(times[0])}", file=sys.stderr)
+    first = "the first two" if len(found) > 1 else "it"
+    print(f"{len(found)} tokens{took}; {first} after {format_seconds(times[0])}", file=sys.stderr)
     if isinstance(run, Run):
         print(
             f"A token moves {format_bytes(moved)}; the weights have {format_bytes(weights)}: "

@@ -1,6 +1,7 @@
 """`jaxoffload generate`, as one would call it."""
 
 import json
+import re
 
 import pytest
 
@@ -45,6 +46,12 @@ def test_the_text_is_that_without_a_budget(folder, tier, capsys):
     assert code == 0
     assert out == text + "\n"
     assert f"{len(tokens)} tokens" in err
+    # Told before it is so: what moves, by what link.
+    code, out, err = call(capsys, *words, "--device-memory=96KiB")
+    assert (code, out) == (0, text + "\n")
+    assert re.match(
+        r"A token moves .*B at .* GB/s \((link|disk)\): at most .* tokens a second", err
+    )
 
 
 def model_path(folder):
