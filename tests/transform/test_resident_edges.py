@@ -53,6 +53,20 @@ def test_state_is_paid_where_the_host_reads_it_beside_its_place(budget, other_bu
     same(got, cold(reads_on_host, held(state)[0], rows(1), **options))
 
 
+def test_state_that_another_function_found_is_still_owed():
+    """It needed nothing of it but what is on the device."""
+    step = offloaded(update, device_memory=11 * LAYER)
+    other = offloaded(frozen, device_memory=9 * LAYER - WORKSPACE)
+    state = jo.host_put(new_state())
+    assert places(step, state, rows(0)) & places(other, state[0], rows(1))
+    state, _ = step(state, rows(0))
+    for k in range(2):
+        other(state[0], rows(k))
+        assert other.last_run.bytes_found > LAYER
+    got = held(state)
+    same(got, cold(update, new_state(), rows(0), device_memory=11 * LAYER)[0])
+
+
 def test_the_host_reads_weights_on_disk_that_stay(tmp_path):
     """They are loaded for its sake, too."""
     weights, options = matrices(0), {"device_memory": 9 * LAYER}
