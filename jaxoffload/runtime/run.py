@@ -192,8 +192,8 @@ def run_plan(
     memory = plan.backend.memory
     bound = memory.bind(plan, operands, donated, tier_results)
     launch = options.launch
-    # Ctrl-C may come between any two lines of Python: what is told of the end goes into a list by its
-    # own method, and is still there when arrays have to be deleted.
+    # Ctrl-C may come between any two lines of Python. What is told of the end goes into a list by
+    # the list's own method, and is still there when arrays have to be deleted.
     reports: list[Any] = []
     try:
         with jax.profiler.TraceAnnotation(f"jaxoffload {plan.name}"):
