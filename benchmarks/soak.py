@@ -193,15 +193,15 @@ def phases(
     for warm in range(4):
         call(warm)
         offload(-1 - warm)
-    train = trainer()
-    for warm in range(4):
-        train(warm)
-    return {
-        "training steps": (num_steps, _soak(train, num_steps, folder)),
+    found = {
         "calls": (num_calls, _soak(call, num_calls, folder)),
         "functions": (num_functions, _soak(offload, num_functions, folder)),
         "functions of jit": (num_jitted, _soak(plain, num_jitted, folder)),
     }
+    train = trainer()
+    for warm in range(4):
+        train(warm)
+    return found | {"training steps": (num_steps, _soak(train, num_steps, folder))}
 
 
 def run(small: bool = False, out: str | None = None) -> list[dict[str, Any]]:
