@@ -1,12 +1,14 @@
 """Soak: what grows with calls, and what with functions, in one long-lived process.
 
-Two phases. *Calls*: four functions (directly, inside `jax.jit`, with a host tier, with a disk below
-it) are called by turns, results checked. *Functions*: one function after another, each different
-from all before, is offloaded, called and dropped, every other one inside `jax.jit`; then fewer of
-them with plain `jax.jit`, for comparison. Meanwhile the kernel is asked what the process holds, and
-the runtime what it holds. What is reported is the growth a call, or a function, between the means
-of the first and of the last third of the samples: what is only filled once, such as a cache, does
-not count, what never ends does.
+Phases. *Training steps*: of state in host memory that is donated and comes back, a part of which
+stays on the device; the peak is compared with the budget in each. *Calls*: four functions
+(directly, inside `jax.jit`, with a host tier, with a disk below it) are called by turns, results
+checked. *Functions*: one function after another, each different from all before, is offloaded,
+called and dropped, every other one inside `jax.jit`; then fewer of them with plain `jax.jit`, for
+comparison. Meanwhile the kernel is asked what the process holds, and the runtime what it holds.
+What is reported is the growth a call, or a function, between the means of the first and of the last
+third of the samples: what is only filled once, such as a cache, does not count, what never ends
+does.
 """
 
 import gc
@@ -24,6 +26,7 @@ from benchmarks.measure import machine, save
 from jaxoffload import _native
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.plan import Plan
+from jaxoffload.runtime.run import Run
 
 SAMPLES = 30
 _SIDE = 32
@@ -116,6 +119,39 @@ def callers(folder: str) -> list[Callable[[], Any]]:
     return [caller(step) for step in steps]
 
 
+def trainer() -> Callable[[int], None]:
+    """Steps of training with momentum; each checks its peak, and now and then the state is read."""
+    source = np.random.default_rng(0)
+
+    def matrices() -> list[Any]:
+        shape = (_LAYERS, 2 * _SIDE, 2 * _SIDE)
+        return list(source.normal(0, 0.1, shape).astype(np.float32))
+
+    def update(state: Any, x: Any) -> Any:
+        params, moments = state
+        y = _network(params, x)
+        moments = [0.9 * m + jnp.tanh(w.T @ y.T @ y) for w, m in zip(params, moments, strict=True)]
+        return ([w - 0.01 * m for w, m in zip(params, moments, strict=True)], moments), y.sum()
+
+    budget = 10 * 4 * (2 * _SIDE) ** 2
+    step = jo.offload(update, device_memory=budget, vertex_memory=1, donate_argnums=0, cut="always")
+    x = np.ones((8, 2 * _SIDE), np.float32)
+    states = [jo.host_put((matrices(), matrices()))]
+
+    def train(number: int) -> None:
+        state, value = step(states.pop(), x)
+        states.append(state)
+        run = step.last_run
+        if not isinstance(run, Run) or run.peak_device_bytes > budget:
+            raise AssertionError(f"soak: {run} took more than {budget} bytes")
+        if number > 2 and number % 100 and not (run.bytes_found and run.bytes_left):
+            raise AssertionError("soak: nothing has stayed")
+        if number % 100 == 99 and not all(np.isfinite(a).all() for a in map(np.asarray, state[0])):
+            raise AssertionError("soak: the state is not finite")
+
+    return train
+
+
 def new_function(number: int) -> Callable[[Any], Any]:
     """A function unlike that of any other number: its kernels cannot be shared."""
 
@@ -138,7 +174,7 @@ def _soak(step: Callable[[int], None], count: int, folder: str) -> list[dict[str
 
 
 def phases(
-    folder: str, num_calls: int, num_functions: int, num_jitted: int
+    folder: str, num_steps: int, num_calls: int, num_functions: int, num_jitted: int
 ) -> dict[str, tuple[int, list[dict[str, int]]]]:
     """Steps and samples of each phase."""
     calls = callers(folder)
@@ -157,17 +193,21 @@ def phases(
     for warm in range(4):
         call(warm)
         offload(-1 - warm)
-    return {
+    found = {
         "calls": (num_calls, _soak(call, num_calls, folder)),
         "functions": (num_functions, _soak(offload, num_functions, folder)),
         "functions of jit": (num_jitted, _soak(plain, num_jitted, folder)),
     }
+    train = trainer()
+    for warm in range(4):
+        train(warm)
+    return found | {"training steps": (num_steps, _soak(train, num_steps, folder))}
 
 
 def run(small: bool = False, out: str | None = None) -> list[dict[str, Any]]:
     """Measures and prints."""
     print(machine())
-    counts = (90, 15, 15) if small else (100_000, 3_000, 300)
+    counts = (90, 90, 15, 15) if small else (10_000, 100_000, 3_000, 300)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         found = phases(os.path.realpath(folder), *counts)

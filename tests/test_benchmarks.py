@@ -41,9 +41,10 @@ def test_nothing_grows_with_calls_and_what_a_function_takes_ends_with_it(tmp_pat
     run.main(["soak", "--small", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "soak.json").read_text())["rows"]
     assert rows[0]["first"]["arena_bytes"] > 0 and rows[0]["first"]["disk_bytes"] > 0
-    calls, functions, of_jit = (row["growth"] for row in rows)
+    calls, functions, of_jit, training = (row["growth"] for row in rows)
     counted = ("threads", "descriptors", "arena_bytes", "host_bytes", "disk_bytes", "plans")
     found = {f"{name} with calls": calls[name] for name in (*counted, "maps") if calls[name] > 0}
+    found |= {f"{name} with steps": training[name] for name in counted if training[name] > 0}
     found |= {f"{name} with functions": functions[name] for name in counted if functions[name] > 0}
     assert not found
     assert functions["maps"] < 1 + of_jit["maps"]

@@ -86,7 +86,8 @@ void PlanResidents::Leave(RunContext& context) {
     }
     if (context.is_stopped) {  // it may have left a copy half done
       Restore(part, context);
-    } else if (part.overwriter < 0 || part.is_owed) {
+    } else if (part.is_owed || (part.overwriter < 0 && part.found == Residents::Found::kNo)) {
+      // What was found and not written over is there as it was, and may be owed to its array.
       if (part.is_owed) Owe(part, context);
       if (part.place.stamp != kNoStamp) platform_.residents().Add(part.place);
     }

@@ -29,6 +29,9 @@ _SHARES = (0.75, 0.5, 0.25, 0.0)
 _SPARED = 0.5
 """Of a tensor's bytes, by how many the largest working set must be smaller without it for the
 tensor to stay for that alone."""
+_MOST_PACKED, _MOST_FIXED, _CELLS = 64, 16, 4096
+"""Of up to so many tensors the best sum is looked for, with up to so many of the largest among
+them, and the room in so many parts: few, and of different sizes, do not fill it one by one."""
 _GAIN = 0.99
 """Less stays only where that ends within this share of the best time."""
 
@@ -55,8 +58,9 @@ def with_residents(
     largest = max(align(graph.tensors[t].bytes) for t in saved)
     rooms = [(1.0, ahead * largest) for ahead in _AHEAD] + [(share, 0) for share in _SHARES]
     tried: set[tuple[int, ...]] = set()
-    for share, spare in rooms:
-        chosen = _chosen(graph, saved, capacity - spare, share)
+    choices = [_chosen(graph, saved, capacity - spare, share) for share, spare in rooms]
+    choices.append(_packed(graph, saved, capacity))
+    for chosen in choices:
         if tuple(chosen) in tried:
             continue
         tried.add(tuple(chosen))
@@ -160,6 +164,49 @@ def _chosen(graph: TaskGraph, saved: dict[int, float], capacity: int, share: flo
     while chosen and _place_bytes(graph, chosen) + least_room(graph, chosen) > capacity:
         chosen.pop()
     return chosen
+
+
+def _packed(graph: TaskGraph, saved: dict[int, float], capacity: int) -> list[int]:
+    """Tensors that together save most. The larger ones that do not stay, the less room there is for
+    what does, so the largest are tried on either side."""
+    if len(saved) > _MOST_PACKED:
+        return []
+    by_size = sorted(saved, key=lambda t: -graph.tensors[t].bytes)
+    best: list[int] = []
+    most = 0.0
+    for count in range(min(len(by_size), _MOST_FIXED) + 1):
+        fixed, rest = by_size[:count], by_size[count:]
+        room = capacity - least_room(graph, fixed) - _place_bytes(graph, fixed)
+        if room < 0:
+            continue
+        found = fixed + _best_sum(graph, {t: saved[t] for t in rest}, room)
+        total = sum(saved[t] * graph.tensors[t].bytes for t in found)
+        if total > most:
+            best, most = found, total
+    return sorted(best)
+
+
+def _best_sum(graph: TaskGraph, saved: dict[int, float], room: int) -> list[int]:
+    """The knapsack: those that save most of the sets that have room."""
+    cell = max(1, -(-room // _CELLS))
+    value = np.zeros(room // cell + 1)  # by cells that are taken
+    taken: list[tuple[int, int, np.ndarray]] = []
+    for t, saves in saved.items():
+        cells = -(-align(graph.tensors[t].bytes) // cell)
+        if cells >= len(value):
+            continue
+        more = value[: len(value) - cells] + saves * graph.tensors[t].bytes
+        takes = np.zeros(len(value), bool)
+        takes[cells:] = more > value[cells:]
+        value[cells:] = np.maximum(more, value[cells:])
+        taken.append((t, cells, takes))
+    found: list[int] = []
+    at = int(value.argmax())
+    for t, cells, takes in reversed(taken):
+        if takes[at]:
+            found.append(t)
+            at -= cells
+    return found
 
 
 def _largest(graph: TaskGraph, saved: dict[int, float], capacity: int) -> list[int]:

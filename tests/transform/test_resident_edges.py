@@ -12,7 +12,6 @@ from tests.transform.test_resident import (
     LAYER,
     LAYERS,
     cold,
-    failing,
     frozen,
     matrices,
     new_state,
@@ -51,6 +50,20 @@ def test_state_is_paid_where_the_host_reads_it_beside_its_place(budget, other_bu
     assert other.last_run.bytes_found > LAYER
     assert other.plan(state[0], rows(1)).on_host > 0
     same(got, cold(reads_on_host, held(state)[0], rows(1), **options))
+
+
+def test_state_that_another_function_found_is_still_owed():
+    """It needed nothing of it but what is on the device."""
+    step = offloaded(update, device_memory=11 * LAYER)
+    other = offloaded(frozen, device_memory=9 * LAYER - WORKSPACE)
+    state = jo.host_put(new_state())
+    assert places(step, state, rows(0)) & places(other, state[0], rows(1))
+    state, _ = step(state, rows(0))
+    for k in range(2):
+        other(state[0], rows(k))
+        assert other.last_run.bytes_found > LAYER
+    got = held(state)
+    same(got, cold(update, new_state(), rows(0), device_memory=11 * LAYER)[0])
 
 
 def test_the_host_reads_weights_on_disk_that_stay(tmp_path):
@@ -149,23 +162,54 @@ def test_what_a_late_failure_has_lost_is_deleted_and_only_that(calls, is_read):
     same(got, cold(late_failing, want, rows(5), np.int32(0), **options))
 
 
+def early_failing(state, x, fails):
+    """As `update`, with something that may fail between what reads and what writes."""
+    params, moments = state
+
+    def raises(fails, y):
+        if fails:
+            raise ValueError("asked to")
+        return y
+
+    y = frozen(params, x)
+    y = jax.pure_callback(raises, jax.ShapeDtypeStruct(y.shape, y.dtype), fails, y)
+    olds = [0.9 * m + jnp.tanh(w.T @ y.T @ y) for w, m in zip(params, moments, strict=True)]
+    return ([w - 0.01 * m for w, m in zip(params, olds, strict=True)], olds), y.sum()
+
+
+def first_failing(state, x, fails):
+    """As `update`, with something that may fail before anything is brought."""
+
+    def raises(fails, x):
+        if fails:
+            raise ValueError("asked to")
+        return x
+
+    return update(
+        state, jax.pure_callback(raises, jax.ShapeDtypeStruct(x.shape, x.dtype), fails, x)
+    )
+
+
+@pytest.mark.parametrize("function", [first_failing, early_failing])
 @pytest.mark.parametrize("calls", [0, 1, 2])
-def test_what_an_early_failure_has_not_touched_is_still_owed(calls):
+def test_what_an_early_failure_has_not_touched_is_still_owed(calls, function):
     """Nothing else runs before it is read."""
     options = {"device_memory": 16 * LAYER, "donate_argnums": 0, "cut": "always"}
-    step, state = offloaded(failing, **options), jo.host_put(new_state())
+    step, state = offloaded(function, **options), jo.host_put(new_state())
     for k in range(calls):
         state, _ = step(state, rows(k), np.int32(0))
+    assert not calls or step.last_run.bytes_left >= 8 * LAYER
     with pytest.raises(FAILURES):
         step(state, rows(9), np.int32(1))
-    assert not any(array.is_deleted() for array in jax.tree.leaves(state))
+    if any(array.is_deleted() for array in jax.tree.leaves(state)):
+        pytest.fail("nothing had been written over")
     got = held(state)
     again = held(step(state, rows(5), np.int32(0)))
     want = new_state()
     for k in range(calls):
-        want, _ = cold(failing, want, rows(k), np.int32(0), **options)
+        want, _ = cold(function, want, rows(k), np.int32(0), **options)
     same(got, want)
-    same(again, cold(failing, want, rows(5), np.int32(0), **options))
+    same(again, cold(function, want, rows(5), np.int32(0), **options))
 
 
 def test_an_interruption_after_the_run_deletes_what_was_overwritten(monkeypatch):
