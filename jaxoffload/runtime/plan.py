@@ -150,7 +150,7 @@ class Plan(ShownMemory):
     @functools.cached_property
     def min_device_memory(self) -> int:
         """The smallest budget in bytes that can work (of `memory` where that is given), with the
-        cut as fine as it gets.
+        cut as fine as it gets. A function with loops may work in less, in parts: a refusal says so.
 
         Compiles single operations to learn their workspace, so it takes a while when first asked.
         """

@@ -1,5 +1,6 @@
 """Functions for which everything fits run whole, and are then jit's in every respect."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
-from jaxoffload.search.whole import WholePlan, WholeRun
+from jaxoffload.search.whole import WholePlan, WholeRun, make_plan
 
 pytestmark = [
     pytest.mark.runs_whole,
@@ -160,15 +161,24 @@ def test_the_least_budget_may_be_that_of_the_whole():
     least = jo.offload(function, device_memory=None).plan(x).min_device_memory
     assert least < jo.offload(function, device_memory=None, cut="always").plan(x).min_device_memory
     whole = jo.offload(function, device_memory=least)
-    assert isinstance(whole.plan(x), WholePlan)
-    np.testing.assert_array_equal(whole(x)[0], jax.jit(function)(x)[0])
+    plan, want = whole.plan(x), jax.jit(function)(x)[0]
+    assert isinstance(plan, WholePlan)
+    np.testing.assert_array_equal(whole(x)[0], want)
+    options = dataclasses.replace(plan.request.options, device_memory=least - 1)
     with pytest.raises(
         jo.PlanError, match=f"smallest feasible {least} bytes .* to run whole; cut,"
-    ):
-        jo.offload(function, device_memory=least - 1)(x)
-    with pytest.raises(jo.PlanError) as raised:
-        jo.offload(function, device_memory=least - 1)(x)
+    ) as raised:
+        make_plan(dataclasses.replace(plan.request, options=options), plan.whole)
     assert raised.value.min_device_memory == least
+    # In less, what the loop repeats is planned by itself.
+    got = jo.offload(function, device_memory=least - 1)(x)[0]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    with pytest.raises(jo.PlanError) as raised:
+        jo.offload(function, device_memory=x.nbytes)(x)
+    enough = raised.value.min_device_memory
+    assert x.nbytes < enough < least
+    got = jo.offload(function, device_memory=enough)(x)[0]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 def test_always_cut():
