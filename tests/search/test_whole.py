@@ -174,9 +174,9 @@ def test_the_least_budget_may_be_that_of_the_whole():
     got = jo.offload(function, device_memory=least - 1)(x)[0]
     np.testing.assert_allclose(got, want, rtol=1e-6)
     with pytest.raises(jo.PlanError) as raised:
-        jo.offload(function, device_memory=x.nbytes)(x)
+        jo.offload(function, device_memory=1)(x)
     enough = raised.value.min_device_memory
-    assert x.nbytes < enough < least
+    assert 1 < enough < least
     got = jo.offload(function, device_memory=enough)(x)[0]
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
