@@ -33,7 +33,7 @@ _MOST_PROGRAMS = 4
 
 Bind = Callable[[Part, Sequence[Any], Fixed], list[Any]]
 """Applies the primitive to a part: to tracers, arrays, and arrays in a lower tier."""
-MakePlan = Callable[[Part, Sequence[str], Fixed], "Plan | LoopPlan"]
+MakePlan = Callable[[Part, Sequence[str], Fixed], Plan]
 """Plans a part, of which some operands are in a lower tier."""
 
 
@@ -206,8 +206,7 @@ def _plans(
     def call(part: Part, operands: Sequence[Any], fixed: Fixed) -> list[Any]:
         below = [x.tier if isinstance(x, _Below) else "" for x in operands]
         try:
-            found = plan(part, below, fixed)
-            plans.extend(found.plans if isinstance(found, LoopPlan) else [found])
+            plans.append(plan(part, below, fixed))
         except PlanError as error:
             refusals.append(error)
         return [jnp.zeros(a.shape, a.dtype) for a in part.jaxpr.out_avals]

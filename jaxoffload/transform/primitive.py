@@ -165,8 +165,15 @@ def leaves_of(operands: Sequence[Any], tier_leaves: Sequence[tuple[int, Any]]) -
     return found
 
 
-def _plan(params: dict[str, Any], backend: backends.Backend) -> Plan | LoopPlan:
-    """The plan of a bound jaxpr."""
+def _plan(
+    params: dict[str, Any], backend: backends.Backend, is_part: bool = False
+) -> Plan | LoopPlan:
+    """The plan of a bound jaxpr.
+
+    Args:
+      is_part: it is not taken into parts again. Where it does not fit, the function around it is
+        cut finer: there it is known what loops do not change.
+    """
     jaxpr, derived = params["jaxpr"], params["derived"].get()
     below = tuple((i, array.tier) for i, array in params["tier_leaves"])
     fixed = params["fixed"]
@@ -190,6 +197,8 @@ def _plan(params: dict[str, Any], backend: backends.Backend) -> Plan | LoopPlan:
             request = dataclasses.replace(request, reloads_all=True)
         may = may_run_whole(params["options"], tiers)
         whole = Whole(jaxpr, params["donated"], params["name"]) if may else None
+        if is_part:
+            return jaxpr, make_plan(request, whole, backend)
         return jaxpr, plan_request(request, tiers, derived, whole, backend)  # it keeps its id
 
     return derived.plans.get(key, make)[1]
@@ -259,14 +268,16 @@ def _plan_of_part(
     fixed: Fixed,
     derived: Derived,
     backend: backends.Backend,
-) -> Plan | LoopPlan:
+) -> Plan:
     params = {
         **_of_part(request, part, derived),
         "jaxpr": part.jaxpr,
         "tier_leaves": tuple((i, _Below(tier)) for i, tier in enumerate(tiers) if tier),
         "fixed": tuple((i, n) for i, n in fixed.operands if not tiers[i]),
     }
-    return _plan(params, backend)
+    found = _plan(params, backend, is_part=True)
+    assert isinstance(found, Plan)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

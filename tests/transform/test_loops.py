@@ -312,6 +312,30 @@ def test_a_budget_that_is_too_small_names_the_least_and_the_line():
         jax.jit(offloaded(until_small, least - 256))(*args)
 
 
+@pytest.mark.optimized
+@pytest.mark.parametrize("budget", [150 << 10, 200 << 10])
+def test_a_small_loop_that_does_not_fit_in_the_body_of_a_large_one(budget):
+    """Its operands are a number; what is inside is not."""
+
+    def function(weights, x):
+        def small(carry):
+            v = jnp.linspace(0, 1, 160, dtype=x.dtype) * carry[0]
+            m = jnp.tanh(jnp.outer(v, jnp.cos(v)))
+            return jnp.tanh(m @ m).sum() / 25600, carry[1] + 1
+
+        def body(carry):
+            i, x = carry
+            x = layers(weights, x)
+            y, _ = jax.lax.while_loop(lambda c: c[1] < 3, small, (x.sum(), 0))
+            return i + 1, x + jnp.tanh(y)
+
+        return jax.lax.while_loop(lambda c: c[0] < 3, body, (0, x))[1]
+
+    args, step = (matrices(count=14), X), offloaded(function, budget)
+    judged(function, args, step(*args))
+    assert all(plan.peak_device_bytes <= budget for plan in step._plans())
+
+
 def test_what_is_told():
     args, step = (matrices(), X), offloaded(until_small)
     plan = step.plan(*args)
