@@ -16,6 +16,7 @@ import optax
 from jax.experimental.ode import odeint
 
 import jaxoffload as jo
+from benchmarks.cycle import DECODER, TINY
 from benchmarks.measure import interleaved, machine, save
 from benchmarks.ratios import difference
 from benchmarks.throttled import RATE, arrays, slow_link
@@ -24,8 +25,8 @@ from jaxoffload.finetune import generate, model
 from jaxoffload.options import format_bytes
 
 SHARES = (0.9, 0.75, 0.5, 0.25)
-TINY = model.Config(256, 64, 2, 2, 2, 128)
-DECODER = model.Config(2048, 512, 12, 8, 8, 1408)
+SEARCH_SHARES = (1.5, 1.1)
+"""Of one matrix, which each product reads: less than it is refused."""
 
 
 class Loop:
@@ -212,7 +213,7 @@ def run(small: bool = False, out: str | None = None) -> list[dict[str, Any]]:
     rows = []
     for name, make in LOOPS.items():
         loop = make(small)
-        for share in SHARES:
+        for share in SEARCH_SHARES if make is line_search else SHARES:
             row = measure(name, loop, share, 2 if small else 7)
             rows += [row] if row else []
     loop = decoder(small)

@@ -7,6 +7,7 @@ function whose name says what we need; nothing else in the package imports `jax.
 import contextlib
 import functools
 import importlib.util
+import math
 import os
 import sys
 import threading
@@ -96,6 +97,14 @@ def physical(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
         aval = ShapedArray(aval.shape, aval.dtype)
     aval = _core.physical_aval(aval)
     return tuple(aval.shape), np.dtype(aval.dtype)
+
+
+def byte_count(aval: Any) -> int:
+    """Bytes of an array or abstract value; nothing for what has no memory (a token)."""
+    if not hasattr(aval, "dtype"):
+        return 0
+    shape, dtype = physical(aval)
+    return math.prod(shape) * dtype.itemsize
 
 
 def is_key(dtype: Any) -> bool:

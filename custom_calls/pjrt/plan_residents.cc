@@ -1,5 +1,7 @@
 #include "pjrt/plan_residents.h"
 
+#include <unordered_map>
+
 #include "base/stamp.h"
 
 namespace jaxoffload {
@@ -16,6 +18,11 @@ T At(const std::vector<T>& values, int32_t index) {
 PlanResidents::PlanResidents(std::shared_ptr<const LoadedPlan> plan, Platform& platform)
     : plan_(std::move(plan)), platform_(platform) {
   MutexLock lock(mutex_);
+  std::unordered_map<int32_t, std::vector<int32_t>> versions;  // by argument
+  for (int32_t version = 0; version < plan_->num_versions(); ++version) {
+    if (plan_->space(version) == Space::kArgument)
+      versions[plan_->index(version)].push_back(version);
+  }
   for (size_t i = 0; i < plan_->residents().size(); ++i) {
     const int32_t version = plan_->residents()[i], owed = plan_->owed()[i];
     Part part;
@@ -33,18 +40,20 @@ PlanResidents::PlanResidents(std::shared_ptr<const LoadedPlan> plan, Platform& p
     }
     part.place = {plan_->index(version), plan_->offset(version), plan_->bytes(version), kNoStamp,
                   plan_->offset(source)};
-    part.is_read_elsewhere = IsReadElsewhere(part);
+    part.is_read_elsewhere = IsReadElsewhere(part, versions[part.argument]);
     parts_.push_back(part);
   }
 }
 
 // An idle reload does not need what it would read. Whoever else reads any of those bytes does, be
 // it under the name of another version.
-bool PlanResidents::IsReadElsewhere(const Part& part) const {
+//
+// Args:
+//   versions: in the part's argument.
+bool PlanResidents::IsReadElsewhere(const Part& part, const std::vector<int32_t>& versions) const {
   const int64_t start = part.place.part_start, end = start + part.place.bytes;
-  for (int32_t version = 0; version < plan_->num_versions(); ++version) {
-    if (plan_->space(version) != Space::kArgument || plan_->index(version) != part.argument ||
-        plan_->offset(version) >= end || plan_->offset(version) + plan_->bytes(version) <= start) {
+  for (const int32_t version : versions) {
+    if (plan_->offset(version) >= end || plan_->offset(version) + plan_->bytes(version) <= start) {
       continue;
     }
     const Range all = plan_->readers(version);

@@ -51,7 +51,7 @@ class PlanResidents {
     bool is_owed = false;                            // by this run, if it succeeds
   };
 
-  bool IsReadElsewhere(const Part& part) const;
+  bool IsReadElsewhere(const Part& part, const std::vector<int32_t>& versions) const;
   static void Owe(Part& part, const RunContext& context);
   void Restore(Part& part, RunContext& context) REQUIRES(mutex_);
   Residents::Pay Payer();

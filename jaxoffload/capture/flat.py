@@ -7,7 +7,6 @@ what lets the layers of a model share one executable.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,8 +35,7 @@ class Value:
     def num_bytes(self) -> int:
         """Bytes that the value takes in memory."""
         if self._bytes < 0:
-            shape, dtype = compat.physical(self.aval)
-            self._bytes = math.prod(shape) * dtype.itemsize
+            self._bytes = compat.byte_count(self.aval)
         return self._bytes
 
 

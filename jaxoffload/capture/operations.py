@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from jax import lax
 
 from jaxoffload import _jax_compat as compat
@@ -58,12 +57,7 @@ class Known:
 def _widens(equation: Equation) -> bool:
     """A conversion to a dtype that is no smaller."""
     before, after = equation.inputs[0].aval, equation.outputs[0].aval
-    return len(equation.inputs) == 1 and _bytes(before) <= _bytes(after)
-
-
-def _bytes(aval: object) -> int:
-    shape, dtype = compat.physical(aval)
-    return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return len(equation.inputs) == 1 and compat.byte_count(before) <= compat.byte_count(after)
 
 
 def _product_flops(equation: Equation) -> float:

@@ -214,7 +214,8 @@ def _bodies(equation: Equation) -> list[tuple[Any, Sequence[Operand]]]:
 
 
 def _where(equation: Equation) -> str:
-    return f"{equation.operation.name} at {equation.operation.source}"
+    name, source = equation.operation.name, equation.operation.source
+    return f"{name} at {source}" if source else name
 
 
 def _part(

@@ -116,9 +116,8 @@ def predict(request: Request, machine: Machine | str, policy: str, jitter: float
     budget = request.options.device_memory
     if not isinstance(budget, int):
         budget = machine.device_bytes
-    options = dataclasses.replace(request.options, device_memory=budget)
     planner = planner_for(
-        dataclasses.replace(request, options=options), machine=machine, compiles=False
+        request.with_options(device_memory=budget), machine=machine, compiles=False
     )
     kept = KeptPlan(planner, may_run_whole=False)
     try:

@@ -132,10 +132,7 @@ def tradeoff(request: Request, machine: Machine | str, shares: Sequence[float]) 
             raise ValueError(f"tradeoff: shares={list(shares)} holds {share}. Pass positive ones.")
 
     def planned(budget: int, recompute: str) -> Prediction:
-        options = dataclasses.replace(
-            request.options, device_memory=budget, recompute=recompute, memory=None
-        )
-        wanted = dataclasses.replace(request, options=options)
+        wanted = request.with_options(device_memory=budget, recompute=recompute, memory=None)
         return predict(wanted, machine, "work-conserving", 0.0)
 
     whole = planned(1 << 62, "auto")

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
 from jaxoffload.compile.cache import CompileReport
@@ -129,9 +128,7 @@ class Plan(ShownMemory):
         self.memgraph = memgraph
         self.compile_report = compile_report
         self.constants = tuple(constants)
-        self.out_shapes = tuple(
-            jax.ShapeDtypeStruct(a.shape, a.dtype) for a in request.jaxpr.out_avals
-        )
+        self.out_shapes = request.out_shapes
         self.pairs = request.donated
         self._request, self._executables, self._source = request, executables, source
         self._lock = threading.Lock()

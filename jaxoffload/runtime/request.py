@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.options import Options
 
@@ -42,11 +44,20 @@ class Request:
         return names[argument] if argument < len(names) else f"argument {argument}"
 
     @property
+    def out_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape and dtype of each flat result."""
+        return tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.jaxpr.out_avals)
+
+    @property
     def disk_results(self) -> frozenset[int]:
         """Results that must be on disk after the run."""
         return frozenset(
             result for argument, result in self.donated if argument in self.disk_arguments
         )
+
+    def with_options(self, **options: Any) -> "Request":
+        """The same with some options replaced."""
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, **options))
 
 
 def make_request(

@@ -6,7 +6,7 @@ Takes a plan and flat arrays; gives results and a `Run`.
 import dataclasses
 import functools
 from collections.abc import Collection, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jaxoffload.options import Options
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.runtime.arrays import TierArray, empty_host_array
 from jaxoffload.runtime.plan import Plan
+from jaxoffload.runtime.request import Request
 from jaxoffload.showing import ShownMemory
 
 
@@ -188,7 +189,7 @@ def run_plan(
       RunError: a vertex failed. DiskError: no room for a result on disk. KeyboardInterrupt: the run
       was cancelled.
     """
-    below = tier_results(plan, operands, options, donated, plan.taskgraph.donated)
+    below = tier_results(plan.request, operands, options, donated, plan.taskgraph.donated)
     memory = plan.backend.memory
     bound = memory.bind(plan, operands, donated, below)
     launch = options.launch
@@ -236,25 +237,8 @@ def _delete_overwritten(
             operands[i].delete()
 
 
-class Planned(Protocol):
-    """What the results of a plan depend on.
-
-    Attributes:
-      name: the user's function.
-      out_shapes: shape and dtype of each flat result.
-      pairs: (argument, result) that share a tier.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def out_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]: ...
-    @property
-    def pairs(self) -> tuple[tuple[int, int], ...]: ...
-
-
 def tier_results(
-    plan: Planned,
+    request: Request,
     operands: Sequence[Any],
     options: Options,
     donated: Sequence[bool],
@@ -268,18 +252,18 @@ def tier_results(
     """
     found: dict[int, TierArray] = {}
     same = set(overwritten)
-    for i, j in plan.pairs:
+    for i, j in request.donated:
         operand = operands[i]
         if not isinstance(operand, TierArray) or not donated[i]:
             continue
         if sum(operand is other for other in operands) > 1:
             raise ValueError(
-                f"offload({plan.name}): {operand!r} is donated and passed twice. Pass it once, or "
-                "take it out of donate_argnums."
+                f"offload({request.name}): {operand!r} is donated and passed twice. Pass it "
+                "once, or take it out of donate_argnums."
             )
         found[j] = operand.result_array(aliased=(i, j) in same)
     if options.results == "host":
-        for j, shape in enumerate(plan.out_shapes):
+        for j, shape in enumerate(request.out_shapes):
             if j not in found:
                 found[j] = empty_host_array(shape.shape, shape.dtype)
     return found

@@ -74,7 +74,7 @@ class Whole:
 
         Compiles the function, which the first call need not do again.
         """
-        return self.needed_bytes_for(self._shapes) + sum(map(_bytes, self._jaxpr.consts))
+        return self.needed_bytes_for(self._shapes) + sum(map(compat.byte_count, self._jaxpr.consts))
 
     def needed_bytes_for(self, arguments: Sequence[Any]) -> int:
         """The same for arrays that may be spread over devices: bytes of each, constants apart."""
@@ -87,7 +87,9 @@ class Whole:
     @functools.cached_property
     def _all_bytes(self) -> int:
         avals = [*self._jaxpr.in_avals, *self._jaxpr.consts]
-        return sum(map(_bytes, avals)) + sum(map(_bytes, _values(self._jaxpr.jaxpr)))
+        return sum(map(compat.byte_count, avals)) + sum(
+            map(compat.byte_count, _values(self._jaxpr.jaxpr))
+        )
 
 
 def _values(jaxpr: Any) -> Iterator[Any]:
@@ -96,14 +98,6 @@ def _values(jaxpr: Any) -> Iterator[Any]:
         yield from (v.aval for v in eqn.outvars)
         for body in bodies_of(eqn):
             yield from _values(body)
-
-
-def _bytes(aval: Any) -> int:
-    """Bytes of an array or abstract value; nothing for what has no memory (a token)."""
-    if not hasattr(aval, "dtype"):
-        return 0
-    shape, dtype = compat.physical(aval)
-    return math.prod(shape) * dtype.itemsize
 
 
 class WholePlan(Plan):
@@ -116,9 +110,7 @@ class WholePlan(Plan):
         assert budget is None or isinstance(budget, int)
         self.name, self.budget = request.name, budget
         self.resident, self.constants, self.pairs = True, (), request.donated
-        self.out_shapes = tuple(
-            jax.ShapeDtypeStruct(a.shape, a.dtype) for a in request.jaxpr.out_avals
-        )
+        self.out_shapes = request.out_shapes
         self.compile_report = CompileReport(0, 0, 0.0)
         self._request = request
 
@@ -184,7 +176,7 @@ class WholePlan(Plan):
 
 def _tensor(aval: Any, **parts: Any) -> Tensor:
     shape, dtype = compat.physical(aval)
-    return Tensor(_bytes(aval), aval.str_short(), dtype=str(dtype), shape=shape, **parts)
+    return Tensor(compat.byte_count(aval), aval.str_short(), dtype=str(dtype), shape=shape, **parts)
 
 
 class WholeRun(Shown):
@@ -247,7 +239,7 @@ def make_plan(
             assert budget is not None
             room = budget
             if request.options.memory is not None:  # which does not count arguments
-                room += sum(map(_bytes, request.jaxpr.in_avals))
+                room += sum(map(compat.byte_count, request.jaxpr.in_avals))
             if kept.runs_whole() or (planner.hopeful_peak <= room and whole.needed_bytes <= room):
                 kept.keep_whole()
                 return WholePlan(request, whole, backend)

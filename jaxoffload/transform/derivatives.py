@@ -112,7 +112,9 @@ class _Residuals:
                 computed = self._leaves(var) - self._position.keys()
                 if len(computed) <= most and not computed <= self._is_kept:
                     (leaf, *others) = computed
-                    serves = not others and _bytes(leaf) <= _bytes(var)
+                    serves = not others and compat.byte_count(leaf.aval) <= compat.byte_count(
+                        var.aval
+                    )
                     self._is_kept.add(leaf if serves else var)
         self.kept = tuple(sorted(self._is_kept, key=order.__getitem__))
         leaves = set().union(*(self._leaves(v) for v in self._wanted))
@@ -203,11 +205,6 @@ def transposed(jaxpr: Any, is_linear: Sequence[bool], is_zero: Sequence[bool]) -
 
 def _is_cheap(name: str) -> bool:
     return name == "copy" or operations.known(name).is_cheap
-
-
-def _bytes(var: Any) -> int:
-    shape, dtype = compat.physical(var.aval)
-    return math.prod(shape) * dtype.itemsize
 
 
 def _shapes(avals: Sequence[Any]) -> list[Any]:

@@ -33,15 +33,15 @@ _MOST_PROGRAMS = 4
 
 Bind = Callable[[Part, Sequence[Any], Fixed], list[Any]]
 """Applies the primitive to a part: to tracers, arrays, and arrays in a lower tier."""
-MakePlan = Callable[[Part, Sequence[str], Fixed], Plan]
-"""Plans a part, of which some operands are in a lower tier."""
+MakePlan = Callable[[Part, Sequence[Any], Fixed], Plan]
+"""Plans a part, of operands of which some are `Below`."""
 
 
 class LoopPlan:
     """A function in parts, each with a plan of its own.
 
     Attributes:
-      name, out_shapes, pairs: as of any plan.
+      request: what it was asked for.
       plans: of the parts, in program order.
       main: of those, the one that holds most.
     """
@@ -56,10 +56,7 @@ class LoopPlan:
         stamps: Callable[[Sequence[Any]], Any],
     ):
         self._stamps = stamps
-        self.name, self.pairs, self._parts, self._bind = request.name, request.donated, parts, bind
-        self.out_shapes = tuple(
-            jax.ShapeDtypeStruct(a.shape, a.dtype) for a in request.jaxpr.out_avals
-        )
+        self.request, self._parts, self._bind = request, parts, bind
         self.plans = _plans(request, tiers, parts, plan)
         cut = [p for p in self.plans if not isinstance(p, WholePlan)]
         self.main = max(cut, key=lambda p: p.resident_peak_bytes) if cut else self.plans[0]
@@ -80,7 +77,7 @@ class LoopPlan:
             given = [next(arrays) if x is None else x for x in below]
             return self._parts.apply(given, Caller(self._bind, self._array, self._known))
 
-        function.__name__ = self.name
+        function.__name__ = self.request.name
         return function
 
     def run(self, leaves: Sequence[Any], donated: Sequence[bool], options: Options) -> list[Any]:
@@ -92,7 +89,7 @@ class LoopPlan:
         Returns:
           The flat results; those that come back in a lower tier were waited for.
         """
-        below = tier_results(self, leaves, options, donated)
+        below = tier_results(self.request, leaves, options, donated)
         outs = self._program(leaves, donated)(*(x for x in leaves if not isinstance(x, TierArray)))
         for j, array in below.items():
             array.seen_as(outs[j].dtype).write(np.asarray(outs[j]))
@@ -180,7 +177,7 @@ def _identity(shape: tuple[int, ...], dtype: Any) -> Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Below:
+class Below:
     """Stands for an array in a lower tier."""
 
     tier: str
@@ -204,22 +201,21 @@ def _plans(
     avals = request.jaxpr.in_avals
 
     def call(part: Part, operands: Sequence[Any], fixed: Fixed) -> list[Any]:
-        below = [x.tier if isinstance(x, _Below) else "" for x in operands]
         try:
-            plans.append(plan(part, below, fixed))
+            plans.append(plan(part, operands, fixed))
         except PlanError as error:
             refusals.append(error)
         return [jnp.zeros(a.shape, a.dtype) for a in part.jaxpr.out_avals]
 
     def array(x: Any) -> Any:
-        if not isinstance(x, _Below):
+        if not isinstance(x, Below):
             return x
         (moved,) = call(_identity(x.shape, x.dtype), [x], Fixed())
         return moved
 
     def function(*arrays: Any) -> list[Any]:
         given = [
-            _Below(tier, x.shape, x.dtype) if tier else x
+            Below(tier, x.shape, x.dtype) if tier else x
             for x, tier in zip(arrays, tiers, strict=True)
         ]
         return parts.apply(given, Caller(call, array, lambda operands: None))

@@ -15,6 +15,7 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.words import Code, code_of, decoded, encoded
 from jaxoffload.compile import callbacks
+from jaxoffload.errors import PlanError
 from jaxoffload.identity import Key
 from jaxoffload.options import Options, make_options
 from jaxoffload.plan.cost.machines import Machine
@@ -159,9 +160,11 @@ class Offloaded:
         """
         call = self._spec.bind(args, kwargs)
         program = self._program(call)
-        request = program.told()
-        leaves = call.leaves if request.jaxpr is program.traced.jaxpr else ()
-        return Explanation.of(request, self._options.device_memory, leaves)
+        asked = self._options.device_memory
+        found = Explanation.of(program.request(), asked, call.leaves)
+        if found.plan is None and (part := program.repeated()) is not None:
+            return Explanation.of(part, asked)
+        return found
 
     def predict(
         self,
@@ -182,11 +185,16 @@ class Offloaded:
           ValueError: machine or policy is not known. PlanError: the budget is too small.
         """
         program = self._program(self._spec.bind(args, kwargs))
-        request = program.told()
+        request = program.request()
         if self._options.device_memory in ("auto", None):
-            options = dataclasses.replace(request.options, device_memory=None)
-            request = dataclasses.replace(request, options=options)
-        return predict(request, machine, policy, jitter)
+            return predict(request.with_options(device_memory=None), machine, policy, jitter)
+        try:
+            return predict(request, machine, policy, jitter)
+        except PlanError:
+            part = program.repeated()
+            if part is None:
+                raise
+        return predict(part, machine, policy, jitter)
 
     def tradeoff(
         self,
@@ -208,8 +216,11 @@ class Offloaded:
         Raises:
           ValueError: machine is not known, or a share is not positive.
         """
-        request = self._program(self._spec.bind(args, kwargs)).told()
-        return tradeoff(request, machine, shares)
+        program = self._program(self._spec.bind(args, kwargs))
+        found = tradeoff(program.request(), machine, shares)
+        if len(found.points) == 1 and (part := program.repeated()) is not None:
+            return tradeoff(part, machine, shares)
+        return found
 
     @property
     def last_run(self) -> Run | WholeRun | None:

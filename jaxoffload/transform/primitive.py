@@ -31,7 +31,7 @@ from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request, make_request
 from jaxoffload.runtime.run import run_plan
 from jaxoffload.search.whole import Whole, WholePlan, make_plan, may_run_whole
-from jaxoffload.transform.loops import LoopPlan, loop_plan
+from jaxoffload.transform.loops import Below, LoopPlan, loop_plan
 from jaxoffload.transform.targets import RUN_TARGET, new_stamps, register_target
 
 offload_p = compat.Primitive("jaxoffload")
@@ -175,12 +175,12 @@ def _plan(
         cut finer: there it is known what loops do not change.
     """
     jaxpr, derived = params["jaxpr"], params["derived"].get()
-    below = tuple((i, array.tier) for i, array in params["tier_leaves"])
+    below = {i: array.tier for i, array in params["tier_leaves"]}
     fixed = params["fixed"]
-    key = (id(jaxpr), params["donated"], params["options"], below, fixed, backend.name)
+    key = (id(jaxpr), params["donated"], params["options"], *below.items(), fixed, backend.name)
 
     def make() -> tuple[Any, Plan | LoopPlan]:
-        tiers = _tiers(len(jaxpr.in_avals), below)
+        tiers = [below.get(i, "") for i in range(len(jaxpr.in_avals))]
         request = make_request(
             jaxpr,
             params["name"],
@@ -221,12 +221,11 @@ def plan_request(
     Raises:
       PlanError, CaptureError: as `make_plan`.
     """
-    if backend.name != "cpu" or request.options.memory is not None:
-        # What loops carry would lie in the very memory that is named.
-        return make_plan(request, whole, backend)
     try:
         return make_plan(request, whole, backend)
     except PlanError as error:
+        if backend.name != "cpu" or request.options.memory is not None:
+            raise  # what loops carry would lie in the very memory that is named
         refusal = error
     found = loop_plan(
         request,
@@ -238,7 +237,7 @@ def plan_request(
         lambda part, leaves, fixed: bind(
             leaves, part.jaxpr, **_of_part(request, part, derived), fixed=fixed
         ),
-        lambda part, below, fixed: _plan_of_part(request, part, below, fixed, derived, backend),
+        lambda part, leaves, fixed: _plan_of_part(request, part, leaves, fixed, derived, backend),
         new_stamps,
     )
     if found is None:
@@ -264,34 +263,21 @@ def _of_part(request: Request, part: Part, derived: Derived) -> dict[str, Any]:
 def _plan_of_part(
     request: Request,
     part: Part,
-    tiers: Sequence[str],
+    leaves: Sequence[Any],
     fixed: Fixed,
     derived: Derived,
     backend: backends.Backend,
 ) -> Plan:
+    below = {i: x for i, x in enumerate(leaves) if isinstance(x, Below)}
     params = {
         **_of_part(request, part, derived),
         "jaxpr": part.jaxpr,
-        "tier_leaves": tuple((i, _Below(tier)) for i, tier in enumerate(tiers) if tier),
-        "fixed": tuple((i, n) for i, n in fixed.operands if not tiers[i]),
+        "tier_leaves": tuple(below.items()),
+        "fixed": tuple((i, n) for i, n in fixed.operands if i not in below),
     }
     found = _plan(params, backend, is_part=True)
     assert isinstance(found, Plan)
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class _Below:
-    """Stands for an array in a lower tier."""
-
-    tier: str
-
-
-def _tiers(count: int, below: Sequence[tuple[int, str]]) -> list[str]:
-    tiers = [""] * count
-    for i, tier in below:
-        tiers[i] = tier
-    return tiers
 
 
 @offload_p.def_impl

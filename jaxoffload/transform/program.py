@@ -97,16 +97,16 @@ class Program:
             self._argument_names,
         )
 
-    def told(self) -> Request:
-        """What there is to tell of: what is planned for direct calls, or of a function with loops
-        that are repeated in parts the part that holds most."""
+    def repeated(self) -> Request | None:
+        """Of a function with loops that do not fit as they are, the part that holds most; None of
+        others. That is known once it is planned, with every kernel compiled."""
         budget = self.options.device_memory
         if isinstance(budget, int) and has_loops(self.traced.jaxpr):
             with contextlib.suppress(PlanError, CaptureError):
                 plan = self.plan()
                 if isinstance(plan, LoopPlan):
                     return plan.main.request
-        return self.request()
+        return None
 
     @property
     def whole(self) -> Whole | None:

@@ -144,6 +144,23 @@ def test_an_array_on_several_devices_is_refused(gpu):
         jo.offload(lambda x: jnp.sin(x) @ jnp.cos(x), device_memory=8)(spread)
 
 
+def test_a_loop_whose_body_does_not_fit_is_refused(gpu):
+    """What it carries would lie beside the budget, in the same memory."""
+
+    def function(weights, x):
+        def body(carry):
+            for w in weights:
+                carry = jnp.tanh(carry @ w)
+            return carry
+
+        return jax.lax.while_loop(lambda x: jnp.abs(x).max() > 1e-3, body, x)
+
+    weights = [np.full((64, 64), 1e-3, np.float32) for _ in range(4)]
+    least = jo.offload(function, device_memory=None).plan(weights, weights[0]).min_device_memory
+    with pytest.raises(jo.PlanError, match=f"smallest feasible {least} bytes.*needed by while at"):
+        jo.offload(function, device_memory=least - 256)(weights, weights[0])
+
+
 def test_rows_of_a_table_are_read_over_the_link(gpu, monkeypatch):
     """A view of pinned host memory; not yet run on hardware."""
     table, ids, weights = table_ids_weights()

@@ -164,6 +164,27 @@ def test_wrong_shapes_are_refused_in_words(key):
         jax.jit(lambda x: call(key, x))(jnp.zeros((32,))).block_until_ready()
 
 
+def test_what_is_wrong_with_stamps_is_refused_in_words():
+    plan = build()
+    with pytest.raises(ValueError, match="fixed has argument 1, which the plan has not"):
+        _native.PlanRegistration(plan, fixed=[(1, 0)])
+    registered()
+    registration = _native.PlanRegistration(plan, fixed=[(0, 0)])
+    (x,) = inputs(1)
+    for stamps, message in (
+        ([], "1 arguments, the plan has 2"),
+        ([jnp.zeros(5, np.uint8)], r"arguments\[1\] has 5 bytes, the plan has 8"),
+    ):
+        call_it = jax.ffi.ffi_call(
+            "jaxoffload_run",
+            [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((0,), np.uint8)],
+        )
+        options = {"policy": 0, "seed": 0, "max_delay_us": 0, "check": 1}
+        options = {name: np.int64(value) for name, value in options.items()}
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(call_it(x, *stamps, key=registration.key, **options))
+
+
 def test_the_last_report_of_calls_is_kept():
     registered()
     plan = build()

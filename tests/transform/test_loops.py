@@ -8,6 +8,7 @@ import pytest
 from jax.experimental.ode import odeint
 
 import jaxoffload as jo
+from jaxoffload.transform.program import Program
 from tests.foreign import judge
 
 WIDTH, LAYERS = 64, 6
@@ -336,6 +337,14 @@ def test_a_small_loop_that_does_not_fit_in_the_body_of_a_large_one(budget):
     assert all(plan.peak_device_bytes <= budget for plan in step._plans())
 
 
+@pytest.mark.filterwarnings("ignore::jaxoffload.errors.OffloadWarning")
+def test_loops_that_fit_are_told_of_with_nothing_compiled(monkeypatch):
+    step, args = offloaded(until_small, 8 * LAYERS * LAYER), (matrices(), X)
+    monkeypatch.setattr(Program, "plan", lambda program: pytest.fail("it was planned"))
+    assert "fits without offloading" in str(step.explain(*args))
+    assert step.predict(*args, machine="H200").seconds > 0
+
+
 def test_what_is_told():
     args, step = (matrices(), X), offloaded(until_small)
     plan = step.plan(*args)
@@ -343,6 +352,7 @@ def test_what_is_told():
     assert plan.peak_device_bytes <= BUDGET < plan.resident_peak_bytes
     assert "fits with offloading" in str(step.explain(*args))
     assert step.predict(*args, machine="H200").seconds > 0
+    assert len(step.tradeoff(*args, machine="H200").points) > 1
     step(*args)
     assert "weights[0]" in " ".join(plan.argument_names)
 
