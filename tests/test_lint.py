@@ -3,6 +3,7 @@
 import pathlib
 import shutil
 import subprocess
+import sys
 import sysconfig
 
 import pytest
@@ -18,7 +19,7 @@ FOLDERS = ["jaxoffload", "tests", "benchmarks", "notebooks"]
         ["ruff", "format", "--check", *FOLDERS],
         ["ruff", "check", *FOLDERS],
         ["clang-format", "--dry-run", "--Werror", *CPP],
-        ["pyrefly", "check"],
+        ["pyrefly", "check", "--python-interpreter-path", sys.executable],
     ],
     ids=["ruff-format", "ruff", "clang-format", "pyrefly"],
 )

@@ -21,7 +21,7 @@ template <size_t kIndex>
 XLA_FFI_Error* Trampoline(XLA_FFI_CallFrame* frame) {
   XLA_FFI_Error* const error = handlers[kIndex](frame);
   if (error != nullptr) return error;
-  XLA_FFI_Extension_Base* const extension = frame->extension_start;
+  auto* const extension = frame->extension_start;
   if (extension != nullptr && extension->type == XLA_FFI_Extension_Metadata) {
     auto* const metadata = reinterpret_cast<XLA_FFI_Metadata_Extension*>(extension)->metadata;
     if (metadata->api_version.minor_version > kLoweredMinor) {

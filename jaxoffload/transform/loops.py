@@ -172,7 +172,8 @@ def _key(leaves: Sequence[Any], donated: Sequence[bool]) -> Any:
 @functools.cache
 def _identity(shape: tuple[int, ...], dtype: Any) -> Part:
     closed = jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct(shape, dtype))
-    value = Value(*closed.in_avals)
+    (aval,) = closed.in_avals
+    value = Value(aval)
     return Part(closed, (value,), (value,), "", ("an argument",))
 
 

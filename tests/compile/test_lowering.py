@@ -81,7 +81,8 @@ def test_artifact_is_the_same_whichever_way_it_is_written(function):
         assert artifact == bytes(compat._jax.mlir.serialize_portable_artifact(code, "1.9.0"))
 
 
-def test_contexts_within_one_another_come_back():
+def test_contexts_within_one_another_come_back(monkeypatch):
+    monkeypatch.setattr(compat, "_make_ir_context", object)  # JAX 0.12 gives each ten times
     with compat.one_ir_context():
         outer = compat._mlir.make_ir_context()
         with compat.one_ir_context():

@@ -11,6 +11,7 @@ import random
 import zlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -24,6 +25,8 @@ pytestmark = [
 ]
 SHARE = 10
 CASES_OF_A_TEST = 24
+ULPS = 1 if jax.__version_info__ < (0, 11) else 2
+"""The newer JAX has another XLA than the one behind our kernels: a complex tangent's other form."""
 
 
 def pytest_generate_tests(metafunc):
@@ -109,7 +112,7 @@ def complaints(function, args):
             if not exact:
                 exact.append(judge.in_float64(function, args))
             precise = exact[0][j] if exact[0] and len(exact[0]) == len(want) else None
-            if text := judge.disagreement(w, g, precise):
+            if text := judge.disagreement(w, g, precise, ULPS):
                 found.append(f"{way}: result {j}: {text}")
 
     free = jo.offload(function, device_memory=None, check=True)
@@ -126,6 +129,20 @@ def complaints(function, args):
     return found
 
 
+def judged_function(harness):
+    """The case's function. Which of equal values comes first XLA's versions settle differently, and
+    the one behind our kernels is older than the newest JAX: indices are judged by where they lead.
+    """
+    if harness.group_name != "approx_top_k":
+        return harness.dyn_fun
+
+    def function(x):
+        values, indices = harness.dyn_fun(x)
+        return values, jnp.take_along_axis(x, indices, -1)
+
+    return function
+
+
 def arguments(harness):
     return harness.dyn_args_maker(np.random.RandomState(zlib.crc32(harness.fullname.encode())))
 
@@ -137,7 +154,7 @@ def test_case_equals_jit(part, chosen, pytestconfig):
     with jax.numpy_rank_promotion("allow"):
         for harness in mine:
             if not reason_not_to_run(harness):
-                for text in complaints(harness.dyn_fun, arguments(harness)):
+                for text in complaints(judged_function(harness), arguments(harness)):
                     found.append(f"{harness.fullname}: {text}")
     assert not found, f"--foreign-seed={pytestconfig.getoption('--foreign-seed')}\n" + "\n".join(
         found

@@ -90,7 +90,7 @@ def test_arena_host_tier_and_results_share_the_memory(disk, recompute, tmp_path)
     assert_close(jax.jit(function)(weights, x), step(weights, x))
     assert plan.carried.total == taken(plan) and plan.carried.disk == plan.disk_bytes
     if recompute == "auto" and not disk:
-        assert plan.carried.recomputed > 16 * MIB and "recomputing saves" in str(plan)
+        assert plan.carried.recomputed >= 16 * MIB and "recomputing saves" in str(plan)
     if disk:
         assert f"the disk holds {jo.options.format_bytes(plan.disk_bytes)}" in repr(plan)
 

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import compute_on
 
 import jaxoffload as jo
 from jaxoffload.errors import RunError
+from tests.transform.test_host_compute import on_the_host
 from tests.transform.test_resident import (
     LAYER,
     LAYERS,
@@ -43,8 +43,7 @@ WORKSPACE = 8192
 def reads_on_host(params, x):
     """The host's cores read every matrix where the caller has it, and the device reads it, too."""
     y = frozen(params, x)
-    with compute_on.compute_on("device_host"):
-        halves = [jnp.tanh(p) for p in params]
+    halves = on_the_host(lambda params: [jnp.tanh(p) for p in params], params)
     return y, [h[:4] @ y.T for h in halves]
 
 
