@@ -77,6 +77,10 @@ class Backend {
   // means failure, with the cause in *error. Must not throw.
   virtual bool Execute(int32_t vertex_id, RunContext& context, std::string* error) = 0;
 
+  // Without a window: whether a vertex ends sooner than another thread would wake for it, so that
+  // any thread may execute it, beside those of its lane. Constant from Begin to End.
+  virtual bool IsQuick(int32_t /*vertex_id*/) const { return false; }
+
   // With a window: waits for the end of a vertex that Execute put on a stream. Called once for
   // each, lane by lane in the order of Execute, on another thread than Execute. Must not throw.
   virtual bool Await(int32_t /*vertex_id*/, RunContext& /*context*/, std::string* /*error*/) {

@@ -19,7 +19,8 @@ void CallbackThreads::Post(std::unique_ptr<Task> task) {
   (first_ == nullptr ? first_ : last_->next_) = std::move(task);
   last_ = added;
   if (++num_posted_ <= num_idle_) {
-    posted_.NotifyOne();
+    // Who is looking looks again under the mutex before it sleeps.
+    if (!is_looking_ || num_posted_ > 1) posted_.NotifyOne();
     return;
   }
   try {
@@ -35,19 +36,28 @@ void CallbackThreads::Start() {
 }
 
 void CallbackThreads::Main() {
-  for (;;) {
-    std::unique_ptr<Task> task;
-    {
-      MutexLock lock(mutex_);
-      ++num_idle_;
-      while (first_ == nullptr) posted_.Wait(mutex_);
-      --num_idle_;
-      --num_posted_;
-      task = std::move(first_);
-      first_ = std::move(task->next_);
-    }
-    task->body_();
+  Patience patience;
+  for (;;) Take(patience)->body_();
+}
+
+std::unique_ptr<CallbackThreads::Task> CallbackThreads::Take(Patience& patience) {
+  const Patience::Clock::time_point start = Patience::Clock::now();
+  bool is_mine;
+  {
+    MutexLock lock(mutex_);
+    ++num_idle_;
+    is_mine = !std::exchange(is_looking_, true);
   }
+  if (is_mine) patience.Look([this] { return num_posted_.load(std::memory_order_relaxed) > 0; });
+  MutexLock lock(mutex_);
+  if (is_mine) is_looking_ = false;
+  while (first_ == nullptr) posted_.Wait(mutex_);
+  patience.Waited(Patience::Clock::now() - start);
+  --num_idle_;
+  --num_posted_;
+  std::unique_ptr<Task> task = std::move(first_);
+  first_ = std::move(task->next_);
+  return task;
 }
 
 CallbackThreads& CallbackThreads::Global() {

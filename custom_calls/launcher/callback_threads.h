@@ -9,12 +9,14 @@
 #ifndef JAXOFFLOAD_LAUNCHER_CALLBACK_THREADS_H_
 #define JAXOFFLOAD_LAUNCHER_CALLBACK_THREADS_H_
 
+#include <atomic>
 #include <cstddef>
 #include <functional>
 #include <memory>
 #include <utility>
 
 #include "base/mutex.h"
+#include "base/patience.h"
 
 namespace jaxoffload {
 
@@ -40,12 +42,16 @@ class CallbackThreads {
  private:
   void Start() REQUIRES(mutex_);
   void Main() EXCLUDES(mutex_);
+  // Waits for a task. `patience` is the thread's own.
+  std::unique_ptr<Task> Take(Patience& patience) EXCLUDES(mutex_);
 
   Mutex mutex_;
   CondVar posted_;
   std::unique_ptr<Task> first_ GUARDED_BY(mutex_);  // posted and not begun
   Task* last_ GUARDED_BY(mutex_) = nullptr;
-  size_t num_posted_ GUARDED_BY(mutex_) = 0;
+  // Written under the mutex, and looked at without it.
+  std::atomic<size_t> num_posted_{0};
+  bool is_looking_ GUARDED_BY(mutex_) = false;  // an idle thread, at the above; one at a time
   size_t num_idle_ GUARDED_BY(mutex_) = 0;
   size_t num_threads_ GUARDED_BY(mutex_) = 0;
 };

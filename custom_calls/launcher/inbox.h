@@ -13,6 +13,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "base/patience.h"
+
 namespace jaxoffload {
 
 class Inbox {
@@ -41,7 +43,7 @@ class Inbox {
     return top;
   }
 
-  // As TryTake, but waits for something: spins briefly, then sleeps. Returns kStop after Stop.
+  // As TryTake, but waits for something: looks for a while, then sleeps. Returns kStop after Stop.
   int32_t Take();
 
   // Makes the consumer return kStop for ever. Nothing may be pushed afterwards.
@@ -53,10 +55,12 @@ class Inbox {
  private:
   static constexpr int32_t kAsleep = -2;
 
+  void Sleep();
   void Wake();
 
   // On a cache line of its own: producers hammer it.
   alignas(64) std::atomic<int32_t> top_{kEmpty};
+  alignas(64) Patience patience_;  // the consumer's
 };
 
 }  // namespace jaxoffload

@@ -9,6 +9,11 @@
 #include "base/thread.h"
 
 namespace jaxoffload {
+namespace {
+
+constexpr int32_t kNoLane = -1;
+
+}  // namespace
 
 Launcher::Launcher(Lanes lanes, int32_t window)
     : layout_(lanes), window_(window), lanes_(lanes.size()) {
@@ -91,8 +96,8 @@ void Launcher::Shutdown() {
   JoinLanes();
 }
 
-// Runs that end without a vertex (empty or failed in Begin) end here, in a loop and not by
-// recursion. `done` is told only when the next run is on its way.
+// Runs that end at once (empty, failed in Begin, or of nothing but what is quick) end here, in a
+// loop and not by recursion. `done` is told only when the next run is on its way.
 void Launcher::Start(std::shared_ptr<Run> run) {
   // A list through the runs themselves, for this may be a lane, where no allocation may fail.
   std::shared_ptr<Run> ended;
@@ -101,11 +106,12 @@ void Launcher::Start(std::shared_ptr<Run> run) {
     run->is_windowed_ = window_ > 0;
     if (run->Begin()) {
       active_run_.store(run.get(), std::memory_order_relaxed);
-      // The run cannot end before the last source is pushed, and `run` keeps it alive after that.
+      Quick quick;
       for (int32_t vertex_id : run->plan_->sources()) {
-        lanes_[run->plan_->lane(vertex_id)].inbox.Push(vertex_id, run->next_.data());
+        QueueOne(kNoLane, *run, vertex_id, nullptr, quick);
       }
-      break;
+      ExecuteQuick(kNoLane, *run, nullptr, quick);
+      if (run->pending_.fetch_sub(1, std::memory_order_acq_rel) != 1) break;
     }
     std::shared_ptr<Run> next = EndActiveAndPop(run);
     Run* const this_one = run.get();
@@ -228,18 +234,42 @@ void Launcher::AwaiterMain(int32_t lane_id) {
 
 void Launcher::Release(int32_t lane, Run& run, int32_t vertex_id, Successors which,
                        ReadyQueue* ready) {
+  Quick quick;
+  Queue(lane, run, vertex_id, which, ready, quick);
+  ExecuteQuick(lane, run, ready, quick);
+}
+
+void Launcher::ExecuteQuick(int32_t lane, Run& run, ReadyQueue* ready, Quick& quick) {
+  while (quick.first != Inbox::kEmpty) {
+    const int32_t vertex_id = quick.first;
+    quick.first = run.next_[vertex_id];
+    run.Execute(vertex_id);
+    Queue(lane, run, vertex_id, Successors::kAll, ready, quick);
+    run.pending_.fetch_sub(1, std::memory_order_acq_rel);
+  }
+}
+
+void Launcher::Queue(int32_t lane, Run& run, int32_t vertex_id, Successors which, ReadyQueue* ready,
+                     Quick& quick) {
   const LoadedPlan& plan = *run.plan_;
   const int32_t* const end = plan.successors_end(vertex_id);
   for (const int32_t* s = plan.successors_begin(vertex_id); s != end; ++s) {
-    const int32_t target = plan.lane(*s);
-    const bool is_own = target == lane;
+    const bool is_own = plan.lane(*s) == lane;
     if (which != Successors::kAll && is_own != (which == Successors::kOwnLane)) continue;
     if (run.unmet_[*s].fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
-    if (is_own && ready != nullptr) {
-      ready->Push(*s);
-    } else {
-      lanes_[target].inbox.Push(*s, run.next_.data());
-    }
+    QueueOne(lane, run, *s, ready, quick);
+  }
+}
+
+void Launcher::QueueOne(int32_t lane, Run& run, int32_t vertex_id, ReadyQueue* ready,
+                        Quick& quick) {
+  const int32_t target = run.plan_->lane(vertex_id);
+  if (run.IsQuick(vertex_id, &quick.room)) {
+    run.next_[vertex_id] = std::exchange(quick.first, vertex_id);
+  } else if (target == lane && ready != nullptr) {
+    ready->Push(vertex_id);
+  } else {
+    lanes_[target].inbox.Push(vertex_id, run.next_.data());
   }
 }
 

@@ -19,6 +19,9 @@
 //
 // After `pending -= 1` the run may be gone, unless the lane still has a vertex of it ready.
 //
+// A vertex that ends sooner than a thread wakes (a copy of few bytes, or of what is there already)
+// is not queued: who made it ready executes it, and goes on with its successors.
+//
 // **Window.** Where vertices run on streams of a device, a lane has two threads. Up to `window`
 // vertices of a lane may be under way, so that the device never waits for the host; which one is
 // next is decided as late as that allows.
@@ -85,6 +88,12 @@ class Launcher {
 
   enum class Successors { kOwnLane, kOtherLanes, kAll };
 
+  // A list through the run's links of what a thread is to execute at once.
+  struct Quick {
+    int32_t first = Inbox::kEmpty;
+    int32_t room = 8;  // see Run::IsQuick
+  };
+
   void StartLanes() REQUIRES(mutex_);
   // Ends the lanes' threads, those of them that there are. Not under the mutex unless they have
   // nothing to do.
@@ -95,9 +104,15 @@ class Launcher {
   // The same with a window: puts them on the stream.
   void Issue(int32_t lane, Run& run, int32_t taken);
   void AwaiterMain(int32_t lane);
-  // Counts down the successors of a vertex of a lane and queues those that wait for nothing more.
-  // `ready` is the lane's queue on the lane's own thread, null on any other.
+  // Counts down the successors of a vertex, and queues, or executes, those that wait for nothing
+  // more. `ready` is the lane's queue on the lane's own thread, null on any other.
   void Release(int32_t lane, Run& run, int32_t vertex_id, Successors which, ReadyQueue* ready);
+  // The same, but for what it executes: that it adds to `quick`.
+  void Queue(int32_t lane, Run& run, int32_t vertex_id, Successors which, ReadyQueue* ready,
+             Quick& quick);
+  void QueueOne(int32_t lane, Run& run, int32_t vertex_id, ReadyQueue* ready, Quick& quick);
+  // The caller holds a count of `pending`, so that the run does not end here.
+  void ExecuteQuick(int32_t lane, Run& run, ReadyQueue* ready, Quick& quick);
   // A vertex is through with all that it does. After the last one this ends the run.
   void CountCompletion(Run& run);
   void Start(std::shared_ptr<Run> run);

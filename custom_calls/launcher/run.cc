@@ -32,7 +32,7 @@ Run::Run(std::shared_ptr<const LoadedPlan> plan, std::shared_ptr<Backend> backen
       unmet_(new std::atomic<int32_t>[plan_->num_vertices()]),
       next_(plan_->num_vertices()),
       next_issued_(plan_->num_vertices()),
-      pending_(plan_->num_vertices()),
+      pending_(plan_->num_vertices() + 1),
       start_ns_(plan_->num_vertices(), -1),
       end_ns_(plan_->num_vertices(), -1),
       lane_end_ns_(plan_->lanes().size(), -1),

@@ -115,6 +115,14 @@ class Run {
       taken = next;
     }
   }
+  // Whether whoever makes a vertex ready executes it at once, whatever its lane does. Only where
+  // the policy leaves it open what runs when. `room` is how many more may do something, not to keep
+  // a lane with vertices of its own from them for long.
+  bool IsQuick(int32_t vertex_id, int32_t* room) const {
+    if (options_.policy != Policy::kWorkConserving || is_windowed_) return false;
+    if (context_.is_idle[vertex_id]) return true;
+    return *room > 0 && backend_->IsQuick(vertex_id) && (*room)-- > 0;
+  }
   // Runs one vertex, or puts it on its stream, unless the run is being stopped.
   void Execute(int32_t vertex_id);
   // With a window: waits for the end of a vertex that was put on its stream.
@@ -159,7 +167,8 @@ class Run {
   std::vector<int32_t> next_issued_;
   // One for each lane; only that lane's thread touches it.
   std::vector<ReadyQueue> ready_;
-  // Vertices that have not completed. acq_rel: the last one sees the whole run.
+  // Vertices that have not completed, and one more until all sources have been queued. acq_rel: the
+  // last one sees the whole run.
   std::atomic<int32_t> pending_;
   std::vector<int64_t> start_ns_;
   std::vector<int64_t> end_ns_;

@@ -44,6 +44,7 @@ PlanBackend::PlanBackend(std::shared_ptr<Client> client, std::shared_ptr<const L
       slot_of_version_(plan_->num_versions(), -1),
       host_slot_of_version_(plan_->num_versions(), -1),
       calls_(plan_->num_vertices()),
+      kernel_end_(plan_->lanes().size()),
       complete_(platform_.window() > 0 ? plan_->num_vertices() : 0) {
   const int64_t disk_bytes = disk_ == nullptr ? 0 : disk_->bytes();
   if (disk_bytes < plan_->disk_bytes()) {
@@ -352,6 +353,18 @@ bool PlanBackend::Execute(int32_t vertex_id, RunContext& context, std::string* e
       context.abort, error);
 }
 
+bool PlanBackend::IsQuick(int32_t vertex_id) const {
+  switch (plan_->kind(vertex_id)) {
+    case Kind::kOffload:
+    case Kind::kReload:
+    case Kind::kTransfer:
+      return plan_->bytes(plan_->output(plan_->outputs(vertex_id).begin)) <=
+             platform_.quick_bytes();
+    default:
+      return false;
+  }
+}
+
 bool PlanBackend::IsThere(int32_t vertex_id, const RunContext& context, std::string* error) const {
   const int32_t from = plan_->input(plan_->inputs(vertex_id).begin);
   const int32_t to = plan_->output(plan_->outputs(vertex_id).begin);
@@ -407,7 +420,7 @@ bool PlanBackend::ExecuteStore(int32_t from, int32_t to, RunContext& context, st
 }
 
 bool PlanBackend::ExecuteKernel(int32_t vertex_id, RunContext& context, std::string* error) {
-  const Call& call = calls_[vertex_id];
+  Call& call = calls_[vertex_id];
   for (int64_t p = call.parameters.begin; p < call.parameters.end; ++p) {
     Slot& slot = slots_[parameter_slot_[p]];
     if (slot.buffer == nullptr) {
@@ -440,7 +453,7 @@ bool PlanBackend::ExecuteKernel(int32_t vertex_id, RunContext& context, std::str
     complete_[vertex_id] = complete;
     return true;
   }
-  if (PJRT_Error* const failure = AwaitAndDestroy(api_, complete)) {
+  if (PJRT_Error* const failure = AwaitKernel(call, plan_->lane(vertex_id), complete)) {
     *error = TakeMessage(api_, failure);
     for (int64_t o = 0; o < call.outputs.size(); ++o) DestroyBuffer(api_, outputs[o]);
     DropDonated(call);
@@ -448,6 +461,32 @@ bool PlanBackend::ExecuteKernel(int32_t vertex_id, RunContext& context, std::str
   }
   complete = nullptr;
   return TakeOutputs(call, &complete, context, error);
+}
+
+PJRT_Error* PlanBackend::AwaitKernel(Call& call, int32_t lane, PJRT_Event* complete) {
+  const auto is_over = [&] {
+    JO_PJRT_ARGS(PJRT_Event_IsReady, args);
+    args.event = complete;
+    if (PJRT_Error* const error = api_->PJRT_Event_IsReady(&args)) {
+      TakeMessage(api_, error);  // whoever awaits it is told
+      return true;
+    }
+    return args.is_ready;
+  };
+  PJRT_Error* failure = nullptr;
+  const auto sleep = [&] { failure = AwaitAndDestroy(api_, std::exchange(complete, nullptr)); };
+  // XLA's thread looks for its next kernel for a while, too. After that it has to be woken, which
+  // is soonest where this thread leaves its core to it.
+  constexpr auto kAwake = std::chrono::microseconds(100);
+  std::chrono::steady_clock::time_point& last = kernel_end_[lane];
+  if (std::chrono::steady_clock::now() - last < kAwake) {
+    call.patience.Await(is_over, sleep);
+  } else {
+    sleep();
+  }
+  if (complete != nullptr) failure = AwaitAndDestroy(api_, complete);
+  last = std::chrono::steady_clock::now();
+  return failure;
 }
 
 bool PlanBackend::TakeOutputs(const Call& call, PJRT_Event** complete, RunContext& context,

@@ -23,6 +23,7 @@
 #define JAXOFFLOAD_PJRT_PLAN_BACKEND_H_
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -31,6 +32,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/patience.h"
 #include "launcher/backend.h"
 #include "pjrt/client.h"
 #include "pjrt/plan_residents.h"
@@ -55,6 +57,7 @@ class PlanBackend : public Backend {
   char* DiskBase() override { return disk_ == nullptr ? nullptr : disk_->tag(); }
   void Begin(RunContext& context) override;
   bool Execute(int32_t vertex_id, RunContext& context, std::string* error) override;
+  bool IsQuick(int32_t vertex_id) const override;
   bool Await(int32_t vertex_id, RunContext& context, std::string* error) override;
   bool IsInOrder(int32_t lane) const override;
   void End(RunContext& context) override;
@@ -82,6 +85,7 @@ class PlanBackend : public Backend {
     PJRT_Device* device = nullptr;  // null: the one that it was compiled for
     Range parameters{0, 0};
     Range outputs{0, 0};
+    Patience patience;  // for its end: XLA executes it on a thread of its own
   };
 
   void AddCall(int32_t vertex_id);
@@ -100,6 +104,8 @@ class PlanBackend : public Backend {
   bool ExecuteLoad(int32_t from, int32_t to, RunContext& context, std::string* error);
   bool ExecuteStore(int32_t from, int32_t to, RunContext& context, std::string* error);
   bool ExecuteKernel(int32_t vertex_id, RunContext& context, std::string* error);
+  // Of a platform without a window.
+  PJRT_Error* AwaitKernel(Call& call, int32_t lane, PJRT_Event* complete);
   // Takes the outputs of an execution into their slots. False, with *error set, on failure.
   // `complete` is its end, null when that has passed; waited for if an output must be copied.
   bool TakeOutputs(const Call& call, PJRT_Event** complete, RunContext& context,
@@ -133,6 +139,8 @@ class PlanBackend : public Backend {
   std::vector<int32_t> donor_slot_;  // whose buffer each output takes over
   std::vector<int32_t> output_version_;
   std::vector<PJRT_Buffer*> outputs_;
+
+  std::vector<std::chrono::steady_clock::time_point> kernel_end_;  // of the last one, by lane
 
   // On a platform with a window: the ends of kernels that are under way, by vertex. Written by the
   // lane's thread before the vertex goes to its awaiter.

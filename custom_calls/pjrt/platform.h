@@ -57,6 +57,8 @@ class Platform {
   // Lets no copy be faster than so many bytes a second (0: as fast as it is): another machine's
   // link, for measurements. False where copies are real ones over a link.
   virtual bool Throttle(int64_t /*bytes_per_second*/) { return false; }
+  // Copies of so many bytes are over before another thread would be awake.
+  virtual int64_t quick_bytes() const { return -1; }
   // What is in the arenas between runs. Platforms pay and forget what they give back.
   Residents& residents() { return residents_; }
   // Copies what is owed to an array. Throws as CopyNow.
@@ -102,6 +104,7 @@ class CpuPlatform : public Platform {
     copy_bytes_per_second_.store(bytes_per_second, std::memory_order_relaxed);
     return true;
   }
+  int64_t quick_bytes() const override;
   int64_t leased_bytes(int32_t device) const override { return arenas_[device]->leased_bytes(); }
   int64_t resident_bytes(int32_t device) const override {
     return arenas_[device]->resident_bytes();

@@ -43,6 +43,11 @@ class FakeBackend : public Backend {
   char* DeviceBase(int32_t device) override { return memory_->device[device].data(); }
   char* HostBase() override { return memory_->host.data(); }
 
+  // Some copies, or all vertices.
+  bool all_are_quick = false;
+  bool IsQuick(int32_t vertex_id) const override {
+    return all_are_quick || (!IsKernel(plan_->kind(vertex_id)) && Mix(vertex_id) % 2 == 0);
+  }
   void Begin(RunContext&) override;
   bool Execute(int32_t vertex_id, RunContext& context, std::string* error) override;
   void End(RunContext&) override { ++num_ended; }

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/patience.h"
 #include "base/thread.h"
 #include "launcher/callback_threads.h"
 #include "tests/check.h"
@@ -274,6 +275,107 @@ TEST(LauncherRunsThePlansOfManyThreadsOneAtATime) {
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+// A chain of copies that are all over before a lane would wake.
+PlanMaker QuickChain(int length) {
+  PlanMaker maker;
+  int32_t last = maker.Version(Space::kArgument, 0, 0, 64);
+  for (int i = 0; i < length; ++i) {
+    const int32_t next = maker.Version(Space::kDevice, 0, 64 * i, 64);
+    maker.Copy(Kind::kReload, last, next);
+    last = next;
+  }
+  maker.Copy(Kind::kOffload, last, maker.Version(Space::kResult, 0, 0, 64));
+  return maker;
+}
+
+TEST(LauncherExecutesWhatIsQuickWhereItBecomesReady) {
+  Fixture f(QuickChain(5).Load());
+  f.backend->all_are_quick = true;
+  std::set<std::thread::id> threads;
+  f.backend->on_execute = [&](int32_t) { threads.insert(std::this_thread::get_id()); };
+  Arrays arrays(*f.plan, 0);
+  CHECK_EQ(f.RunAndWait(arrays, Options(Policy::kWorkConserving))->error_message, "");
+  CHECK(arrays.right());
+  CHECK(threads == std::set<std::thread::id>{std::this_thread::get_id()});
+}
+
+// Where the order is what is asked for, a lane has all of its vertices.
+TEST(LauncherKeepsWhatIsQuickOnItsLaneInFixedAndRandomOrder) {
+  for (const Policy policy : {Policy::kFixed, Policy::kRandom}) {
+    Fixture f(QuickChain(5).Load());
+    f.backend->all_are_quick = true;
+    const std::thread::id mine = std::this_thread::get_id();
+    std::atomic<int> here{0};
+    f.backend->on_execute = [&](int32_t) { here += std::this_thread::get_id() == mine; };
+    Arrays arrays(*f.plan, 0);
+    f.RunAndWait(arrays, Options(policy));
+    CHECK(arrays.right());
+    CHECK_EQ(here.load(), 0);
+  }
+}
+
+TEST(LauncherExecutesNoMoreThanAFewQuickVerticesAtATime) {
+  PlanMaker maker;
+  const int32_t argument = maker.Version(Space::kArgument, 0, 0, 64);
+  for (int i = 0; i < 100; ++i) {
+    maker.Copy(Kind::kReload, argument, maker.Version(Space::kDevice, 0, 64 * i, 64));
+  }
+  Fixture f(maker.Load());
+  f.backend->all_are_quick = true;
+  const std::thread::id mine = std::this_thread::get_id();
+  std::atomic<int> here{0};
+  f.backend->on_execute = [&](int32_t) { here += std::this_thread::get_id() == mine; };
+  Arrays arrays(*f.plan, 0);
+  f.RunAndWait(arrays, Options(Policy::kWorkConserving));
+  CHECK(here >= 1 && here <= 8);
+}
+
+TEST(LauncherEndsRunsOfWhatIsQuickWithoutRecursion) {
+  Fixture f(QuickChain(3).Load());
+  f.backend->all_are_quick = true;
+  std::atomic<bool> release{false};
+  f.backend->on_execute = [&](int32_t) {
+    while (!release) std::this_thread::yield();
+  };
+  Arrays first(*f.plan, 0), arrays(*f.plan, 1);
+  std::vector<std::shared_ptr<Run>> runs{f.Submit(first, Options(Policy::kFixed))};
+  for (int i = 0; i < 20000; ++i)
+    runs.push_back(f.Submit(arrays, Options(Policy::kWorkConserving)));
+  release = true;
+  for (const auto& run : runs) run->Wait();
+  CHECK_EQ(f.backend->num_ended.load(), 20001);
+  CHECK(first.right() && arrays.right());
+}
+
+TEST(LauncherStopsAtAQuickVertexThatFailsAndTheNextRunWorks) {
+  for (const int32_t failing : {0, 3, 5}) {
+    Fixture f(QuickChain(5).Load());
+    f.backend->all_are_quick = true;
+    f.backend->failing = failing;
+    Arrays arrays(*f.plan, 0), again(*f.plan, 1);
+    CHECK_EQ(f.RunAndWait(arrays, Options(Policy::kWorkConserving))->error_vertex, failing);
+    f.backend->failing = -1;
+    CHECK_EQ(f.RunAndWait(again, Options(Policy::kWorkConserving))->error_message, "");
+    CHECK(again.right());
+  }
+}
+
+TEST(PatienceIsForWaitsThatAreShort) {
+  using std::chrono::microseconds;
+  Patience patience;
+  const auto limit_after = [&](int count, microseconds wait) {
+    for (int i = 0; i < count; ++i) patience.Waited(wait);
+    return patience.limit();
+  };
+  CHECK(patience.limit() == microseconds(4));
+  patience.Waited(std::chrono::hours(1));
+  CHECK(limit_after(40, microseconds(20)) > microseconds(35));
+  CHECK(limit_after(1, microseconds(20)) <= microseconds(100));
+  CHECK(limit_after(40, microseconds(1)) == microseconds(4));
+  CHECK(limit_after(1, std::chrono::hours(1)) == microseconds(4));
+  CHECK(limit_after(40, microseconds(300)) == microseconds(4));
 }
 
 TEST(LauncherEndsEmptyRunsWithoutRecursion) {
