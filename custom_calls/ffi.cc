@@ -25,6 +25,7 @@
 
 #include "base/stamp.h"
 #include "cuda/driver.h"
+#include "launcher/callback_threads.h"
 #include "pjrt/plan.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -103,11 +104,12 @@ struct Wishes {
   int64_t check;
 };
 
+using Done = std::function<void(const RunReport&, const Plan&)>;
+
 // Queues the run of a plan. Operands are the plan's arguments but for those that were bound when
-// it was registered. Throws std::exception.
+// it was registered. Without `done` the caller waits for the end. Throws std::exception.
 std::shared_ptr<Run> Submit(const BoundPlan& bound, ffi::RemainingArgs operands,
-                            ffi::RemainingRets results, const Wishes& wishes,
-                            const std::function<void(const RunReport&, const Plan&)>& done) {
+                            ffi::RemainingRets results, const Wishes& wishes, Done done) {
   const std::shared_ptr<Plan>& plan = bound.plan;
   RunOptions options;
   options.policy = PolicyOf(wishes.policy);
@@ -149,13 +151,22 @@ std::shared_ptr<Run> Submit(const BoundPlan& bound, ffi::RemainingArgs operands,
   result_bytes.push_back(0);  // one that nobody reads
   std::vector<char*> places = Addresses(results, "results", result_bytes);
   places.pop_back();
-  return plan->Submit(
-      std::move(arguments), std::move(places), options,
-      [plan, done](const std::shared_ptr<const RunReport>& report) {
-        plan->set_last_report(report);
-        done(*report, *plan);
-      },
-      std::move(sources), {}, std::move(owners), std::move(contents));
+  const bool waits = done == nullptr;
+  std::function<void(const std::shared_ptr<const RunReport>&)> noted;
+  if (!waits) {
+    noted = [plan, done = std::move(done)](const std::shared_ptr<const RunReport>& report) {
+      plan->set_last_report(report);
+      done(*report, *plan);
+    };
+  }
+  const std::shared_ptr<Run> run =
+      plan->Submit(std::move(arguments), std::move(places), options, std::move(noted),
+                   std::move(sources), {}, std::move(owners), std::move(contents), waits);
+  if (waits) {
+    run->Wait();
+    plan->set_last_report(run->report());
+  }
+  return run;
 }
 
 std::string Failure(const RunReport& report, const Plan& plan) {
@@ -170,14 +181,22 @@ ffi::Future RunOnCpu(CpuCall* call, ffi::RemainingArgs operands, ffi::RemainingR
   try {
     ffi::Promise promise;
     ffi::Future future(promise);
-    Submit(call->bound, operands, results, {policy, seed, max_delay_us, check},
-           [promise](const RunReport& report, const Plan& plan) mutable {
-             if (report.error_message.empty()) {
-               promise.SetAvailable();
-             } else {
-               promise.SetError(ffi::Error::Internal(Failure(report, plan)));
-             }
-           });
+    auto done = [promise](const RunReport& report, const Plan& plan) mutable {
+      if (report.error_message.empty()) {
+        promise.SetAvailable();
+      } else {
+        promise.SetError(ffi::Error::Internal(Failure(report, plan)));
+      }
+    };
+    const std::shared_ptr<Plan>& plan = call->bound.plan;
+    const Wishes wishes{policy, seed, max_delay_us, check};
+    // A loop's next iteration comes here on the thread that was told of the last one's end. It is
+    // ours and may block; XLA's own threads may not, for programs that a vertex calls need them.
+    if (plan->IsShort() && CallbackThreads::IsOneOfThem()) {
+      done(*Submit(call->bound, operands, results, wishes, nullptr)->report(), *plan);
+    } else {
+      Submit(call->bound, operands, results, wishes, done);
+    }
     return future;
   } catch (const std::exception& e) {
     return Failed(e.what());
@@ -196,11 +215,8 @@ ffi::Error RunOnCuda(void* stream, CudaCall* call, ffi::RemainingArgs operands,
       const int code = driver.AwaitStream(stream);
       if (code != 0) return ffi::Error::Internal(driver.Describe(code, "waiting for operands"));
     }
-    const std::shared_ptr<Run> run =
-        Submit(call->bound, operands, results, {policy, seed, max_delay_us, check},
-               [](const RunReport&, const Plan&) {});
-    run->Wait();
-    const std::shared_ptr<const RunReport> report = run->report();
+    const Wishes wishes{policy, seed, max_delay_us, check};
+    const auto report = Submit(call->bound, operands, results, wishes, nullptr)->report();
     if (report->error_message.empty()) return ffi::Error::Success();
     return ffi::Error::Internal(Failure(*report, *plan));
   } catch (const std::exception& e) {

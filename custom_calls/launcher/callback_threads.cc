@@ -1,10 +1,29 @@
 #include "launcher/callback_threads.h"
 
+#include <cstdint>
 #include <exception>
+#include <utility>
 
 #include "base/thread.h"
 
 namespace jaxoffload {
+namespace {
+
+thread_local bool is_one_of_them = false;
+
+// As XLA's own threads do: what it goes on with here computes as it does there.
+void FlushDenormals() {
+#if defined(__x86_64__)
+  constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040;
+  __builtin_ia32_ldmxcsr(__builtin_ia32_stmxcsr() | kFlushToZero | kDenormalsAreZero);
+#elif defined(__aarch64__)
+  uint64_t control;
+  asm volatile("mrs %0, fpcr" : "=r"(control));
+  asm volatile("msr fpcr, %0" : : "r"(control | (uint64_t{1} << 24)));
+#endif
+}
+
+}  // namespace
 
 std::unique_ptr<CallbackThreads::Task> CallbackThreads::Prepare(std::function<void()> body) {
   std::unique_ptr<Task> task(new Task(std::move(body)));
@@ -35,7 +54,11 @@ void CallbackThreads::Start() {
   ++num_threads_;
 }
 
+bool CallbackThreads::IsOneOfThem() { return is_one_of_them; }
+
 void CallbackThreads::Main() {
+  is_one_of_them = true;
+  FlushDenormals();
   Patience patience;
   for (;;) Take(patience)->body_();
 }

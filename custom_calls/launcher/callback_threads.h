@@ -36,6 +36,9 @@ class CallbackThreads {
   // Runs a task soon, on a thread where it may block and where it is destroyed. Does not throw.
   void Post(std::unique_ptr<Task> task) EXCLUDES(mutex_);
 
+  // Whether the calling thread is one of them.
+  static bool IsOneOfThem();
+
   // The one of this process; never destroyed, for its threads are never joined.
   static CallbackThreads& Global();
 

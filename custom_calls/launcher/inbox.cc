@@ -9,10 +9,10 @@
 namespace jaxoffload {
 static_assert(sizeof(std::atomic<int32_t>) == sizeof(int32_t), "the futex word is the atomic");
 
-int32_t Inbox::Take() {
+int32_t Inbox::Take(Patience& patience) {
   int32_t top = kEmpty;
   const auto has_some = [&] { return (top = TryTake()) != kEmpty; };
-  patience_.Await(has_some, [&] {
+  patience.Await(has_some, [&] {
     do {
       Sleep();
     } while (!has_some());

@@ -44,7 +44,8 @@ class Inbox {
   }
 
   // As TryTake, but waits for something: looks for a while, then sleeps. Returns kStop after Stop.
-  int32_t Take();
+  // `patience` is the consumer's own.
+  int32_t Take(Patience& patience);
 
   // Makes the consumer return kStop for ever. Nothing may be pushed afterwards.
   void Stop();
@@ -60,7 +61,6 @@ class Inbox {
 
   // On a cache line of its own: producers hammer it.
   alignas(64) std::atomic<int32_t> top_{kEmpty};
-  alignas(64) Patience patience_;  // the consumer's
 };
 
 }  // namespace jaxoffload

@@ -59,20 +59,38 @@ void Launcher::JoinLanes() {
   }
 }
 
-void Launcher::Submit(std::shared_ptr<Run> run) {
+bool Launcher::Enqueue(const std::shared_ptr<Run>& run) {
   home_.CheckNotForked();
   run->PrepareCallback();
-  {
-    MutexLock lock(mutex_);
-    if (stopped_) throw std::runtime_error("the launcher has been shut down");
-    StartLanes();
-    if (active_) {
-      queue_.push_back(std::move(run));
-      return;
-    }
-    active_ = run;
+  MutexLock lock(mutex_);
+  if (stopped_) throw std::runtime_error("the launcher has been shut down");
+  StartLanes();
+  if (active_) {
+    queue_.push_back(run);
+    return false;
   }
-  Start(std::move(run));
+  active_ = run;
+  return true;
+}
+
+void Launcher::Submit(std::shared_ptr<Run> run) {
+  if (Enqueue(run)) Start(std::move(run));
+}
+
+void Launcher::SubmitAndHelp(std::shared_ptr<Run> run) {
+  if (!Enqueue(run)) return;
+  if (window_ > 0) {  // vertices are put on streams, and not executed
+    Start(std::move(run));
+    return;
+  }
+  thread_local Patience patience;
+  run->helped_lane_ = layout_.Of(Kind::kKernel, 0);
+  Start(run);
+  for (;;) {
+    const int32_t taken = run->helped_.Take(patience);
+    if (taken == Inbox::kStop) return;
+    Work(run->helped_lane_, *run, taken, patience);
+  }
 }
 
 void Launcher::Shutdown() {
@@ -150,22 +168,22 @@ void Launcher::Finish() {
 
 void Launcher::LaneMain(int32_t lane) {
   for (;;) {
-    const int32_t taken = lanes_[lane].inbox.Take();
+    const int32_t taken = lanes_[lane].inbox.Take(lanes_[lane].patience);
     if (taken == Inbox::kStop) return;
     Run& run = *active_run_.load(std::memory_order_relaxed);
-    window_ > 0 ? Issue(lane, run, taken) : Work(lane, run, taken);
+    window_ > 0 ? Issue(lane, run, taken) : Work(lane, run, taken, lanes_[lane].patience);
   }
 }
 
-void Launcher::Work(int32_t lane, Run& run, int32_t taken) {
+void Launcher::Work(int32_t lane, Run& run, int32_t taken, Patience& patience) {
   ReadyQueue& ready = run.ready_[lane];
-  Inbox& inbox = lanes_[lane].inbox;
+  Inbox& inbox = InboxOf(run, lane);
   for (;;) {
     run.TakeIn(lane, taken);
     const int32_t vertex_id = ready.Pop();
     if (vertex_id < 0) {
       // With the fixed policy something is ready but not next. The run cannot end meanwhile.
-      taken = inbox.Take();
+      taken = inbox.Take(patience);
       continue;
     }
     run.Execute(vertex_id);
@@ -193,7 +211,7 @@ void Launcher::Issue(int32_t lane_id, Run& run, int32_t taken) {
     if (vertex_id < 0) {
       // With the fixed policy something is ready but not next.
       sem_post(&lane.room);
-      run.TakeIn(lane_id, lane.inbox.Take());
+      run.TakeIn(lane_id, lane.inbox.Take(lane.patience));
       continue;
     }
     run.Execute(vertex_id);
@@ -208,7 +226,7 @@ void Launcher::Issue(int32_t lane_id, Run& run, int32_t taken) {
 void Launcher::AwaiterMain(int32_t lane_id) {
   Lane& lane = lanes_[lane_id];
   for (;;) {
-    int32_t taken = lane.issued.Take();
+    int32_t taken = lane.issued.Take(lane.awaiters_patience);
     if (taken == Inbox::kStop) return;
     Run& run = *active_run_.load(std::memory_order_relaxed);
     // The inbox is a stack: the last is the one that was issued first.
@@ -269,7 +287,7 @@ void Launcher::QueueOne(int32_t lane, Run& run, int32_t vertex_id, ReadyQueue* r
   } else if (target == lane && ready != nullptr) {
     ready->Push(vertex_id);
   } else {
-    lanes_[target].inbox.Push(vertex_id, run.next_.data());
+    InboxOf(run, target).Push(vertex_id, run.next_.data());
   }
 }
 

@@ -67,6 +67,11 @@ class Launcher {
   // the next call tries again.
   void Submit(std::shared_ptr<Run> run) EXCLUDES(mutex_);
 
+  // The same by a thread that waits for the end in any case: if nothing else is running, it
+  // executes the vertices of the first compute lane itself, and no other thread has to be woken for
+  // them. Returns when the run has ended; if something else is running, at once.
+  void SubmitAndHelp(std::shared_ptr<Run> run) EXCLUDES(mutex_);
+
   // Waits for the queued runs to end and joins the lanes. Idempotent.
   void Shutdown() EXCLUDES(mutex_);
 
@@ -78,9 +83,11 @@ class Launcher {
     Lane& operator=(const Lane&) = delete;
 
     Inbox inbox;
+    Patience patience;  // the thread's
     std::thread thread;
     // With a window: vertices that were put on the stream, and who waits for their ends.
     Inbox issued;
+    Patience awaiters_patience;
     std::thread awaiter;
     sem_t room;  // how many more may be put on the stream
     bool has_room = false;
@@ -94,13 +101,18 @@ class Launcher {
     int32_t room = 8;  // see Run::IsQuick
   };
 
+  // Whether it is to be started now.
+  bool Enqueue(const std::shared_ptr<Run>& run) EXCLUDES(mutex_);
+  Inbox& InboxOf(Run& run, int32_t lane) {
+    return lane == run.helped_lane_ ? run.helped_ : lanes_[lane].inbox;
+  }
   void StartLanes() REQUIRES(mutex_);
   // Ends the lanes' threads, those of them that there are. Not under the mutex unless they have
   // nothing to do.
   void JoinLanes();
   void LaneMain(int32_t lane);
   // Runs what is ready on a lane until nothing is. `taken` is a list out of the inbox.
-  void Work(int32_t lane, Run& run, int32_t taken);
+  void Work(int32_t lane, Run& run, int32_t taken, Patience& patience);
   // The same with a window: puts them on the stream.
   void Issue(int32_t lane, Run& run, int32_t taken);
   void AwaiterMain(int32_t lane);

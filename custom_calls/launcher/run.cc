@@ -264,6 +264,7 @@ void Run::NotifyDone() {
     report = report_;
     ended_.NotifyAll();
   }
+  if (helped_lane_ >= 0) helped_.Stop();
   if (callback_ == nullptr) return;
   callback_->report = std::move(report);
   callback_.reset();

@@ -182,6 +182,11 @@ class Run {
   int32_t error_vertex_ = -1;
   std::string error_message_;
 
+  // The lane whose vertices the submitter executes, -1 if none, and what it takes them from until
+  // the run has ended.
+  int32_t helped_lane_ = -1;
+  Inbox helped_;
+
   std::shared_ptr<Run> next_ended_;  // the launcher's: runs that ended without a vertex
 
   mutable Mutex mutex_;

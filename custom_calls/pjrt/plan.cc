@@ -75,7 +75,8 @@ std::shared_ptr<Run> Plan::Submit(std::vector<char*> arguments, std::vector<char
                                   std::function<void(const std::shared_ptr<const RunReport>&)> done,
                                   std::vector<std::shared_ptr<DiskSource>> argument_sources,
                                   std::vector<std::shared_ptr<DiskExtent>> result_extents,
-                                  std::vector<std::shared_ptr<void>> owners, Contents contents) {
+                                  std::vector<std::shared_ptr<void>> owners, Contents contents,
+                                  bool helps) {
   argument_sources.resize(arguments.size());
   result_extents.resize(results.size());
   for (size_t i = 0; i < arguments.size() && i < loaded_->argument_bytes().size(); ++i) {
@@ -100,7 +101,11 @@ std::shared_ptr<Run> Plan::Submit(std::vector<char*> arguments, std::vector<char
   run->SetDisk(std::move(argument_sources), std::move(result_extents));
   run->Hold(std::move(owners));
   run->SetContents(std::move(contents));
-  client_->launcher().Submit(run);
+  if (helps) {
+    client_->launcher().SubmitAndHelp(run);
+  } else {
+    client_->launcher().Submit(run);
+  }
   return run;
 }
 
@@ -114,6 +119,8 @@ std::shared_ptr<const RunReport> Plan::last_report() const {
 }
 
 void Plan::set_last_report(std::shared_ptr<const RunReport> report) {
+  constexpr int64_t kShortNs = 1000000;
+  is_short_.store(report->wall_ns < kShortNs, std::memory_order_relaxed);
   MutexLock lock(mutex_);
   last_report_ = std::move(report);
 }

@@ -3,6 +3,7 @@
 #ifndef JAXOFFLOAD_PJRT_PLAN_H_
 #define JAXOFFLOAD_PJRT_PLAN_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -34,13 +35,17 @@ class Plan : public std::enable_shared_from_this<Plan> {
   // Queues a run on the client; never waits. The caller's arrays must outlive it: those that
   // `owners` own do, for the run holds them until it has ended. `done` is called
   // as Run's. Of arguments and results on disk the addresses do not matter. Throws
-  // std::invalid_argument: wrong number of arrays, or one without an address.
+  // std::invalid_argument: wrong number of arrays, or one without an address. `helps`: the caller
+  // waits for the end, and executes kernels itself (Launcher::SubmitAndHelp).
   std::shared_ptr<Run> Submit(
       std::vector<char*> arguments, std::vector<char*> results, const RunOptions& options,
       std::function<void(const std::shared_ptr<const RunReport>&)> done = nullptr,
       std::vector<std::shared_ptr<DiskSource>> argument_sources = {},
       std::vector<std::shared_ptr<DiskExtent>> result_extents = {},
-      std::vector<std::shared_ptr<void>> owners = {}, Contents contents = {});
+      std::vector<std::shared_ptr<void>> owners = {}, Contents contents = {}, bool helps = false);
+  // Whether the latest run was so short that to wake another thread for it would have been a good
+  // part of it: who waits for the next had better help.
+  bool IsShort() const { return is_short_.load(std::memory_order_relaxed); }
 
   // What is on the devices now of what its runs have left there: parts of arguments, and bytes.
   std::vector<std::pair<int32_t, int64_t>> residents() const;
@@ -57,6 +62,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   std::shared_ptr<Client> client_;
   std::shared_ptr<const LoadedPlan> loaded_;
   std::shared_ptr<PlanBackend> backend_;
+  std::atomic<bool> is_short_{false};
   mutable Mutex mutex_;
   std::shared_ptr<const RunReport> last_report_ GUARDED_BY(mutex_);
 };

@@ -3,6 +3,7 @@
 
 #include "launcher/launcher.h"
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -349,6 +350,88 @@ TEST(LauncherEndsRunsOfWhatIsQuickWithoutRecursion) {
   CHECK(first.right() && arrays.right());
 }
 
+// Runs random plans of one device, each helped along; every result must be right.
+TEST(LauncherGivesRightResultsWithHelp) {
+  for (uint64_t seed = 0; seed < 12; ++seed) {
+    Fixture f(RandomPlan(seed, 120).Load());
+    for (const Policy policy : {Policy::kWorkConserving, Policy::kFixed, Policy::kRandom}) {
+      Arrays arrays(*f.plan, seed);
+      auto run = std::make_shared<Run>(f.plan, f.backend, arrays.arguments(), arrays.results(),
+                                       Options(policy, seed, 50, seed % 2 == 0));
+      f.launcher.SubmitAndHelp(run);
+      CHECK(run->WaitFor(std::chrono::milliseconds(0)));  // it has ended
+      CHECK_EQ(run->report()->error_message, "");
+      CHECK(arrays.right());
+    }
+  }
+}
+
+TEST(LauncherHelperExecutesTheKernelsOfOneDevice) {
+  PlanMaker maker;
+  const int32_t argument = maker.Version(Space::kArgument, 0, 0, 64);
+  const int32_t x = maker.Version(Space::kDevice, 0, 0, 64);
+  maker.Copy(Kind::kReload, argument, x);
+  const int32_t y = maker.Version(Space::kDevice, 0, 64, 64);
+  maker.Kernel({x}, {y});
+  maker.Kernel({argument}, {maker.Version(Space::kDevice, 1, 64, 64)}, 0, {}, 1);
+  maker.Copy(Kind::kOffload, y, maker.Version(Space::kResult, 0, 0, 64));
+  Fixture f(maker.Load());
+  const std::thread::id mine = std::this_thread::get_id();
+  std::array<std::atomic<bool>, 4> is_mine{};
+  f.backend->on_execute = [&](int32_t v) { is_mine[v] = std::this_thread::get_id() == mine; };
+  Arrays arrays(*f.plan, 0);
+  auto run = std::make_shared<Run>(f.plan, f.backend, arrays.arguments(), arrays.results(),
+                                   Options(Policy::kFixed));
+  f.launcher.SubmitAndHelp(run);
+  CHECK(arrays.right());
+  CHECK(!is_mine[0] && is_mine[1] && !is_mine[2] && !is_mine[3]);
+}
+
+TEST(LauncherHelpersAndLanesTakeTurns) {
+  Fixture f(RandomPlan(4, 60).Load());
+  std::vector<std::thread> threads;
+  for (uint64_t t = 0; t < 5; ++t) {
+    threads.emplace_back([&, t] {
+      auto backend = std::make_shared<FakeBackend>(f.plan, f.memory);
+      for (uint64_t repeat = 0; repeat < 20; ++repeat) {
+        Arrays arrays(*f.plan, Mix(t, repeat));
+        auto run = std::make_shared<Run>(f.plan, backend, arrays.arguments(), arrays.results(),
+                                         Options(static_cast<Policy>(repeat % 3), repeat));
+        if ((t + repeat) % 3 == 0) {
+          f.launcher.Submit(run);
+        } else {
+          f.launcher.SubmitAndHelp(run);
+        }
+        run->Wait();
+        CHECK_EQ(run->report()->error_message, "");
+        CHECK(arrays.right());
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST(LauncherHelperIsLetGoOfByFailureCancellationAndRunsWithoutAVertex) {
+  Fixture f(RandomPlan(2, 60).Load());
+  const auto help = [&](const std::function<void(Run&)>& and_then = nullptr) {
+    Arrays arrays(*f.plan, 0);
+    auto run = std::make_shared<Run>(f.plan, f.backend, arrays.arguments(), arrays.results(),
+                                     Options(Policy::kWorkConserving));
+    if (and_then) and_then(*run);
+    f.launcher.SubmitAndHelp(run);
+    return run->report()->error_message;
+  };
+  f.backend->failing = 7;
+  CHECK_EQ(help(), "vertex fails");
+  f.backend->failing = FakeBackend::kFailsInBegin;
+  CHECK_EQ(help(), "begin fails");
+  f.backend->failing = -1;
+  CHECK_EQ(help([](Run& run) { run.Cancel(); }), "the run was cancelled");
+  CHECK_EQ(help(), "");
+  f.backend->all_are_quick = true;
+  CHECK_EQ(help(), "");
+}
+
 TEST(LauncherStopsAtAQuickVertexThatFailsAndTheNextRunWorks) {
   for (const int32_t failing : {0, 3, 5}) {
     Fixture f(QuickChain(5).Load());
@@ -423,6 +506,21 @@ TEST(LauncherCallbacksMayWaitForOtherRuns) {
 
 void Post(CallbackThreads& threads, std::function<void()> body) {
   threads.Post(threads.Prepare(std::move(body)));
+}
+
+TEST(CallbackThreadsFlushDenormalsAsXlasThreadsDo) {
+  std::atomic<bool> done{false};
+  volatile float small = 1e-30F;
+  float product = 1;
+  bool is_one_of_them = false;
+  Post(CallbackThreads::Global(), [&] {
+    product = small * 1e-10F;
+    is_one_of_them = CallbackThreads::IsOneOfThem();
+    done = true;
+  });
+  while (!done) std::this_thread::yield();
+  CHECK(product == 0 && is_one_of_them);
+  CHECK(small * 1e-10F > 0 && !CallbackThreads::IsOneOfThem());
 }
 
 TEST(CallbackThreadsRunTasksThatWaitForEachOther) {

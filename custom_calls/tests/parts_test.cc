@@ -26,6 +26,7 @@ TEST(InboxDeliversEverythingOnceFromManyProducers) {
   constexpr int32_t kProducers = 4;
   constexpr int32_t kEach = 20000;
   Inbox inbox;
+  Patience patience;
   std::vector<int32_t> next(kProducers * kEach);
   std::vector<int64_t> payload(kProducers * kEach);  // unsynchronized but for the inbox
   std::vector<std::thread> producers;
@@ -41,7 +42,7 @@ TEST(InboxDeliversEverythingOnceFromManyProducers) {
   }
   std::vector<bool> seen(next.size(), false);
   for (size_t count = 0; count < next.size();) {
-    for (int32_t id = inbox.Take(); id != Inbox::kEmpty;) {
+    for (int32_t id = inbox.Take(patience); id != Inbox::kEmpty;) {
       const int32_t following = next[id];
       CHECK(!seen[id]);
       CHECK_EQ(payload[id], id + 1);
@@ -56,11 +57,12 @@ TEST(InboxDeliversEverythingOnceFromManyProducers) {
 
 TEST(InboxStopWakesASleeperAndStays) {
   Inbox inbox;
-  std::thread sleeper([&] { CHECK_EQ(inbox.Take(), Inbox::kStop); });
+  Patience patience;
+  std::thread sleeper([&] { CHECK_EQ(inbox.Take(patience), Inbox::kStop); });
   std::this_thread::sleep_for(std::chrono::milliseconds(2));
   inbox.Stop();
   sleeper.join();
-  CHECK_EQ(inbox.Take(), Inbox::kStop);
+  CHECK_EQ(inbox.Take(patience), Inbox::kStop);
   CHECK_EQ(inbox.TryTake(), Inbox::kStop);
 }
 

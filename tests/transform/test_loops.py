@@ -374,3 +374,29 @@ def test_a_body_that_is_one_call():
     got, want = run(X), jax.jit(repeated)(weights, X, 5)
     assert int(got[0]) == 5
     np.testing.assert_allclose(got[1], want[1], rtol=1e-4, atol=1e-6)
+
+
+def test_an_iteration_that_fails_ends_the_loop_and_the_next_call_works():
+    """The first iteration runs beside XLA's thread, and those after it on the one that goes on."""
+    weights, fails = matrices(), True
+
+    def checked(i, x):
+        if fails and i == 3:
+            raise ValueError("the third is one too many")
+        return x
+
+    def function(weights, x):
+        def body(carry):
+            i, x = carry
+            x = layers(weights, x)
+            return i + 1, jax.pure_callback(checked, jax.ShapeDtypeStruct(x.shape, x.dtype), i, x)
+
+        return jax.lax.while_loop(lambda c: c[0] < 8, body, (0, x))[1]
+
+    step = jax.jit(offloaded(function))
+    for _ in range(3):
+        fails = True
+        with pytest.raises(jax.errors.JaxRuntimeError, match="the third is one too many"):
+            step(weights, X).block_until_ready()
+        fails = False
+        judged(lambda w, x: repeated(w, x, 8)[1], (weights, X), step(weights, X))
