@@ -23,7 +23,7 @@ from jax import lax
 from jaxoffload import identity
 from jaxoffload.capture import cost, operations
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value, is_literal
-from jaxoffload.capture.loops import Body, Loop
+from jaxoffload.capture.loops import Body, Loop, bytes_of_copies
 from jaxoffload.capture.order import live_equations
 
 WORTH = 2**20
@@ -138,14 +138,15 @@ class DistributedLoop(Loop):
       at_once: divides the length.
     """
 
-    __slots__ = ("_at_once", "_parts", "held_bytes")
+    __slots__ = ("_at_once", "_parts")
 
     def __init__(self, parts: Distributed, at_once: int):
         loop = parts.loop
         super().__init__(loop.eqn, loop.body, loop.length)
         self._parts, self._at_once = parts, at_once
         self._key = identity.intern("distributed", loop.key, at_once)
-        self.held_bytes = at_once * parts.extra_bytes
+        copies = bytes_of_copies(parts.core, len(parts.constants), at_once)
+        self.held_bytes = at_once * parts.extra_bytes + copies
 
     def apply(self, operands: Sequence[Any]) -> list[Any]:
         blocks, at_once = self.length // self._at_once, self._at_once

@@ -15,7 +15,7 @@ without one everything but layers stays whole.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import cost
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value, is_literal
 from jaxoffload.capture.inline import Constant
+from jaxoffload.capture.turned import FEWEST_STEPS, turn, turned
 
 LAYER_BYTES = 2**20
 """Slices of one step from which on it is a layer: moving them takes as long as a vertex's work."""
@@ -46,6 +47,7 @@ _LONGER = 1.3
 _ALIGNED = 16
 """Rows of longer pieces are a multiple of this, so that pieces of arguments begin where XLA can
 read them in place."""
+_NOTHING: Mapping[Value, Any] = {}
 
 
 class Body:
@@ -70,6 +72,7 @@ class Body:
         rates: cost.Rates,
     ):
         self.closed, self.inputs = closed, inputs
+        self._turned: tuple[list[Equation], dict[Value, Value]] | None = None
         self.equations, self.outputs = equations, outputs
         read = {v for e in equations for v in e.values()}.union(outputs)
         self.has_constants = any(isinstance(v, Constant) for v in read)
@@ -82,15 +85,40 @@ class Body:
             self.seconds += cost.seconds(equation, rates)
             self.largest_bytes = max(self.largest_bytes, moved)
 
-    def apply(self, operands: Sequence[Any]) -> list[Any]:
-        """Evaluates the step on arrays or tracers."""
+    def turned(self, num_consts: int, length: int) -> tuple[list[Equation], dict[Value, Value]]:
+        """Its equations with products of turned constants, and what stands for their copies
+        (turned.py), in a loop of some length."""
+        if length < FEWEST_STEPS or self.has_constants:
+            return self.equations, {}
+        if self._turned is None:
+            self._turned = turned(self.equations, set(self.inputs[:num_consts]))
+        return self._turned
+
+    def apply(
+        self,
+        operands: Sequence[Any],
+        equations: Sequence[Equation] | None = None,
+        more: Mapping[Value, Any] = _NOTHING,
+    ) -> list[Any]:
+        """Evaluates the step on arrays or tracers.
+
+        Args:
+          equations: in place of its own.
+          more: what they read beside the inputs.
+        """
         known: dict[Operand, Any] = dict(zip(self.inputs, operands, strict=True))
-        for equation in self.equations:
+        known.update(more)
+        for equation in self.equations if equations is None else equations:
             read = [x.val if is_literal(x) else known[x] for x in equation.inputs]
             known.update(zip(equation.outputs, equation.operation.apply(read), strict=True))
         return [
             jnp.asarray(x.val, x.aval.dtype) if is_literal(x) else known[x] for x in self.outputs
         ]
+
+
+def bytes_of_copies(body: Body, num_consts: int, length: int) -> int:
+    """What a loop holds of turned constants."""
+    return sum(copy.num_bytes() for copy in body.turned(num_consts, length)[1].values())
 
 
 class Loop(Operation):
@@ -105,21 +133,33 @@ class Loop(Operation):
       counts: `num_consts` and `num_carry`; None: the scan's.
     """
 
-    __slots__ = ("body", "equations", "length", "num_carry", "num_consts", "repeats")
+    __slots__ = (
+        "body",
+        "equations",
+        "held_bytes",
+        "length",
+        "num_carry",
+        "num_consts",
+        "repeats",
+    )
 
     def __init__(self, eqn: Any, body: Body, length: int, counts: tuple[int, int] | None = None):
         super().__init__(eqn, {**eqn.params, "length": length})
         self.body, self.equations = body, body.equations
         self.length = self.repeats = length
         self.num_consts, self.num_carry = counts or compat.scan_counts(eqn)
+        self.held_bytes = bytes_of_copies(self.body, self.num_consts, length)
 
     def apply(self, operands: Sequence[Any]) -> list[Any]:
         if self.body.has_constants:
             return super().apply(operands)
         consts, given = list(operands[: self.num_consts]), operands[self.num_consts :]
+        equations, copies = self.body.turned(self.num_consts, self.length)
+        known = dict(zip(self.body.inputs, consts, strict=False))
+        more = {copy: turn(known[matrix]) for matrix, copy in copies.items()}
 
         def step(carries: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            made = self.body.apply([*consts, *carries, *rows])
+            made = self.body.apply([*consts, *carries, *rows], equations, more)
             return made[: self.num_carry], made[self.num_carry :]
 
         carries, stacks = lax.scan(
