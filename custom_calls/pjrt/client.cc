@@ -44,8 +44,9 @@ std::shared_ptr<Client> Client::Create(const std::string& plugin_path, int32_t n
                                 " must be between 1 and 64");
   }
   const PJRT_Api* const api = LoadPlugin(plugin_path);
-  // Synchronous: a vertex runs on its lane's own thread, so its end is the end of the call. One
-  // device for each compute lane, the host's too, for executions of one device wait for each other.
+  // Synchronous: a vertex would run on its lane's own thread. The plugin of today takes the option
+  // and executes on threads of its own all the same (PlanBackend::AwaitKernel). One device for each
+  // compute lane, the host's too, for executions of one device wait for each other.
   const int32_t num_lanes = num_devices + 1;
   PJRT_NamedValue options[] = {Option("cpu_device_count", PJRT_NamedValue_kInt64),
                                Option("asynchronous", PJRT_NamedValue_kBool)};
