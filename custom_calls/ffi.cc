@@ -169,6 +169,8 @@ std::shared_ptr<Run> Submit(const BoundPlan& bound, ffi::RemainingArgs operands,
   return run;
 }
 
+bool (*is_callers_thread)() = [] { return false; };
+
 std::string Failure(const RunReport& report, const Plan& plan) {
   std::string where;
   if (report.error_vertex >= 0) where = " in " + plan.loaded().Describe(report.error_vertex);
@@ -190,9 +192,10 @@ ffi::Future RunOnCpu(CpuCall* call, ffi::RemainingArgs operands, ffi::RemainingR
     };
     const std::shared_ptr<Plan>& plan = call->bound.plan;
     const Wishes wishes{policy, seed, max_delay_us, check};
-    // A loop's next iteration comes here on the thread that was told of the last one's end. It is
-    // ours and may block; XLA's own threads may not, for programs that a vertex calls need them.
-    if (plan->IsShort() && CallbackThreads::IsOneOfThem()) {
+    // A loop's next iteration comes here on the thread that was told of the last one's end, which
+    // is ours; what XLA takes to be quick, on the caller's, which waits for the end in any case.
+    // XLA's own threads may not block, for programs that a vertex calls need them.
+    if (plan->IsShort() && (CallbackThreads::IsOneOfThem() || is_callers_thread())) {
       done(*Submit(call->bound, operands, results, wishes, nullptr)->report(), *plan);
     } else {
       Submit(call->bound, operands, results, wishes, done);
@@ -267,6 +270,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     ffi::Ffi::Bind().RemainingArgs().Ret<ffi::BufferR1<ffi::DataType::U32>>());
 
 }  // namespace
+
+void SetIsCallersThread(bool (*is_callers)()) { is_callers_thread = is_callers; }
 
 void* StampsHandler() { return reinterpret_cast<void*>(&kNewStamps); }
 

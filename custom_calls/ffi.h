@@ -23,6 +23,10 @@ std::vector<FfiTarget> FfiTargets();
 // change, and its calls know by them that it is the same in every iteration.
 void* StampsHandler();
 
+// Says how a thread is known on which programs are called, and which is not XLA's. Once, before any
+// program runs.
+void SetIsCallersThread(bool (*is_callers)());
+
 // (major, minor) of the FFI headers that this was built with.
 std::pair<int, int> FfiApiVersion();
 

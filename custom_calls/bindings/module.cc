@@ -83,6 +83,8 @@ NB_MODULE(_native, m) {
   BindMemGraph(m);
   BindHost(m);
   BindDisk(m);
+  // XLA's threads are Python's while they call back only.
+  SetIsCallersThread([] { return PyGILState_GetThisThreadState() != nullptr; });
   m.def("cuda_driver", &DescribeCudaDriver, "path"_a = "");
   m.def("ffi_targets", &DescribeFfiTargets);
   m.def("stamps_handler", [] { return nb::capsule(StampsHandler()); });

@@ -23,7 +23,7 @@ class Traced:
         follows its own arguments.
       out_tree: the results' pytree structure.
       out_avals: shape and dtype of each flat result, as words.
-      out_codes: what each flat result is the words of.
+      out_codes: what each flat result is the words of; `has_codes`: whether any is of something.
       out_weak_types: for each flat result, whether it gives way in promotions.
       captured: the tracers of outer transformations that the function closes over. They die with
         those, so that a `Traced` which has any serves one call.
@@ -35,6 +35,10 @@ class Traced:
     out_codes: tuple[Code, ...]
     out_weak_types: tuple[bool, ...]
     captured: tuple[Any, ...] = ()
+    has_codes: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "has_codes", any(code is not None for code in self.out_codes))
 
     def captured_words(self) -> list[Any]:
         """What follows the arguments."""

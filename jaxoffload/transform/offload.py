@@ -124,8 +124,9 @@ class Offloaded:
                 flat = bind(leaves, program.traced.jaxpr, **program.params())
         else:
             flat = self._run(program, call)
-        results = map(_decoded, flat, program.traced.out_codes)
-        return jax.tree.unflatten(program.traced.out_tree, results)
+        if program.traced.has_codes:
+            flat = list(map(_decoded, flat, program.traced.out_codes))
+        return jax.tree.unflatten(program.traced.out_tree, flat)
 
     @functools.cached_property
     def _plain(self) -> Any:
@@ -227,7 +228,8 @@ class Offloaded:
         """What the run that ended last did, outside any jit or inside one."""
         latest, ended = self._last_run, self._last_ended
         for program in list(self._programs.values()):
-            for plan in program.plans_inside():
+            program.wait()
+            for plan in program.plans_made():
                 report = plan.last_report()
                 if report is not None and report.ended_ns > ended and not report.error_message:
                     latest, ended = make_run(plan, report), report.ended_ns

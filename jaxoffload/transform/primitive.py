@@ -63,6 +63,14 @@ class Derived:
         self.link = Link(self)
         _all_derived.add(self)
 
+    @classmethod
+    def of_plan(cls, plan: Plan, jaxpr: Any, params: dict[str, Any]) -> "Derived":
+        """With a plan made before, of arrays that are all on the device."""
+        found = cls()
+        key = _key({**params, "jaxpr": jaxpr, "tier_leaves": (), "fixed": ()}, plan.backend)
+        found.plans.get(key, lambda: (jaxpr, plan))
+        return found
+
     def made_plans(self) -> list[Plan]:
         """Every plan made so far, of what was batched, too."""
         own = [plan for _, plan in self.plans.made() if isinstance(plan, Plan)]
@@ -177,7 +185,6 @@ def _plan(
     jaxpr, derived = params["jaxpr"], params["derived"].get()
     below = {i: array.tier for i, array in params["tier_leaves"]}
     fixed = params["fixed"]
-    key = (id(jaxpr), params["donated"], params["options"], *below.items(), fixed, backend.name)
 
     def make() -> tuple[Any, Plan | LoopPlan]:
         tiers = [below.get(i, "") for i in range(len(jaxpr.in_avals))]
@@ -199,9 +206,18 @@ def _plan(
         whole = Whole(jaxpr, params["donated"], params["name"]) if may else None
         if is_part:
             return jaxpr, make_plan(request, whole, backend)
-        return jaxpr, plan_request(request, tiers, derived, whole, backend)  # it keeps its id
+        return jaxpr, plan_request(request, tiers, derived, whole, backend)
 
-    return derived.plans.get(key, make)[1]
+    return derived.plans.get(_key(params, backend), make)[1]
+
+
+def _key(params: dict[str, Any], backend: backends.Backend) -> tuple[Any, ...]:
+    """What tells a plan from others of the same `Derived`, which keeps the jaxpr, and so its id."""
+    below = {i: array.tier for i, array in params["tier_leaves"]}
+    return (
+        id(params["jaxpr"]), params["donated"], params["options"], *below.items(), params["fixed"],
+        backend.name,
+    )  # fmt: skip
 
 
 def plan_request(

@@ -34,9 +34,12 @@ from jaxoffload.search.whole import (
     is_always_cut,
     may_run_whole,
 )
+from jaxoffload.transform import queued
 from jaxoffload.transform.loops import LoopPlan
 from jaxoffload.transform.primitive import Derived, plan_request
+from jaxoffload.transform.queued import QueuedCalls
 from jaxoffload.transform.signature import Signature, shapes_of
+from jaxoffload.transform.verification import looks_for_special_values
 
 
 class Program:
@@ -70,6 +73,8 @@ class Program:
             self._whole = Whole(self.traced.jaxpr, self.params()["donated"], name)
         self._plan: Plan | LoopPlan | None = None  # another one than the first, once that is known
         self._tuning = threading.Lock()
+        self._calls = 0  # of the plan that stays
+        self._queued: QueuedCalls | None = None
         self.verified = False
 
     def params(self) -> dict[str, Any]:
@@ -153,6 +158,8 @@ class Program:
           The flat results, and what the run did: None where that is not known yet, as the results
           are not.
         """
+        if self._queued is not None and not looks_for_special_values():
+            return self._queued.run(operands), None
         plan, donated = self.plan(), self._signature.donated
         if isinstance(plan, LoopPlan):
             return self._typed(plan.run(operands, donated, self.options)), None
@@ -169,9 +176,24 @@ class Program:
                         after = plan.backend.used_memory()
                         self._profile.add_memory(before, after, plan.planned_bytes)
                     self._plan = self._tuner.next(plan, run)
+                    self._queue_next(plan, run)
             finally:
                 self._tuning.release()
         return results, run
+
+    def _queue_next(self, plan: Plan, run: Run) -> None:
+        """Has calls from now on be queued, where that is right and compiling the program pays."""
+        if self._tuner.measures or self.plan() is not plan:
+            return
+        self._calls += 1
+        if self._calls == queued.CALLS_BEFORE:
+            tiers, jaxpr = self._signature.tiers, self.traced.jaxpr
+            self._queued = queued.queued_calls(plan, run, jaxpr, self.params(), tiers)
+
+    def wait(self) -> None:
+        """Waits for the end of the last call that was queued."""
+        if self._queued is not None:
+            self._queued.wait()
 
     def _typed(self, results: Sequence[Any]) -> list[Any]:
         return [

@@ -77,6 +77,12 @@ def compare_with_jit(jaxpr: Any, leaves: Sequence[Any]) -> Expected:
     return Expected([np.array(x) for x in results], lambda: in_float64(jaxpr, kept))
 
 
+def looks_for_special_values() -> bool:
+    """Whether `jax_debug_nans` or `jax_debug_infs` is set."""
+    config = jax.config
+    return bool(config.jax_debug_nans or config.jax_debug_infs)  # pyrefly: ignore[missing-attribute]
+
+
 def check_special_values(name: str, flat: Sequence[Any]) -> None:
     """What `jax_debug_nans` and `jax_debug_infs` ask for, as `jax.jit` does it.
 

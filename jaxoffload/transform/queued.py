@@ -1,0 +1,122 @@
+"""Direct calls of short runs, as XLA programs of one custom call: queued, and read later.
+
+Takes a plan that stays and flat arrays; gives the flat results before the run has ended. JAX makes
+the results in C++, as those of its own programs, and what comes next may use them at once.
+
+Longer runs are waited for: Ctrl-C ends them, and what a call costs beside them is nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.whole import with_bodies
+from jaxoffload.runtime.plan import Plan
+from jaxoffload.runtime.run import Run, make_run
+from jaxoffload.transform.primitive import Derived, bind
+
+CALLS_BEFORE = 16
+"""Direct calls of a plan before its program is compiled, which takes as long as some hundred."""
+_SHORT_SECONDS = 0.1
+"""Of a run: nobody waits longer for Ctrl-C."""
+_QUICK_SECONDS = 1e-3
+"""Of a run: waking a thread or two takes a tenth of that."""
+_OPERATIONS = 1024
+_CONSTANT_BYTES = 1 << 20
+"""Of what the function closes over: a program has a copy."""
+
+
+class QueuedCalls:
+    """A plan as a program of JAX's.
+
+    Args:
+      jaxpr: the function that is planned, closed, over arrays.
+      params: what the primitive takes beside it.
+      returns_at_once: a call comes back before its run has ended. Otherwise it runs on the thread
+        that calls, which is quicker where a thread takes as long to wake.
+    """
+
+    def __init__(self, plan: Plan, jaxpr: Any, params: dict[str, Any], returns_at_once: bool):
+        self._plan, self._is_waited_for = plan, params["options"].check
+        self._derived = Derived.of_plan(plan, jaxpr, params)
+        paired = {i for i, _ in plan.taskgraph.donated}
+        self._others = [i for i, d in enumerate(params["donated"]) if d and i not in paired]
+
+        # XLA's CPU client executes programs of fewer operations than these on the calling thread,
+        # and does not know of ours.
+        self._more = [np.zeros(_OPERATIONS, np.uint8)] if returns_at_once else []
+        count = len(self._more)
+
+        def function(*operands: Any) -> tuple[list[Any], Any]:
+            more, leaves = operands[:count], operands[count:]
+            own: dict[str, Any] = {**params, "derived": self._derived.link}
+            ended = jnp.arange(_OPERATIONS, dtype=np.uint8) * more[0] if more else jnp.zeros(0)
+            return bind(leaves, jaxpr, **own), ended
+
+        function.__name__ = params["name"]
+        donated = [i + count for i, d in enumerate(params["donated"]) if d and i in paired]
+        self._program = jax.jit(function, donate_argnums=donated)
+        self._ended: Any = None  # a result of the last call
+
+    def run(self, leaves: Sequence[Any]) -> list[Any]:
+        """Queues a run on arrays, those that are donated are deleted; gives its flat results.
+
+        Raises:
+          RunError: it failed, and is known to have at once. Otherwise who reads a result is told,
+          by JAX.
+        """
+        # JAX reads NumPy's arrays where they are, and they are the caller's once the call returns.
+        is_read, numpys = False, [i for i, x in enumerate(leaves) if type(x) is np.ndarray]
+        if numpys:
+            leaves = list(leaves)
+            for i in numpys:
+                if leaves[i].ndim:
+                    is_read = True
+                else:
+                    leaves[i] = leaves[i].copy()
+        try:
+            results, self._ended = self._program(*self._more, *leaves)
+            for i in self._others:
+                if isinstance(leaves[i], jax.Array):
+                    leaves[i].delete()
+            if self._is_waited_for or is_read:
+                self._ended.block_until_ready()
+        except (jax.errors.JaxRuntimeError, ValueError):
+            if (report := self._plan.last_report()) is not None:
+                make_run(self._plan, report)  # it tells more
+            raise
+        return results
+
+    def wait(self) -> None:
+        """Waits for the end of the last run, however it ends."""
+        ended = self._ended
+        if ended is not None:
+            compat.wait_for_end(ended)
+
+
+def queued_calls(
+    plan: Plan, run: Run, jaxpr: Any, params: dict[str, Any], tiers: Sequence[str]
+) -> QueuedCalls | None:
+    """The calls of a plan, one run of which was this, if they may be queued: None otherwise.
+
+    Args:
+      tiers: of each argument "host", "disk" or "".
+    """
+    options = params["options"]
+    constants = sum(int(np.asarray(c).nbytes) for c in plan.constants)
+    may = (
+        run.seconds < _SHORT_SECONDS
+        and plan.backend.name == "cpu"
+        and not any(tiers)
+        and options.results == "device"
+        and options.memory is None
+        and plan.disk_bytes == 0
+        and constants <= _CONSTANT_BYTES
+        # What a callback raises is told at once.
+        and not any(e.primitive.name == "pure_callback" for q in jaxpr.eqns for e in with_bodies(q))
+    )
+    return QueuedCalls(plan, jaxpr, params, run.seconds >= _QUICK_SECONDS) if may else None
