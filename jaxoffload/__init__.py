@@ -28,7 +28,7 @@ from jaxoffload.errors import OffloadWarning as OffloadWarning
 from jaxoffload.errors import PlanError as PlanError
 from jaxoffload.errors import RunError as RunError
 from jaxoffload.errors import VerificationError as VerificationError
-from jaxoffload.graphs.verify import VerifyError as VerifyError
+from jaxoffload.graphs.laws import VerifyError as VerifyError
 from jaxoffload.plan.cost.machines import MACHINES as MACHINES
 from jaxoffload.plan.cost.machines import Link as Link
 from jaxoffload.plan.cost.machines import Machine as Machine
@@ -41,13 +41,13 @@ from jaxoffload.runtime.arrays import DiskArray as DiskArray
 from jaxoffload.runtime.arrays import HostArray as HostArray
 from jaxoffload.runtime.arrays import disk_put as disk_put
 from jaxoffload.runtime.arrays import host_put as host_put
-from jaxoffload.runtime.arrays import open_safetensors as open_safetensors
+from jaxoffload.runtime.checkpoint_file import open_safetensors as open_safetensors
 from jaxoffload.runtime.plan import Plan as Plan
 from jaxoffload.runtime.profile import Profile as Profile
 from jaxoffload.runtime.run import Run as Run
 from jaxoffload.search.whole import WholeRun as WholeRun
 from jaxoffload.transform.caches import clear_caches as clear_caches
-from jaxoffload.transform.offload import Offloaded as Offloaded
 from jaxoffload.transform.offload import offload as offload
+from jaxoffload.transform.offloaded import Offloaded as Offloaded
 
 __version__ = "0.1.0"

@@ -16,8 +16,6 @@ A scan that is not worth being cut stays one vertex, as `while` and `cond` alway
 
 import dataclasses
 import functools
-import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +23,7 @@ import numpy as np
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import cost, operations, slicing, sums
+from jaxoffload.capture.demand import demand
 from jaxoffload.capture.distribution import distributed
 from jaxoffload.capture.flat import Equation, Operand, Program, Value, is_literal
 from jaxoffload.capture.inline import Constant, inline
@@ -32,6 +31,7 @@ from jaxoffload.capture.loops import Body, Loop, Rows, rows_for
 from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.order import live_equations
 from jaxoffload.capture.products import with_small_transpositions
+from jaxoffload.capture.views import parts_of_argument
 from jaxoffload.graphs.taskgraph import Span
 
 _SHARED = 3
@@ -109,65 +109,6 @@ def unroll(
     )
 
 
-class _Ties:
-    """Values that are to be stacks, and which of them are to have the same pieces."""
-
-    def __init__(self) -> None:
-        self.length: dict[Value, int] = {}
-        self._leader: dict[Any, Any] = {}
-
-    def leader(self, x: Any) -> Any:
-        """The same for all that are tied."""
-        while self._leader.setdefault(x, x) is not x:
-            self._leader[x] = self._leader[self._leader[x]]
-            x = self._leader[x]
-        return x
-
-    def want(self, values: Sequence[Operand], length: int, tie: Any = None) -> Any:
-        """Wants values as stacks and ties those that are; returns one of them."""
-        for value in values:
-            if isinstance(value, Value) and self.length.setdefault(value, length) == length:
-                if tie is not None:
-                    self._leader[self.leader(value)] = self.leader(tie)
-                tie = value
-        return tie
-
-
-def _demand(equations: Sequence[Equation]) -> _Ties:
-    """The values that are to be kept as stacks, where that costs nothing.
-
-    Scans make and want stacks; operations that work piece by piece spread them both ways.
-    """
-    ties = _Ties()
-    for equation in equations:
-        loop = equation.operation
-        if isinstance(loop, Loop) and loop.repeats:
-            stacked = equation.inputs[loop.num_consts + loop.num_carry :]
-            stacked += equation.outputs[loop.num_carry :]
-            ties.want(stacked, loop.repeats, loop)
-    todo = [e for e in equations if len(e.outputs) == 1 and not isinstance(e.operation, Loop)]
-    wanted = ties.length
-    before = -1
-    done: set[int] = set()
-    while before != len(wanted):
-        before = len(wanted)
-        for equation in (*todo, *reversed(todo)):
-            if id(equation) in done:
-                continue
-            touched = (*equation.outputs, *equation.values())
-            length = next((wanted[v] for v in touched if v in wanted), 0)
-            mapped = operations.map_over_stack(equation, length) if length else None
-            if mapped is None:
-                continue
-            done.add(id(equation))
-            pairs = zip(equation.inputs, mapped.sliced, strict=True)
-            spread = [x for x, sliced in pairs if sliced]
-            if mapped.combine is None:
-                spread += equation.outputs
-            ties.want(spread, length)
-    return ties
-
-
 class _Unroller:
     """Emits equations; one instance for a whole program.
 
@@ -212,7 +153,7 @@ class _Unroller:
     def level(self, equations: Sequence[Equation]) -> _Level:
         """A level's equations, scans as `Loop`s, and into which pieces its arrays are cut."""
         made = [self._with_loop(equation) for equation in equations]
-        ties = _demand(made)
+        ties = demand(made)
         groups: dict[Any, list[Equation]] = {}
         for equation in made:
             if isinstance(equation.operation, Loop):
@@ -358,7 +299,7 @@ class _Unroller:
     def _whole(self, equation: Equation, operands: list[Any], environment: dict) -> None:
         eqn = equation.operation.eqn
         inputs = tuple(self.join(x, eqn) for x in operands)
-        parts = _parts_of_argument(equation, inputs)
+        parts = parts_of_argument(equation, inputs)
         if parts is not None:
             environment.update(zip(equation.outputs, parts, strict=True))
             return
@@ -514,36 +455,3 @@ class _Unroller:
 def _in_order(number: int, loop: Loop) -> Sequence[int]:
     """The steps or pieces of a scan in its order."""
     return range(number - 1, -1, -1) if loop.params["reverse"] else range(number)
-
-
-def _parts_of_argument(equation: Equation, inputs: tuple[Operand, ...]) -> list[Value] | None:
-    """The bytes of an argument that a static slice or split takes, which needs no computation."""
-    operation = equation.operation
-    if len(inputs) != 1 or is_literal(inputs[0]) or inputs[0].argument is None:
-        return None
-    shape, params = inputs[0].shape, operation.params
-    if operation.name == "slice" and set(params["strides"] or (1,)) == {1}:
-        starts = [params["start_indices"]]
-    elif operation.name == "split":
-        axis, sizes = params["axis"], params["sizes"]
-        firsts = itertools.accumulate(sizes[:-1], initial=0)
-        starts = [tuple(first * (d == axis) for d in range(len(shape))) for first in firsts]
-    else:
-        return None
-    pairs = zip(starts, equation.outputs, strict=True)
-    made = [_contiguous(inputs[0], start, output.aval) for start, output in pairs]
-    parts = [part for part in made if part is not None]
-    return parts if len(parts) == len(made) else None
-
-
-def _contiguous(value: Value, start: Sequence[int], aval: Any) -> Value | None:
-    """A part of an argument, where its bytes are together."""
-    if compat.is_extended(aval) or value.argument is None:
-        return None
-    several = next((d for d, size in enumerate(aval.shape) if size != 1), 0)
-    if tuple(aval.shape[several + 1 :]) != value.shape[several + 1 :]:
-        return None
-    strides = [math.prod(value.shape[d + 1 :]) for d in range(len(start))]
-    first = sum(int(i) * n for i, n in zip(start, strides, strict=True))
-    span = value.argument
-    return Value(aval, Span(span.index, span.offset + first * aval.dtype.itemsize))

@@ -1,13 +1,18 @@
-"""Operations so cheap that every reader repeats them.
+"""Operations so cheap that every reader repeats them, and parts of arguments that need none.
 
 The result of such an operation never becomes a tensor at a vertex boundary: it holds no more
 information than its operand, and XLA fuses it into whatever reads it.
 """
 
+import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
 
-from jaxoffload.capture.flat import Equation, Value
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.flat import Equation, Operand, Value, is_literal
 from jaxoffload.capture.operations import is_view
+from jaxoffload.graphs.taskgraph import Span
 
 
 def apart(
@@ -42,3 +47,36 @@ def roots(values: Iterable[Value], view_of: Mapping[Value, Equation]) -> list[Va
         else:
             found[value] = None
     return list(found)
+
+
+def parts_of_argument(equation: Equation, inputs: tuple[Operand, ...]) -> list[Value] | None:
+    """The bytes of an argument that a static slice or split takes, which needs no computation."""
+    operation = equation.operation
+    if len(inputs) != 1 or is_literal(inputs[0]) or inputs[0].argument is None:
+        return None
+    shape, params = inputs[0].shape, operation.params
+    if operation.name == "slice" and set(params["strides"] or (1,)) == {1}:
+        starts = [params["start_indices"]]
+    elif operation.name == "split":
+        axis, sizes = params["axis"], params["sizes"]
+        firsts = itertools.accumulate(sizes[:-1], initial=0)
+        starts = [tuple(first * (d == axis) for d in range(len(shape))) for first in firsts]
+    else:
+        return None
+    pairs = zip(starts, equation.outputs, strict=True)
+    made = [_contiguous(inputs[0], start, output.aval) for start, output in pairs]
+    parts = [part for part in made if part is not None]
+    return parts if len(parts) == len(made) else None
+
+
+def _contiguous(value: Value, start: Sequence[int], aval: Any) -> Value | None:
+    """A part of an argument, where its bytes are together."""
+    if compat.is_extended(aval) or value.argument is None:
+        return None
+    several = next((d for d, size in enumerate(aval.shape) if size != 1), 0)
+    if tuple(aval.shape[several + 1 :]) != value.shape[several + 1 :]:
+        return None
+    strides = [math.prod(value.shape[d + 1 :]) for d in range(len(start))]
+    first = sum(int(i) * n for i, n in zip(start, strides, strict=True))
+    span = value.argument
+    return Value(aval, Span(span.index, span.offset + first * aval.dtype.itemsize))

@@ -10,7 +10,8 @@ from jaxoffload.errors import OffloadError, PlanError
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.report.predict import Prediction
 from jaxoffload.runtime import backends
-from jaxoffload.transform.offload import Offloaded, offload
+from jaxoffload.transform.offload import offload
+from jaxoffload.transform.offloaded import Offloaded
 
 USAGE = """
 usage: jaxoffload plan MODULE:FUNCTION --args=SHAPES [--device_memory=8GiB] [--machine=H200]

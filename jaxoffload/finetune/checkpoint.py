@@ -22,7 +22,8 @@ import numpy as np
 from jaxoffload.errors import OffloadError
 from jaxoffload.finetune import safetensors
 from jaxoffload.finetune.atomic import UNFINISHED, disk_errors, sync_folder, write_json
-from jaxoffload.runtime.arrays import DiskArray, open_safetensors
+from jaxoffload.runtime.arrays import DiskArray
+from jaxoffload.runtime.checkpoint_file import open_safetensors
 
 _STATE, _ABOUT = "state.safetensors", "checkpoint.json"
 _FORMAT = 1

@@ -16,7 +16,7 @@ from jaxoffload.finetune import model
 from jaxoffload.finetune.model import Config, Params
 from jaxoffload.finetune.weights import Model
 from jaxoffload.runtime.arrays import host_put
-from jaxoffload.transform.offload import Offloaded
+from jaxoffload.transform.offloaded import Offloaded
 
 _PAD = 32
 """Prompts are padded to a multiple of it, so that prompts of nearly the same length share a

@@ -15,7 +15,8 @@ from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.options import format_bytes
 from jaxoffload.report.subjects import format_seconds
 from jaxoffload.runtime.run import Run
-from jaxoffload.transform.offload import Offloaded, offload
+from jaxoffload.transform.offload import offload
+from jaxoffload.transform.offloaded import Offloaded
 
 USAGE = """
 usage: jaxoffload generate --model=MODEL --prompt=TEXT [--device_memory=6GiB] [--max_tokens=64]

@@ -24,7 +24,8 @@ from jaxoffload.finetune.model import Config, Params
 from jaxoffload.finetune.quantize import Quantized
 from jaxoffload.finetune.tokenizer import Tokenizer
 from jaxoffload.finetune.weights import Model, Stored
-from jaxoffload.runtime.arrays import DiskArray, open_safetensors
+from jaxoffload.runtime.arrays import DiskArray
+from jaxoffload.runtime.checkpoint_file import open_safetensors
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")

@@ -17,7 +17,7 @@ from jaxoffload.errors import DiskError
 from jaxoffload.finetune import lora, safetensors
 from jaxoffload.finetune.atomic import disk_errors, write_json
 from jaxoffload.finetune.lora import Adapters, LoraConfig, Params
-from jaxoffload.runtime.arrays import open_safetensors
+from jaxoffload.runtime.checkpoint_file import open_safetensors
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."

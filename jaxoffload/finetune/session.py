@@ -22,7 +22,8 @@ from jaxoffload.finetune.lora import LoraConfig
 from jaxoffload.finetune.train import Recipe
 from jaxoffload.finetune.weights import Model
 from jaxoffload.runtime.arrays import HostArray, disk_put, host_put
-from jaxoffload.transform.offload import Offloaded, offload
+from jaxoffload.transform.offload import offload
+from jaxoffload.transform.offloaded import Offloaded
 
 Say = Callable[[str], None]
 

@@ -15,88 +15,17 @@ of the time that the plan took (benchmarks/planner.py).
 """
 
 import collections
-import dataclasses
-import enum
-import itertools
-from collections.abc import Iterable
 
 import numpy as np
 
-from jaxoffload.errors import OffloadError
+from jaxoffload.graphs.laws import MAY_READ, MAY_WRITE, Law, VerifyError, Violation
 from jaxoffload.graphs.memgraph import COPIES, PLACE_ALIGNMENT, EdgeKind, Kind, MemGraph, Space
+from jaxoffload.graphs.ragged import array, differ, entries, ragged
 from jaxoffload.graphs.reachability import is_acyclic, next_writers, reaches
 from jaxoffload.graphs.taskgraph import IN_PLACE_ALIGNMENT, TaskGraph, VertexKind
 
-_SHOWN = 20
-_LOWER = (Space.HOST, Space.ARGUMENT, Space.RESULT)
-_ON_DISK = (Space.DISK, Space.ARGUMENT, Space.RESULT)
-_READS: dict[Kind, tuple[Space, ...]] = {
-    Kind.RELOAD: _LOWER,
-    Kind.OFFLOAD: (Space.DEVICE, *_LOWER),
-    Kind.LOAD: _ON_DISK,
-    Kind.STORE: (Space.HOST,),
-    Kind.HOST_KERNEL: _LOWER,
-}
-_WRITES: dict[Kind, tuple[Space, ...]] = {
-    Kind.RELOAD: (Space.DEVICE,),
-    Kind.OFFLOAD: (Space.HOST, Space.RESULT),
-    Kind.LOAD: (Space.HOST,),
-    Kind.STORE: (Space.DISK, Space.RESULT),
-    Kind.HOST_KERNEL: (Space.HOST, Space.RESULT),
-}
 _HOST_PAGE = 4096
 _DISK_BLOCK = 16384
-_KERNEL_READS = (Space.DEVICE, Space.ARGUMENT, Space.RESULT)
-_KERNEL_WRITES = (Space.DEVICE, Space.RESULT)
-
-
-def _table(allowed: dict[Kind, tuple[Space, ...]], default: tuple[Space, ...]) -> np.ndarray:
-    """Whether a kind of vertex may touch a space, bool[kinds, spaces]."""
-    return np.array([[space in allowed.get(kind, default) for space in Space] for kind in Kind])
-
-
-_MAY_READ = _table(_READS, _KERNEL_READS)
-_MAY_WRITE = _table(_WRITES, _KERNEL_WRITES)
-
-
-class Law(enum.Enum):
-    """What a violation violates."""
-
-    SHAPE = "every vertex of the TaskGraph occurs once and reads and writes its tensors"
-    BYTES = "a version holds its tensor's bytes"
-    DATA = "a writer precedes its readers"
-    RESULT = "every result part is written once"
-    EDGES = "edges point forward, no pair twice, and data edges carry data"
-    CYCLE = "there is no cycle"
-    ROOM = "every place is inside its arena and aligned"
-    STAYS = "what stays in its place is a part of an argument, and alone there"
-    RACE = "of two versions in overlapping places one safely overwrites the other"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Violation:
-    """One broken law, in words."""
-
-    law: Law
-    text: str
-
-
-class VerifyError(OffloadError):
-    """A MemGraph that could give a wrong result, or none; it has not been run.
-
-    Every plan is checked before it may run, so from a call of an offloaded function this tells of a
-    fault in jaxoffload, not in the function. Please report it with the message.
-
-    Attributes:
-      violations: all that were found.
-    """
-
-    def __init__(self, violations: list[Violation], heading: str = "the MemGraph is not legal"):
-        self.violations = violations
-        lines = [f"- {v.law.value}: {v.text}" for v in violations[:_SHOWN]]
-        if len(violations) > _SHOWN:
-            lines.append(f"- and {len(violations) - _SHOWN} more")
-        super().__init__(f"{heading}:\n" + "\n".join(lines))
 
 
 def verify(memgraph: MemGraph) -> None:
@@ -123,10 +52,10 @@ class _Tasks:
     def __init__(self, graph: TaskGraph):
         vertices = graph.vertices
         self.count = len(vertices)
-        self.kind = _array(Kind[v.kind.name] for v in vertices)
-        self.device = _array(v.device for v in vertices)
-        self.input_offsets, self.inputs = _ragged([v.inputs for v in vertices])
-        self.output_offsets, self.outputs = _ragged([v.outputs for v in vertices])
+        self.kind = array(Kind[v.kind.name] for v in vertices)
+        self.device = array(v.device for v in vertices)
+        self.input_offsets, self.inputs = ragged([v.inputs for v in vertices])
+        self.output_offsets, self.outputs = ragged([v.outputs for v in vertices])
         over = [(k, *pair) for k, v in enumerate(vertices) if v.overwrites for pair in v.overwrites]
         self.overwrites = np.array(over, dtype=np.int64).reshape(-1, 3)
 
@@ -176,9 +105,9 @@ class _Check:
             who = graph.describe(int(self.maker[slot]))
             self.broken(Law.SHAPE, f"version {graph.outputs[slot]} names another writer than {who}")
         reads, writes = kind[self.reader], kind[self.maker]
-        wrong_read = ~_MAY_READ[reads, graph.space[graph.inputs]]
+        wrong_read = ~MAY_READ[reads, graph.space[graph.inputs]]
         wrong_read |= self.on_disk[graph.inputs] != (reads == Kind.LOAD)
-        wrong_write = ~_MAY_WRITE[writes, graph.space[graph.outputs]]
+        wrong_write = ~MAY_WRITE[writes, graph.space[graph.outputs]]
         wrong_write |= self.on_disk[graph.outputs] != (writes == Kind.STORE)
         for vertex in np.union1d(self.reader[wrong_read], self.maker[wrong_write]).tolist():
             who = graph.describe(vertex)
@@ -213,9 +142,9 @@ class _Check:
         rows = (graph.input_offsets, read, kernels, tasks.input_offsets, tasks.inputs, task)
         for wrong, text in (
             (other, "is of another kind or on another device"),
-            (_differ(*rows), "does not read its tensors"),
+            (differ(*rows), "does not read its tensors"),
             (
-                _differ(
+                differ(
                     graph.output_offsets, wrote, kernels, tasks.output_offsets, tasks.outputs, task
                 ),
                 "does not write its tensors",
@@ -281,7 +210,7 @@ class _Check:
         for k in np.flatnonzero(end[mine] > capacity).tolist():
             text = f"version {mine[k]} ends at {end[mine[k]]} of {capacity[k]} bytes"
             self.broken(Law.ROOM, text)
-        device = _array(tensor.device for tensor in self.tensors)
+        device = array(tensor.device for tensor in self.tensors)
         for version in mine[device[graph.tensor[mine]] != graph.index[mine]].tolist():
             self.broken(Law.ROOM, f"version {version} is on device {graph.index[version]}")
         for task in graph.taskgraph.vertices:
@@ -298,8 +227,8 @@ class _Check:
         for vertex in copies[read != wrote].tolist():
             self.broken(Law.BYTES, f"{graph.describe(vertex)} mixes up tensors")
         spans = [tensor.argument for tensor in self.tensors]
-        argument = _array(-1 if span is None else span.index for span in spans)[graph.tensor]
-        first = _array(-1 if span is None else span.offset for span in spans)[graph.tensor]
+        argument = array(-1 if span is None else span.index for span in spans)[graph.tensor]
+        first = array(-1 if span is None else span.offset for span in spans)[graph.tensor]
         is_away = (argument < 0) | (argument != graph.index) | (first != graph.offset)
         for version in np.flatnonzero((graph.space == Space.ARGUMENT) & is_away).tolist():
             self.broken(Law.BYTES, f"{self.name(version)} is not where its argument is")
@@ -424,44 +353,8 @@ class _Check:
         graph = self.graph
         by_version = np.argsort(graph.inputs, kind="stable")
         offsets = np.searchsorted(graph.inputs[by_version], np.arange(graph.num_versions + 1))
-        at, row = _entries(offsets, versions)
+        at, row = entries(offsets, versions)
         writers = graph.writer[versions].astype(np.int64)
         written = np.flatnonzero(writers >= 0)
         users = np.concatenate([self.reader[by_version[at]], writers[written]])
         return users, np.concatenate([row, written])
-
-
-def _array(values: Iterable[int]) -> np.ndarray:
-    return np.fromiter(values, dtype=np.int64)
-
-
-def _ragged(rows: list[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of ids as offsets and values."""
-    offsets = np.concatenate([[0], np.cumsum(_array(map(len, rows)))])
-    return offsets, _array(itertools.chain.from_iterable(rows))
-
-
-def _entries(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of some rows of a CSR, the positions of all entries, and the position of the row of each."""
-    count = offsets[rows + 1] - offsets[rows]
-    row = np.repeat(np.arange(len(rows)), count)
-    first = np.cumsum(count) - count
-    return offsets[rows][row] + np.arange(len(row)) - first[row], row
-
-
-def _differ(
-    offsets: np.ndarray,
-    values: np.ndarray,
-    rows: np.ndarray,
-    other_offsets: np.ndarray,
-    other_values: np.ndarray,
-    other_rows: np.ndarray,
-) -> np.ndarray:
-    """Whether each of some rows of one CSR differs from that of another."""
-    count = offsets[rows + 1] - offsets[rows]
-    differ = count != other_offsets[other_rows + 1] - other_offsets[other_rows]
-    alike = np.flatnonzero(~differ)
-    at, row = _entries(offsets, rows[alike])
-    other_at, _ = _entries(other_offsets, other_rows[alike])
-    differ[alike[row[values[at] != other_values[other_at]]]] = True
-    return differ

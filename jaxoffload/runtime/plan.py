@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxoffload.compile.cache import CompileReport
+from jaxoffload.graphs.laws import VerifyError
 from jaxoffload.graphs.memgraph import Kind, MemGraph, Space
 from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
-from jaxoffload.graphs.verify import VerifyError, verify
+from jaxoffload.graphs.verify import verify
 from jaxoffload.options import format_bytes
 from jaxoffload.plan.alloc.limits import intermediates_peak, resident_peak
 from jaxoffload.plan.cost.machines import Machine

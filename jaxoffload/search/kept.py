@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import garbage
-from jaxoffload.graphs.verify import VerifyError
+from jaxoffload.graphs.laws import VerifyError
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.search.cut import Cut
 from jaxoffload.search.planner import Planner

@@ -4,7 +4,7 @@ import gc
 
 from jaxoffload import _native
 from jaxoffload.runtime import backends
-from jaxoffload.transform.offload import clear_programs
+from jaxoffload.transform.offloaded import clear_programs
 from jaxoffload.transform.primitive import clear_plans
 
 

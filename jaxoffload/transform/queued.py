@@ -46,19 +46,18 @@ class QueuedCalls:
         paired = {i for i, _ in plan.taskgraph.donated}
         self._others = [i for i, d in enumerate(params["donated"]) if d and i not in paired]
 
-        # XLA's CPU client executes programs of fewer operations than these on the calling thread,
-        # and does not know of ours.
-        self._more = [np.zeros(_OPERATIONS, np.uint8)] if returns_at_once else []
-        count = len(self._more)
-
-        def function(*operands: Any) -> tuple[list[Any], Any]:
-            more, leaves = operands[:count], operands[count:]
+        def function(*leaves: Any) -> tuple[list[Any], Any]:
             own: dict[str, Any] = {**params, "derived": self._derived.link}
-            ended = jnp.arange(_OPERATIONS, dtype=np.uint8) * more[0] if more else jnp.zeros(0)
-            return bind(leaves, jaxpr, **own), ended
+            results = bind(leaves, jaxpr, **own)
+            some = next((x for x in results if returns_at_once and x.size), None)
+            if some is None:
+                return results, jnp.zeros(0)
+            # XLA's CPU client executes programs of fewer operations on the calling thread, and
+            # does not know of ours.
+            return results, jnp.arange(_OPERATIONS) * (some.ravel()[0] != 0)
 
         function.__name__ = params["name"]
-        donated = [i + count for i, d in enumerate(params["donated"]) if d and i in paired]
+        donated = [i for i, d in enumerate(params["donated"]) if d and i in paired]
         self._program = jax.jit(function, donate_argnums=donated)
         self._ended: Any = None  # a result of the last call
 
@@ -79,7 +78,7 @@ class QueuedCalls:
                 else:
                     leaves[i] = leaves[i].copy()
         try:
-            results, self._ended = self._program(*self._more, *leaves)
+            results, self._ended = self._program(*leaves)
             for i in self._others:
                 if isinstance(leaves[i], jax.Array):
                     leaves[i].delete()

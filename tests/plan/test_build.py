@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxoffload.errors import PlanError
+from jaxoffload.graphs.laws import VerifyError
 from jaxoffload.graphs.memgraph import EdgeKind, Kind, Space
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
-from jaxoffload.graphs.verify import VerifyError, verify
+from jaxoffload.graphs.verify import verify
 from jaxoffload.plan.alloc.build import build_memgraph
 from jaxoffload.plan.alloc.limits import min_budget, resident_peak
 from tests.plan.execute import arguments_of, check, execute, straightforward

@@ -6,9 +6,10 @@ import random
 import numpy as np
 import pytest
 
+from jaxoffload.graphs.laws import Law, VerifyError
 from jaxoffload.graphs.memgraph import Kind, Space
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
-from jaxoffload.graphs.verify import Law, VerifyError, verify
+from jaxoffload.graphs.verify import verify
 from jaxoffload.plan.alloc.build import build_memgraph
 from jaxoffload.plan.alloc.limits import align, least_room, min_budgets, num_devices
 from jaxoffload.plan.cost.machines import SMALL_SERVER, Link

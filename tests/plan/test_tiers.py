@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from jaxoffload.errors import PlanError
+from jaxoffload.graphs.laws import Law, VerifyError
 from jaxoffload.graphs.memgraph import EdgeKind, Kind, Space
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
-from jaxoffload.graphs.verify import Law, VerifyError, verify
+from jaxoffload.graphs.verify import verify
 from jaxoffload.plan.alloc.build import CHOICES, build_memgraph
 from jaxoffload.plan.alloc.limits import HOST_PAGE, min_budget, min_host_memory
 from tests.plan.execute import check

@@ -10,9 +10,10 @@ import networkx
 import numpy as np
 import pytest
 
+from jaxoffload.graphs.laws import Law, VerifyError
 from jaxoffload.graphs.memgraph import EdgeKind, Kind, Space
 from jaxoffload.graphs.reachability import next_writers, reaches
-from jaxoffload.graphs.verify import Law, VerifyError, verify
+from jaxoffload.graphs.verify import verify
 from jaxoffload.plan.alloc.build import build_memgraph
 from jaxoffload.plan.alloc.limits import min_budget
 from tests.plan.execute import arguments_of, execute, same, straightforward

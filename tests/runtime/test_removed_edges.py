@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
+from jaxoffload.graphs.laws import VerifyError
 from jaxoffload.graphs.memgraph import EdgeKind, Kind, Space
-from jaxoffload.graphs.verify import VerifyError, verify
+from jaxoffload.graphs.verify import verify
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.load import load
 

@@ -13,8 +13,8 @@ import pytest
 
 import jaxoffload as jo
 from jaxoffload import _native
+from jaxoffload.graphs.laws import Law
 from jaxoffload.graphs.memgraph import EdgeKind, Space
-from jaxoffload.graphs.verify import Law
 from jaxoffload.runtime import plan as plans
 from jaxoffload.search import tuner
 

@@ -22,6 +22,12 @@ FIRST, SECOND = jax.devices()[:2]
 TIGHT = "48KiB"
 
 
+@pytest.fixture(autouse=True)
+def however_long_runs_take(monkeypatch):
+    monkeypatch.setattr(queued, "_SHORT_SECONDS", 100.0)
+    monkeypatch.setattr(queued, "_QUICK_SECONDS", 0.0)
+
+
 def layers(ws, x):
     for w in ws:
         x = jnp.tanh(x @ w)
@@ -127,6 +133,18 @@ def test_numpys_arrays_are_the_callers_again_when_a_queued_call_returns():
         if isinstance(given, np.ndarray):
             given[:] = 0
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.plain_runs
+def test_quick_runs_are_run_by_who_calls(monkeypatch):
+    monkeypatch.setattr(queued, "_QUICK_SECONDS", 100.0)
+    step, ws = jo.offload(layers, device_memory=TIGHT, policy="once"), jax.device_put(weights())
+    want = np.asarray(step(ws, X))
+    for _ in range(50):
+        got = step(ws, X)
+        assert got.is_ready()
+        np.testing.assert_array_equal(got, want)
+    assert is_queued(step) == [True]
 
 
 def test_a_long_run_is_waited_for(monkeypatch):

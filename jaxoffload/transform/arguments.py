@@ -1,0 +1,83 @@
+"""What of a call's arrays matters beside their shapes: where they are, what may be done to them.
+
+Takes a call; gives the device to which it is committed, or refuses it in the user's words.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.options import Options
+from jaxoffload.runtime.arrays import TierArray
+from jaxoffload.transform.signature import ArgumentSpec, Call
+
+_NOT_PLACED = (np.ndarray, TierArray)
+"""Arrays that are on no device."""
+
+
+def placed(spec: ArgumentSpec, call: Call) -> tuple[int | None, Any]:
+    """A leaf that is spread over several devices, if there is one; and the device to which
+    arguments, and so results, are committed, None if none is.
+
+    Raises:
+      ValueError: there are two, as under jit.
+    """
+    first, device, seen = 0, None, None
+    for i, leaf in enumerate(call.leaves):
+        if isinstance(leaf, _NOT_PLACED) or not leaf.committed or leaf.sharding is seen:
+            continue
+        seen = leaf.sharding
+        if len(seen.device_set) > 1:
+            return i, None
+        if device is None:
+            first, (device,) = i, seen.device_set
+        elif device not in seen.device_set:
+            (other,) = seen.device_set
+            raise ValueError(
+                f"offload({spec.name}): {spec.name_of(call, first)} is committed "
+                f"to {device} and {spec.name_of(call, i)} to {other}. Put both on one "
+                "device with jax.device_put, as for jax.jit."
+            )
+    return None, device
+
+
+def check_transfers(spec: ArgumentSpec, call: Call) -> None:
+    """Honours `jax.transfer_guard`.
+
+    Raises:
+      RuntimeError: an argument would be moved to the device, and must not be.
+    """
+    if not compat.refuses_transfers_to_device():
+        return
+    for i, leaf in enumerate(call.leaves):
+        if isinstance(leaf, np.ndarray):
+            raise RuntimeError(
+                f"offload({spec.name}): {spec.name_of(call, i)} is in NumPy's "
+                "memory, and jax.transfer_guard disallows its transfer to the device. Pass it "
+                "through jax.device_put first."
+            )
+
+
+def check_trace(spec: ArgumentSpec, call: Call, options: Options) -> None:
+    """Looks at a call inside a transformation.
+
+    Raises:
+      ValueError: results cannot be there what they are to be.
+    """
+    if options.results != "device":
+        raise ValueError(
+            f"offload({spec.name}): results={options.results!r} inside jax.jit or "
+            "another transformation, where every result is an array on the device. Call the "
+            "offloaded function outside."
+        )
+    for leaf, donated in zip(call.leaves, call.signature.donated, strict=True):
+        if isinstance(leaf, TierArray) and donated:
+            raise ValueError(
+                f"offload({spec.name}): {leaf!r} is donated inside jax.jit or another "
+                "transformation, where it cannot be handed back in its tier. Call the "
+                "offloaded function outside, or take it out of donate_argnums."
+            )
+
+
+compat.hide_frames_of(__file__)

@@ -1,0 +1,363 @@
+"""An offloaded function: what `offload` returns, and what users call and ask.
+
+For each signature that it is called with it has a `Program` (program.py).
+"""
+
+import dataclasses
+import functools
+import time
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.words import Code, code_of, decoded, encoded
+from jaxoffload.compile import callbacks
+from jaxoffload.errors import PlanError
+from jaxoffload.identity import Key
+from jaxoffload.options import Options
+from jaxoffload.plan.cost.machines import Machine
+from jaxoffload.report.explain import Explanation
+from jaxoffload.report.predict import Prediction, predict
+from jaxoffload.report.tradeoff import Tradeoff, tradeoff
+from jaxoffload.runtime import backends
+from jaxoffload.runtime.arrays import TierArray
+from jaxoffload.runtime.plan import Plan
+from jaxoffload.runtime.profile import Profile
+from jaxoffload.runtime.run import Run, make_run
+from jaxoffload.search.whole import (
+    WholePlan,
+    WholeRun,
+    is_always_cut,
+    may_run_whole,
+)
+from jaxoffload.transform.arguments import check_trace, check_transfers, placed
+from jaxoffload.transform.loops import LoopPlan
+from jaxoffload.transform.primitive import bind
+from jaxoffload.transform.program import Program
+from jaxoffload.transform.signature import ArgumentSpec, BeyondPlans, Call
+from jaxoffload.transform.verification import check_special_values, compare_with_jit
+
+AUTO_MARGIN = 0.1
+"""Share of the free memory that device_memory="auto" leaves. Beside arena, workspace, host tier and
+results, the first runs of the two steps of benchmarks/ratios.py took 38 and 92 MiB (thread stacks,
+buffers of XLA's products, allocator slack); the rest is for neighbours."""
+KNOWN_MARGIN = 0.03
+"""The same where a profile tells what runs take: what is left is for other processes."""
+
+
+_all_offloaded: "weakref.WeakSet[Offloaded]" = weakref.WeakSet()
+
+
+def clear_programs() -> None:
+    """Forgets what was traced, planned and compiled for any function."""
+    for offloaded in list(_all_offloaded):
+        offloaded.clear_cache()
+
+
+class Offloaded:
+    """What `offload` returns: call it as you would call the function.
+
+    Attributes:
+      last_run: what the last run did: a `Run`; a `WholeRun` where the function ran whole; None
+        before the first. Runs inside `jax.jit` count, but for those that ran whole. Of a function
+        whose loops are planned by what they repeat, one iteration.
+      profile: what calls have measured; `profile.save(path)` keeps it.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        spec: ArgumentSpec,
+        options: Options,
+        profile: Profile | None = None,
+    ):
+        functools.update_wrapper(self, function)
+        self.profile = profile or Profile()
+        self._unseen_bytes = self.profile.unseen_bytes
+        self._function, self._spec, self._options = function, spec, options
+        self._programs: dict[Key, Program] = {}
+        self._last_run: Run | WholeRun | None = None
+        self._last_ended = -1  # on the runtime's clock
+        self._as_it_is: Any = None
+        is_whole = may_run_whole(options, ()) and not is_always_cut(options)
+        if options.device_memory is None and is_whole:
+            self._as_it_is = self._jitted(
+                donate_argnums=sorted(spec.donated_positions),
+                donate_argnames=sorted(spec.donated_names),
+            )
+        _all_offloaded.add(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._as_it_is is not None and not _has_tier_arrays((args, kwargs)):
+            results = self._as_it_is(*args, **kwargs)
+            self._note(WholeRun())
+            return results
+        if compat.is_jit_disabled():
+            return self._function(*_on_device(args), **_on_device(kwargs))
+        if callbacks.is_inside():
+            return self._plain(*_on_device(args), **_on_device(kwargs))
+        try:
+            call = self._spec.bind(args, kwargs)
+        except BeyondPlans:
+            if self._options.device_memory is not None:
+                raise
+            return self._plain(*_on_device(args), **_on_device(kwargs))
+        program = self._program(call)
+        if compat.is_tracing() or program.traced.captured:
+            check_trace(self._spec, call, self._options)
+            whole = program.whole
+            if whole is not None and compat.in_manual_region():
+                # What was traced knows nothing of which values differ from device to device.
+                return self._plain(*_on_device(args), **_on_device(kwargs))
+            if whole is not None:
+                more = program.traced.captured_words()
+                flat = whole.inline(*program.as_given(call.leaves), *more)
+            else:
+                leaves = [*call.leaves, *program.traced.captured_words()]
+                flat = bind(leaves, program.traced.jaxpr, **program.params())
+        else:
+            flat = self._run(program, call)
+        if program.traced.has_codes:
+            flat = list(map(_decoded, flat, program.traced.out_codes))
+        return jax.tree.unflatten(program.traced.out_tree, flat)
+
+    @functools.cached_property
+    def _plain(self) -> Any:
+        """The function jitted, with nothing donated."""
+        return self._jitted()
+
+    def _jitted(self, **options: Any) -> Any:
+        spec = self._spec
+        return jax.jit(
+            self._function,
+            static_argnums=sorted(spec.static_positions),
+            static_argnames=sorted(spec.static_names),
+            **options,
+        )
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for arguments of these shapes (arrays, or `jax.ShapeDtypeStruct`).
+
+        Of a function with a `while_loop` that does not fit as it is, what the loop repeats is
+        planned: the plan of that.
+
+        Raises:
+          PlanError: the budget is too small; says the smallest that can work, and why.
+        """
+        plan = self._program(self._spec.bind(args, kwargs)).plan()
+        return plan.main if isinstance(plan, LoopPlan) else plan
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """Where the memory goes and whether it fits, from shapes alone; print it.
+
+        A budget that is too small is explained, not raised.
+        """
+        call = self._spec.bind(args, kwargs)
+        program = self._program(call)
+        asked = self._options.device_memory
+        found = Explanation.of(program.request(), asked, call.leaves)
+        if found.plan is None and (part := program.repeated()) is not None:
+            return Explanation.of(part, asked)
+        return found
+
+    def predict(
+        self,
+        *args: Any,
+        machine: Machine | str,
+        policy: str = "work-conserving",
+        jitter: float = 0.0,
+        **kwargs: Any,
+    ) -> Prediction:
+        """What a call would take on a machine that is not here, from shapes alone: simulated.
+
+        Args:
+          machine: a `Machine`, or the name of one of `jaxoffload.MACHINES`.
+          policy: "work-conserving", "fixed", "random" or "levelwise" (bulk-synchronous).
+          jitter: standard deviation of the logarithm of what each vertex's time is multiplied by.
+
+        Raises:
+          ValueError: machine or policy is not known. PlanError: the budget is too small.
+        """
+        program = self._program(self._spec.bind(args, kwargs))
+        request = program.request()
+        if self._options.device_memory in ("auto", None):
+            return predict(request.with_options(device_memory=None), machine, policy, jitter)
+        try:
+            return predict(request, machine, policy, jitter)
+        except PlanError:
+            part = program.repeated()
+            if part is None:
+                raise
+        return predict(part, machine, policy, jitter)
+
+    def tradeoff(
+        self,
+        *args: Any,
+        machine: Machine | str,
+        shares: Sequence[float] = (0.75, 0.5, 0.35, 0.25),
+        **kwargs: Any,
+    ) -> Tradeoff:
+        """Simulated time over device memory: everything kept, offloaded, recomputed, or the
+        best of both. From shapes alone.
+
+        Args:
+          machine: as for `predict`.
+          shares: of what keeping everything needs, the budgets to plan for.
+
+        Returns:
+          A `Tradeoff`: print it, or show its `svg()`.
+
+        Raises:
+          ValueError: machine is not known, or a share is not positive.
+        """
+        program = self._program(self._spec.bind(args, kwargs))
+        found = tradeoff(program.request(), machine, shares)
+        if len(found.points) == 1 and (part := program.repeated()) is not None:
+            return tradeoff(part, machine, shares)
+        return found
+
+    @property
+    def last_run(self) -> Run | WholeRun | None:
+        """What the run that ended last did, outside any jit or inside one."""
+        latest, ended = self._last_run, self._last_ended
+        for program in list(self._programs.values()):
+            program.wait()
+            for plan in program.plans_made():
+                report = plan.last_report()
+                if report is not None and report.ended_ns > ended and not report.error_message:
+                    latest, ended = make_run(plan, report), report.ended_ns
+        return latest
+
+    def resident(self) -> dict[str, int]:
+        """What calls have left on the device for the next one, and is there now: bytes of each
+        argument, by its name.
+
+        Parts of arguments made by `host_put`, `disk_put` and `open_safetensors` that are not
+        donated stay, as far as `device_memory` has room: a call with the same arrays moves the rest
+        only. They go when another call needs their place, with `release`, and with this object.
+        """
+        found: dict[str, int] = {}
+        for plan in self._plans():
+            found.update(plan.residents())
+        return found
+
+    def release(self) -> None:
+        """Gives up what calls have left on the device; the next one brings it again."""
+        for plan in self._plans():
+            plan.release()
+
+    def _plans(self) -> list[Plan]:
+        """Every plan made so far, that of each signature last."""
+        programs = list(self._programs.values())
+        return [plan for program in programs for plan in program.plans_made()]
+
+    def clear_cache(self) -> None:
+        """Forgets what was traced, planned and compiled for calls so far."""
+        self._programs.clear()
+        self._spec.forget()
+
+    def _program(self, call: Call) -> Program:
+        backend = backends.current_name()
+        key = call.signature.key(compat.trace_context(), backend)
+        program = self._programs.get(key)
+        if program is None:
+            backends.prepare(backend)
+            # Under no lock: tracing runs the user's code, which may call this very function.
+            program = self._make_program(call)
+            if not program.traced.captured:  # tracers are not to outlive their transformation
+                program = self._programs.setdefault(key, program)  # atomic; the first one stays
+        return program
+
+    def _make_program(self, call: Call) -> Program:
+        options, asked = self._options, self._options.device_memory != "auto"
+        if not asked:
+            free = backends.current().free_memory()
+            margin = int(free * AUTO_MARGIN)
+            if self._unseen_bytes:
+                margin = int(free * KNOWN_MARGIN) + self._unseen_bytes
+            budget = _rounded(max(1, free - margin))
+            options = dataclasses.replace(options, device_memory=budget)
+        body = self._spec.caller(self._function, call.signature)
+        names = self._spec.names_of(call.signature)
+        return Program(self._spec.name, body, call.signature, options, asked, self.profile, names)
+
+    def _run(self, program: Program, call: Call) -> list[Any]:
+        for leaf in call.leaves:
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"offload({self._spec.name}) was called with a ShapeDtypeStruct, which has no "
+                    "data. Pass arrays, or call .plan() or .explain() with shapes."
+                )
+        spread, device = placed(self._spec, call)
+        if spread is not None:
+            flat, run = program.run_spread(call.leaves, self._spec.name_of(call, spread))
+            self._note(run)
+            return flat
+        plan = program.plan()  # what cannot run is refused before anything runs
+        expected = None
+        if not isinstance(plan, WholePlan) and program.options.verify and not program.verified:
+            leaves = [_read(x) if isinstance(x, TierArray) else x for x in call.leaves]
+            expected = compare_with_jit(program.traced.jaxpr, leaves)
+        if not isinstance(plan, WholePlan):
+            check_transfers(self._spec, call)
+        flat, run = program.run(call.leaves, device)
+        if run is not None:
+            self._note(run)
+        if expected is not None:
+            expected.check(self._spec.name, flat)
+            program.verified = True
+        check_special_values(self._spec.name, flat)
+        return flat
+
+    def _note(self, run: Run | WholeRun) -> None:
+        self._last_run, self._last_ended = run, time.monotonic_ns()
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        options = self._options
+        if options.memory is not None:
+            return f"offload({self._spec.name}, memory={options.memory!r})"
+        return f"offload({self._spec.name}, device_memory={options.device_memory!r})"
+
+
+def _rounded(budget: int) -> int:
+    """A budget down to five binary digits, at most a sixteenth less: what is free differs from
+    process to process, and the plan that one has made is to serve the next."""
+    step = 1 << max(0, budget.bit_length() - 5)
+    return budget // step * step
+
+
+def _on_device(tree: Any) -> Any:
+    """A pytree with arrays of JAX's instead of those in a lower tier."""
+    return jax.tree.map(
+        lambda x: jnp.asarray(np.asarray(x)) if isinstance(x, TierArray) else x, tree
+    )
+
+
+def _read(array: TierArray) -> np.ndarray:
+    """The words of an array in a lower tier."""
+    return encoded(np.asarray(array), code_of(array))
+
+
+def _decoded(x: Any, code: Code) -> Any:
+    """A result of what it is the words of. Keys are arrays of JAX's wherever results go."""
+    if isinstance(x, TierArray) and code is not None:
+        return (
+            decoded(jnp.asarray(np.asarray(x)), code) if isinstance(code, str) else x.seen_as(code)
+        )
+    return decoded(x, code)
+
+
+def _has_tier_arrays(tree: Any) -> bool:
+    return any(isinstance(leaf, TierArray) for leaf in jax.tree.leaves(tree))
+
+
+compat.hide_frames_of(__file__)
