@@ -84,6 +84,10 @@ class Source(Protocol):
         """A MemGraph within the request's limits."""
         ...
 
+    def steady(self, graph: TaskGraph, budget: int, machine: Machine, **rule: Any) -> MemGraph:
+        """The same, with what had better stay from call to call, by a machine's times."""
+        ...
+
     def other(self, than: "Plan", expected: float, seconds: float, costs: Pricing) -> "Plan | None":
         """See `Plan.with_other_cut`."""
         ...
@@ -364,6 +368,12 @@ class Plan(ShownMemory):
         assert self.budget is not None, "without a limit nothing is placed anew"
         staying = self.memgraph.tensor[self.memgraph.residents].tolist()
         return self._source.build(graph, self.budget, residents=staying, **options)
+
+    def steady(self, graph: TaskGraph, machine: Machine, **rule: Any) -> MemGraph:
+        """The same, and what stays is chosen anew by those costs and a machine's links: the slower
+        kernels are, the more room there had better be for what arrives meanwhile."""
+        assert self.budget is not None, "without a limit nothing is placed anew"
+        return self._source.steady(graph, self.budget, machine, **rule)
 
     def _disk_extent(self) -> Any:
         """Space for the tensors that go to disk, reserved before anything runs."""

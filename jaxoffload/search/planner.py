@@ -211,12 +211,21 @@ class Planner:
 
     def _built(self, graph: TaskGraph, rule: Rule, budget: int) -> tuple[MemGraph, float]:
         """The MemGraph of a draft, with what stays, and its simulated seconds."""
+        return self._with_residents(graph, budget, self.machine, rule)
+
+    def _with_residents(
+        self, graph: TaskGraph, budget: int, machine: Machine, rule: Rule
+    ) -> tuple[MemGraph, float]:
         return with_residents(
             self.build(graph, budget, **rule),
             self.request.lasting,
             lambda tensors: self.build(graph, budget, residents=tensors, **rule),
-            self.machine,
+            machine,
         )
+
+    def steady(self, graph: TaskGraph, budget: int, machine: Machine, **rule: Any) -> MemGraph:
+        """See `Plan.steady`."""
+        return self._with_residents(graph, budget, machine, rule)[0]
 
     def _fastest_with_or_without_recomputing(self, cut: CompiledCut, budget: int) -> Timed:
         """As `fastest`. Where a cut recomputes and waits for copies all the same, the best that

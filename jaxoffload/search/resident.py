@@ -26,6 +26,8 @@ _AHEAD = (0, 1, 2, 4)
 set, so that the next arrive while one is computed with."""
 _SHARES = (0.75, 0.5, 0.25, 0.0)
 """Of the room that no working set needs, how much else is tried for what stays."""
+MOST_CHOICES = len(_AHEAD) + len(_SHARES) + 2
+"""MemGraphs that are built to choose."""
 _SPARED = 0.5
 """Of a tensor's bytes, by how many the largest working set must be smaller without it for the
 tensor to stay for that alone."""

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import enum
 import logging
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.profile import Profile
 from jaxoffload.runtime.run import Run
 from jaxoffload.search.recut import other_cut
+from jaxoffload.search.resident import MOST_CHOICES
 
 logger = logging.getLogger(__name__)
 
@@ -130,12 +132,18 @@ class Tuner:
         first = best_priority(plan.memgraph, machine=plan.backend.machine)
         before = simulate(now, machine=machine, priority=first).seconds
         best: tuple[float, MemGraph, np.ndarray] | None = None
-        graphs = [now]
-        if len(measured.vertices) * len(VARIANTS) <= _MAX_VERTICES:
+        found: list[tuple[MemGraph, dict[str, Any]]] = [(now, {})]
+        builds = len(VARIANTS) + MOST_CHOICES * bool(plan.resident_bytes)
+        if len(measured.vertices) * builds <= _MAX_VERTICES:
             for variant in VARIANTS:
                 with contextlib.suppress(PlanError):  # not every rule does with the host memory
-                    graphs.append(plan.build(measured, **variant))
-        for graph in graphs:
+                    found.append((plan.build(measured, **variant), variant))
+            if plan.resident_bytes:
+                took = [simulate(graph, machine=machine).seconds for graph, _ in found]
+                rule = found[int(np.argmin(took))][1]
+                with contextlib.suppress(PlanError):
+                    found.append((plan.steady(measured, machine, **rule), rule))
+        for graph, _ in found:
             priority = best_priority(graph, machine=machine)
             took = simulate(graph, machine=machine, priority=priority).seconds
             if best is None or took < best[0]:

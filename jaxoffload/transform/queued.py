@@ -42,6 +42,7 @@ class QueuedCalls:
 
     def __init__(self, plan: Plan, jaxpr: Any, params: dict[str, Any], returns_at_once: bool):
         self._plan, self._is_waited_for = plan, params["options"].check
+        self._title = f"jaxoffload {plan.name}"
         self._derived = Derived.of_plan(plan, jaxpr, params)
         paired = {i for i, _ in plan.taskgraph.donated}
         self._others = [i for i, d in enumerate(params["donated"]) if d and i not in paired]
@@ -78,7 +79,8 @@ class QueuedCalls:
                 else:
                     leaves[i] = leaves[i].copy()
         try:
-            results, self._ended = self._program(*leaves)
+            with jax.profiler.TraceAnnotation(self._title):
+                results, self._ended = self._program(*leaves)
             for i in self._others:
                 if isinstance(leaves[i], jax.Array):
                     leaves[i].delete()
