@@ -1,9 +1,11 @@
 """Direct calls of short runs, as XLA programs of one custom call: queued, and read later.
 
-Takes a plan that stays and flat arrays; gives the flat results before the run has ended. JAX makes
-the results in C++, as those of its own programs, and what comes next may use them at once.
+Takes a plan that stays and flat arrays; gives the flat results, maybe before the run has ended. JAX
+makes the results in C++, as those of its own programs.
 
-Longer runs are waited for: Ctrl-C ends them, and what a call costs beside them is nothing.
+Longer runs are waited for: Ctrl-C ends them, and what a call costs beside them is little. So are
+those with large new results: waited for, they take the memory of the ones before them
+(runtime/host_results.py), and made by JAX the system clears pages for them in each call.
 """
 
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ import numpy as np
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.whole import with_bodies
+from jaxoffload.runtime.host_results import byte_count
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.run import Run, make_run
 from jaxoffload.transform.primitive import Derived, bind
@@ -25,6 +28,9 @@ _SHORT_SECONDS = 0.1
 """Of a run: nobody waits longer for Ctrl-C."""
 _QUICK_SECONDS = 1e-3
 """Of a run: waking a thread or two takes a tenth of that."""
+_LEAF_BYTES = 80 << 10
+"""Of how many bytes of new results clearing the pages takes as long as a leaf that is not made in
+C++."""
 _OPERATIONS = 1024
 _CONSTANT_BYTES = 1 << 20
 """Of what the function closes over: a program has a copy."""
@@ -108,9 +114,13 @@ def queued_calls(
       tiers: of each argument "host", "disk" or "".
     """
     options = params["options"]
+    leaves = len(params["kinds"]) + len(plan.out_shapes)
+    paired = {j for _, j in plan.taskgraph.donated}
+    new = sum(byte_count(s) for j, s in enumerate(plan.out_shapes) if j not in paired)
     constants = sum(int(np.asarray(c).nbytes) for c in plan.constants)
     may = (
         run.seconds < _SHORT_SECONDS
+        and new <= leaves * _LEAF_BYTES
         and plan.backend.name == "cpu"
         and not any(tiers)
         and options.results == "device"

@@ -24,8 +24,9 @@ TIGHT = "48KiB"
 
 @pytest.fixture(autouse=True)
 def however_long_runs_take(monkeypatch):
-    monkeypatch.setattr(queued, "_SHORT_SECONDS", 100.0)
     monkeypatch.setattr(queued, "_QUICK_SECONDS", 0.0)
+    monkeypatch.setattr(queued, "_SHORT_SECONDS", 100.0)
+    monkeypatch.setattr(queued, "_LEAF_BYTES", 2**30)
 
 
 def layers(ws, x):
@@ -147,8 +148,9 @@ def test_quick_runs_are_run_by_who_calls(monkeypatch):
     assert is_queued(step) == [True]
 
 
-def test_a_long_run_is_waited_for(monkeypatch):
-    monkeypatch.setattr(queued, "_SHORT_SECONDS", 0.0)
+@pytest.mark.parametrize("what", ["_SHORT_SECONDS", "_LEAF_BYTES"])
+def test_a_long_run_and_one_with_large_results_is_waited_for(what, monkeypatch):
+    monkeypatch.setattr(queued, what, 0)
     step = jo.offload(jnp.sin, device_memory=None)
     for _ in range(3):
         np.testing.assert_allclose(step(X), np.sin(X), rtol=1e-6)
