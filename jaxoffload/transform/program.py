@@ -159,7 +159,9 @@ class Program:
           are not.
         """
         if self._queued is not None and not looks_for_special_values():
-            return self._queued.run(operands), None
+            flat = self._queued.run(operands)
+            if flat is not None:
+                return flat, None
         plan, donated = self.plan(), self._signature.donated
         if isinstance(plan, LoopPlan):
             return self._typed(plan.run(operands, donated, self.options)), None

@@ -66,15 +66,19 @@ class QueuedCalls:
         function.__name__ = params["name"]
         donated = [i for i, d in enumerate(params["donated"]) if d and i in paired]
         self._program = jax.jit(function, donate_argnums=donated)
+        self._donates = bool(donated)
         self._ended: Any = None  # a result of the last call
 
-    def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """Queues a run on arrays, those that are donated are deleted; gives its flat results.
+    def run(self, leaves: Sequence[Any]) -> list[Any] | None:
+        """Queues a run on arrays, those that are donated are deleted; gives its flat results. None
+        if JAX does not take them: what is donated is passed twice. Nothing has happened then.
 
         Raises:
           RunError: it failed, and is known to have at once. Otherwise who reads a result is told,
           by JAX.
         """
+        if self._donates and len(set(map(id, leaves))) < len(leaves):
+            return None
         # JAX reads NumPy's arrays where they are, and they are the caller's once the call returns.
         is_read, numpys = False, [i for i, x in enumerate(leaves) if type(x) is np.ndarray]
         if numpys:
@@ -92,9 +96,12 @@ class QueuedCalls:
                     leaves[i].delete()
             if self._is_waited_for or is_read:
                 self._ended.block_until_ready()
-        except (jax.errors.JaxRuntimeError, ValueError):
-            if (report := self._plan.last_report()) is not None:
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            report = self._plan.last_report()
+            if report is not None and report.error_message and report.error_message in str(error):
                 make_run(self._plan, report)  # it tells more
+            if "INVALID_ARGUMENT" in str(error) and not any(map(_is_gone, leaves)):
+                return None  # two arrays that have one memory
             raise
         return results
 
@@ -103,6 +110,10 @@ class QueuedCalls:
         ended = self._ended
         if ended is not None:
             compat.wait_for_end(ended)
+
+
+def _is_gone(x: Any) -> bool:
+    return isinstance(x, jax.Array) and x.is_deleted()
 
 
 def queued_calls(

@@ -252,6 +252,27 @@ def test_donated_arrays_are_gone_and_nothing_else(what):
     assert is_queued(step) == [True]
 
 
+PASSED_TWICE = {
+    "both donated": (lambda x, y: (x + 1, y + 2), (0, 1)),
+    "donated and read": (lambda x, y: (x + 1, y.sum()), (0,)),
+    "donated for no result": (lambda x, y: (x.sum(), y.sum()), (0,)),
+}
+
+
+@pytest.mark.parametrize("case", PASSED_TWICE)
+@pytest.mark.parametrize("again", [lambda x: x, lambda x: x.addressable_data(0)])
+def test_a_donated_array_that_is_passed_twice_is_taken_as_before(case, again):
+    f, donated = PASSED_TWICE[case]
+    step = jo.offload(f, device_memory=None, donate_argnums=donated)
+    want = jax.jit(f)(X, X)
+    for number in range(4):
+        x = jnp.array(X)
+        got = step(x, again(x) if number else jnp.array(X))
+        jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5), got, want)
+        assert x.is_deleted()
+    assert is_queued(step) == [True]
+
+
 @pytest.mark.plain_runs
 def test_threads_call_one_function_at_once():
     step, ws = jo.offload(layers, device_memory=TIGHT, policy="once"), jax.device_put(weights())
