@@ -8,6 +8,7 @@ those with large new results: waited for, they take the memory of the ones befor
 (runtime/host_results.py), and made by JAX the system clears pages for them in each call.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,18 +67,22 @@ class QueuedCalls:
         function.__name__ = params["name"]
         donated = [i for i, d in enumerate(params["donated"]) if d and i in paired]
         self._program = jax.jit(function, donate_argnums=donated)
-        self._donates = bool(donated)
+        self._donates, self._process = bool(donated), os.getpid()
         self._ended: Any = None  # a result of the last call
 
     def run(self, leaves: Sequence[Any]) -> list[Any] | None:
-        """Queues a run on arrays, those that are donated are deleted; gives its flat results. None
-        if JAX does not take them: what is donated is passed twice. Nothing has happened then.
+        """Queues a run on arrays, those that are donated are deleted; gives its flat results.
+
+        None, and nothing has happened, where JAX would not take them: what is donated is passed
+        twice, or this is a forked child.
 
         Raises:
           RunError: it failed, and is known to have at once. Otherwise who reads a result is told,
           by JAX.
         """
         if self._donates and len(set(map(id, leaves))) < len(leaves):
+            return None
+        if os.getpid() != self._process:
             return None
         # JAX reads NumPy's arrays where they are, and they are the caller's once the call returns.
         is_read, numpys = False, [i for i, x in enumerate(leaves) if type(x) is np.ndarray]

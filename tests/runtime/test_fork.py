@@ -169,6 +169,24 @@ def test_a_child_of_a_process_that_ran_something_is_told_and_ends_normally(child
     )
 
 
+@pytest.mark.parametrize("quick", [0.0, 100.0])
+def test_a_child_of_a_process_whose_calls_are_queued_is_told(quick, tmp_path):
+    passes(
+        f"""
+        import jax.numpy as jnp
+        from jaxoffload.transform import queued
+        queued._QUICK_SECONDS = {quick}
+        y = jnp.arange(8.0)
+        for _ in range(queued.CALLS_BEFORE + 2):
+            assert np.array_equal(step(y), 2 * y + 1)
+        assert [p._queued is not None for p in step._programs.values()] == [True]
+        assert fork(lambda: told(RuntimeError, 'forked', lambda: step(y))) == 0
+        assert np.array_equal(step(y), 2 * y + 1)
+        """,
+        tmp_path,
+    )
+
+
 def test_a_child_forked_before_the_first_use_does_everything(tmp_path):
     passes(
         """
