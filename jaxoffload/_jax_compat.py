@@ -217,12 +217,6 @@ def committed_to(arrays: Sequence[Any]) -> Any:
     return next((next(iter(x.devices())) for x in found), None)
 
 
-def wait_for_end(x: jax.Array) -> None:
-    """Waits until the program that gives an array has ended, however it ends."""
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        x.block_until_ready()
-
-
 def is_ref(x: Any) -> bool:
     """Whether a leaf is a mutable array."""
     return isinstance(x, jax.Ref)

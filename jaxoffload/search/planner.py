@@ -209,23 +209,20 @@ class Planner:
                 return rival, found
         return best, memgraph
 
-    def _built(self, graph: TaskGraph, rule: Rule, budget: int) -> tuple[MemGraph, float]:
-        """The MemGraph of a draft, with what stays, and its simulated seconds."""
-        return self._with_residents(graph, budget, self.machine, rule)
-
-    def _with_residents(
-        self, graph: TaskGraph, budget: int, machine: Machine, rule: Rule
+    def _built(
+        self, graph: TaskGraph, rule: Rule, budget: int, machine: Machine | None = None
     ) -> tuple[MemGraph, float]:
+        """The MemGraph of a draft, with what stays, and its simulated seconds."""
         return with_residents(
             self.build(graph, budget, **rule),
             self.request.lasting,
             lambda tensors: self.build(graph, budget, residents=tensors, **rule),
-            machine,
+            machine or self.machine,
         )
 
     def steady(self, graph: TaskGraph, budget: int, machine: Machine, **rule: Any) -> MemGraph:
         """See `Plan.steady`."""
-        return self._with_residents(graph, budget, machine, rule)[0]
+        return self._built(graph, rule, budget, machine)[0]
 
     def _fastest_with_or_without_recomputing(self, cut: CompiledCut, budget: int) -> Timed:
         """As `fastest`. Where a cut recomputes and waits for copies all the same, the best that

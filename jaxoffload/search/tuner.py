@@ -131,25 +131,24 @@ class Tuner:
         now = dataclasses.replace(plan.memgraph, taskgraph=measured)
         first = best_priority(plan.memgraph, machine=plan.backend.machine)
         before = simulate(now, machine=machine, priority=first).seconds
-        best: tuple[float, MemGraph, np.ndarray] | None = None
-        found: list[tuple[MemGraph, dict[str, Any]]] = [(now, {})]
+        tried: list[tuple[float, MemGraph, np.ndarray, dict[str, Any]]] = []
+
+        def consider(graph: MemGraph, rule: dict[str, Any]) -> None:
+            priority = best_priority(graph, machine=machine)
+            took = simulate(graph, machine=machine, priority=priority).seconds
+            tried.append((took, graph, priority, rule))
+
+        consider(now, {})
         builds = len(VARIANTS) + MOST_CHOICES * bool(plan.resident_bytes)
         if len(measured.vertices) * builds <= _MAX_VERTICES:
             for variant in VARIANTS:
                 with contextlib.suppress(PlanError):  # not every rule does with the host memory
-                    found.append((plan.build(measured, **variant), variant))
+                    consider(plan.build(measured, **variant), variant)
             if plan.resident_bytes:
-                took = [simulate(graph, machine=machine).seconds for graph, _ in found]
-                rule = found[int(np.argmin(took))][1]
+                rule = min(tried, key=lambda each: each[0])[-1]
                 with contextlib.suppress(PlanError):
-                    found.append((plan.steady(measured, machine, **rule), rule))
-        for graph, _ in found:
-            priority = best_priority(graph, machine=machine)
-            took = simulate(graph, machine=machine, priority=priority).seconds
-            if best is None or took < best[0]:
-                best = took, graph, priority
-        assert best is not None
-        took, graph, priority = best
+                    consider(plan.steady(measured, machine, **rule), rule)
+        took, graph, priority, _ = min(tried, key=lambda each: each[0])
         logger.info("%s: simulated %.4g s now, %.4g s with another plan", plan.name, before, took)
         if took > (1 - GAIN) * before:
             return None

@@ -8,6 +8,7 @@ those with large new results: waited for, they take the memory of the ones befor
 (runtime/host_results.py), and made by JAX the system clears pages for them in each call.
 """
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.whole import with_bodies
 from jaxoffload.runtime.host_results import byte_count
 from jaxoffload.runtime.plan import Plan
@@ -105,7 +105,8 @@ class QueuedCalls:
             report = self._plan.last_report()
             if report is not None and report.error_message and report.error_message in str(error):
                 make_run(self._plan, report)  # it tells more
-            if "INVALID_ARGUMENT" in str(error) and not any(map(_is_gone, leaves)):
+            is_gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+            if "INVALID_ARGUMENT" in str(error) and not is_gone:
                 return None  # two arrays that have one memory
             raise
         return results
@@ -114,11 +115,8 @@ class QueuedCalls:
         """Waits for the end of the last run, however it ends."""
         ended = self._ended
         if ended is not None:
-            compat.wait_for_end(ended)
-
-
-def _is_gone(x: Any) -> bool:
-    return isinstance(x, jax.Array) and x.is_deleted()
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                ended.block_until_ready()
 
 
 def queued_calls(

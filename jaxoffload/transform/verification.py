@@ -77,10 +77,13 @@ def compare_with_jit(jaxpr: Any, leaves: Sequence[Any]) -> Expected:
     return Expected([np.array(x) for x in results], lambda: in_float64(jaxpr, kept))
 
 
+_SPECIAL = {"jax_debug_nans": np.isnan, "jax_debug_infs": np.isinf}
+"""Settings, and the values that they look for."""
+
+
 def looks_for_special_values() -> bool:
     """Whether `jax_debug_nans` or `jax_debug_infs` is set."""
-    config = jax.config
-    return bool(config.jax_debug_nans or config.jax_debug_infs)  # pyrefly: ignore[missing-attribute]
+    return any(getattr(jax.config, setting) for setting in _SPECIAL)
 
 
 def check_special_values(name: str, flat: Sequence[Any]) -> None:
@@ -89,9 +92,8 @@ def check_special_values(name: str, flat: Sequence[Any]) -> None:
     Raises:
       FloatingPointError: a result holds what is looked for.
     """
-    config = jax.config
-    for setting, is_special in (("jax_debug_nans", np.isnan), ("jax_debug_infs", np.isinf)):
-        if not getattr(config, setting):
+    for setting, is_special in _SPECIAL.items():
+        if not getattr(jax.config, setting):
             continue
         for j, result in enumerate(flat):
             if not jax.dtypes.issubdtype(result.dtype, np.inexact):
