@@ -1,4 +1,7 @@
-"""Reference implementations that the tests compare with; independent of planner and runtime."""
+"""Reference implementations that the tests compare with, independent of planner and runtime; and
+calls from several threads at once."""
+
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +27,15 @@ def capture(function, *args, donate=(), piece_bytes=0, **cut):
     )
     captured.taskgraph.check()
     return captured, arrays
+
+
+def at_once(work, count):
+    """Calls work(0), work(1), ... in so many threads, and waits for all."""
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def interpret_taskgraph(captured, arrays):

@@ -14,6 +14,7 @@ import pytest
 import jaxoffload as jo
 from jaxoffload.finetune import model
 from jaxoffload.runtime import backends
+from tests.helpers import at_once
 
 X = np.ones((64, 64), np.float32)
 
@@ -177,11 +178,7 @@ def test_calls_from_many_threads_are_right():
             if not np.array_equal(out, want):
                 failures.append(seed)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, 6)
     assert not failures
 
 

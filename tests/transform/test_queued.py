@@ -2,7 +2,6 @@
 the arrays are, and whatever goes wrong; asynchronous, as under `jax.jit`."""
 
 import gc
-import threading
 import weakref
 
 import jax
@@ -14,6 +13,7 @@ import jaxoffload as jo
 from jaxoffload import _native
 from jaxoffload.runtime.run import Run
 from jaxoffload.transform import queued
+from tests.helpers import at_once
 
 SIDE = 48
 SOURCE = np.random.default_rng(7)
@@ -290,11 +290,7 @@ def test_threads_call_one_function_at_once():
             if not np.array_equal(step(ws, inputs[i]), want[i]):
                 wrong.append(i)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, 4)
     assert not wrong and is_queued(step) == [True]
 
 

@@ -22,6 +22,7 @@ from jaxoffload import _native
 from jaxoffload.errors import RunError
 from jaxoffload.plan.cost.machines import SMALL_SERVER
 from jaxoffload.runtime.profile import Profile
+from tests.helpers import at_once
 
 WIDTH, LAYERS = 128, 8
 LAYER = WIDTH * WIDTH * 4
@@ -332,11 +333,7 @@ def test_calls_from_many_threads():
             if not np.array_equal(step(puts[k], rows(0)), wants[k]):
                 wrong.append(k)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, 4)
     assert not wrong
 
 
