@@ -19,7 +19,9 @@ import jaxoffload as jo
 from benchmarks.measure import machine, save
 from benchmarks.suite import lora_step, training_step
 from benchmarks.throttled import RATE, SMALLER, arrays, slow_link
-from jaxoffload.finetune import generate, model, models
+from jaxoffload.finetune import decode, model, models
+from jaxoffload.finetune.kv_cache import KVCache, Recent
+from jaxoffload.finetune.sampling import make_sampling
 from jaxoffload.options import format_bytes
 
 SHARES = (0.75, 0.5, 0.25)
@@ -67,16 +69,15 @@ class Cycle:
 
 
 def decoder(small: bool) -> Cycle:
-    """One token, keys and values of 256 in a cache."""
+    """One token after 7, of which keys and values are in a cache with room for 256."""
     config = TINY if small else DECODER
-    params = model.init_shapes(config)
-    cache = (config.num_layers, 1, 256, config.num_kv_heads, config.head_width)
-    args = (
-        arrays(params), np.ones((1, 1), np.int32), np.zeros(cache, np.float32),
-        np.zeros(cache, np.float32), np.int32(7), np.int32(1), np.float32(0), jax.random.key(0),
-    )  # fmt: skip
-    step = functools.partial(generate.next_token, config)
-    return Cycle(step, args, (2, 3), (0, 2, 3), first=1)
+    params = arrays(model.init_shapes(config))
+    shape = config.num_layers, 1, config.num_kv_heads, config.head_width
+    cache = KVCache(shape, np.float32, np.zeros(1))
+    recent = Recent(np.asarray(cache.recent.keys), np.asarray(cache.recent.values), np.int32(7))
+    args = params, np.ones((1, 1), np.int32), cache.past, recent, make_sampling(1, 0.0, 1.0, 0)
+    step = functools.partial(decode.next_token, config)
+    return Cycle(step, args, decode.DONATED, (0, 3), first=1)
 
 
 def lora(small: bool) -> Cycle:
@@ -148,27 +149,26 @@ def generated(share: float, count: int) -> dict[str, Any] | None:
         return None
     config, words = opened.config, opened.tokenizer
     prompt = words.encode("The history of the steam engine begins")
-    want = generate.generate(config, opened.params, prompt, count)
+    want = decode.generate(config, opened.params, prompt, count)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(opened.params))
-    params, made = jo.host_put(opened.params), []
+    budget = int(share * weights) + (32 << 20)
 
     def within(step: Any) -> Any:
-        budget = int(share * weights) + (32 << 20)
-        made.append(jo.offload(step, device_memory=budget, donate_argnums=(2, 3), policy="once"))
-        return made[0]
+        return jo.offload(step, device_memory=budget, donate_argnums=decode.DONATED, policy="once")
 
-    generate.generate(config, params, prompt, 2, transform=within)
+    found = decode.Decoder(config, jo.host_put(opened.params), transform=within)
+    found.generate(prompt, count)  # plans and compiles for each length
     start = time.perf_counter()
-    found = generate.generate(config, params, prompt, count, transform=lambda _: made[0])
+    tokens = found.generate(prompt, count)
     seconds = (time.perf_counter() - start) / count
-    last = made[0].last_run
+    last = found.last_run
     row = {
         "step": "SmolLM2",
         "share": share,
         "weights": weights,
-        "budget": int(share * weights) + (32 << 20),
+        "budget": budget,
         "tokens": count,
-        "equal": found == want,
+        "equal": tokens == want,
         "up": last.bytes_reloaded,
         "seconds": seconds,
         "over_bound": last.seconds / (last.bytes_reloaded / RATE),

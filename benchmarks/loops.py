@@ -21,7 +21,9 @@ from benchmarks.measure import interleaved, machine, save
 from benchmarks.ratios import difference
 from benchmarks.throttled import RATE, arrays, slow_link
 from jaxoffload.errors import PlanError
-from jaxoffload.finetune import generate, model
+from jaxoffload.finetune import decode, model
+from jaxoffload.finetune.kv_cache import KVCache
+from jaxoffload.finetune.sampling import make_sampling
 from jaxoffload.options import format_bytes
 
 SHARES = (0.9, 0.75, 0.5, 0.25)
@@ -46,19 +48,18 @@ def decoder(small: bool) -> Loop:
     """Greedy tokens after an empty cache."""
     config, count = (TINY, 4) if small else (DECODER, 32)
     params = arrays(model.init_shapes(config))
-    cache = (config.num_layers, 1, 256, config.num_kv_heads, config.head_width)
-    step = functools.partial(generate.next_token, config)
+    shape = config.num_layers, 1, config.num_kv_heads, config.head_width
+    cache = KVCache(shape, np.float32, np.zeros(1))
+    step = functools.partial(decode.next_token, config)
+    greedy = make_sampling(1, 0.0, 1.0, 0)
 
     def tokens(params: Any, first: Any) -> Any:
         def body(carry: Any) -> Any:
-            i, token, keys, values = carry
-            rest = jnp.int32(1), jnp.float32(0), jax.random.key(0)
-            token, keys, values = step(params, token.reshape(1, 1), keys, values, i, *rest)
-            return i + 1, token, keys, values
+            return step(params, carry[0], cache.past, carry[1], greedy)
 
-        start = jnp.int32(0), first, jnp.zeros(cache), jnp.zeros(cache)
-        i, token, *_ = jax.lax.while_loop(lambda carry: carry[0] < count, body, start)
-        return token, i
+        start = first.reshape(1, 1), cache.recent
+        token, recent = jax.lax.while_loop(lambda carry: carry[1].length < count, body, start)
+        return token, recent.length
 
     return Loop(tokens, (params, np.int32(1)), sum(x.nbytes for x in jax.tree.leaves(params)))
 

@@ -1,195 +1,168 @@
-"""Continues texts, to see what a model has learnt.
+"""Continues texts, and answers as a chat model does."""
 
-Keys and values of the tokens so far are kept in a window of fixed size, so that one program,
-compiled once, takes every token.
-"""
-
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from jaxoffload.finetune import model
-from jaxoffload.finetune.model import Config, Params
+from jaxoffload.finetune.decode import Decoder
+from jaxoffload.finetune.model import Params
 from jaxoffload.finetune.weights import Model
-from jaxoffload.runtime.arrays import host_put
-from jaxoffload.transform.offloaded import Offloaded
-
-_PAD = 32
-"""Prompts are padded to a multiple of it, so that prompts of nearly the same length share a
-program."""
-
-Step = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-
-
-def next_token(
-    config: Config,
-    params: Params,
-    tokens: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    at: jax.Array,
-    count: jax.Array,
-    temperature: jax.Array,
-    key: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The token after some that follow those in a window.
-
-    Args:
-      tokens: (1, T) int32, of which the first `count` are there.
-      keys, values: (L, 1, S, K, D) of the tokens so far.
-      at: () int32, how many these are.
-      temperature: () float32; 0: the likeliest token.
-      key: () of `jax.random`.
-
-    Returns:
-      The token, () int32, and the keys and values with the new ones in them.
-    """
-    logits, keys, values = model.forward_cached(config, params, tokens, keys, values, at)
-    last = jax.lax.dynamic_index_in_dim(logits[0], count - 1, keepdims=False)
-    safe = jnp.where(temperature > 0, temperature, 1.0)
-    drawn = jax.random.categorical(key, last / safe)
-    return jnp.where(temperature > 0, drawn, jnp.argmax(last)).astype(jnp.int32), keys, values
-
-
-@functools.lru_cache(maxsize=8)
-def _jitted(config: Config) -> Step:
-    return jax.jit(functools.partial(next_token, config), donate_argnums=(2, 3))
 
 
 def generate(
-    config: Config,
-    params: Params,
-    prompt: Sequence[int] | np.ndarray,
-    max_tokens: int,
+    model: Model,
+    prompts: str | Sequence[str],
+    max_tokens: int = 64,
     *,
-    temperature: float = 0.0,
-    seed: int = 0,
-    stop: Sequence[int] = (),
-    transform: Callable[[Step], Step] | None = None,
-) -> list[int]:
-    """Continues a prompt.
+    device_memory: int | float | str | None = None,
+    stop: Sequence[str] = (),
+    params: Params | None = None,
+    decoder: Decoder | None = None,
+    **options: Any,
+) -> Any:
+    """Continues a text, or several at once.
 
     Args:
-      params: the weights, adapters attached or merged; arrays in a lower tier are brought there
-        first, unless there is a `transform`.
-      prompt: token ids, at least one.
-      max_tokens: new tokens at most.
-      temperature: 0: the likeliest token each time; else tokens are drawn.
-      stop: tokens after which nothing comes; the one that ended the text is returned with it.
-      transform: what makes a fast function of the step, by default `jax.jit`; for one
-        `lambda step: jo.offload(step, device_memory="1GiB")`.
+      max_tokens: new tokens at most, of each.
+      device_memory: within which it is done, as `offload` takes it; without it by `jax.jit`, all
+        weights on the device.
+      stop: a text ends before the first of these, and after a token that the model ends texts with.
+      params: weights in place of the model's own, as with adapters attached.
+      decoder: one of this model, which keeps what it planned and compiled from call to call, in
+        place of `device_memory` and `params`.
+      options: `temperature`, `top_p`, `seed`, see `Decoder.stream`.
 
     Returns:
-      The new tokens.
+      The new text; a list of as many where `prompts` is one.
 
     Raises:
-      ValueError: the prompt is empty, or has tokens that the model does not know.
+      ValueError: the model has no tokenizer; an option is not legal. PlanError: the budget is too
+        small; says the smallest that can work.
     """
-    return list(
-        stream(
-            config,
-            params,
-            prompt,
-            max_tokens,
-            temperature=temperature,
-            seed=seed,
-            stop=stop,
-            transform=transform,
-        )
-    )
+    words = _tokenizer("generate", model)
+    several = [prompts] if isinstance(prompts, str) else list(prompts)
+    texts = [Text(words, stop) for _ in several]
+    if decoder is None:
+        decoder = _decoder(model, params, device_memory)
+    for _ in steps(texts, decoder, several, max_tokens, **options):
+        pass
+    found = [text.whole() for text in texts]
+    return found[0] if isinstance(prompts, str) else found
 
 
 def stream(
-    config: Config,
-    params: Params,
-    prompt: Sequence[int] | np.ndarray,
-    max_tokens: int,
+    model: Model,
+    prompt: str,
+    max_tokens: int = 64,
     *,
-    temperature: float = 0.0,
-    seed: int = 0,
-    stop: Sequence[int] = (),
-    transform: Callable[[Step], Step] | None = None,
-) -> Iterator[int]:
-    """As `generate`, one token after another."""
-    prompt = np.asarray(prompt, np.int32)
-    if prompt.ndim != 1 or not prompt.size:
-        raise ValueError(
-            f"generate: prompt has the shape {list(prompt.shape)}; pass a list of token ids, at "
-            "least one."
-        )
-    if prompt.min() < 0 or prompt.max() >= config.vocab_size:
-        raise ValueError(
-            f"generate: prompt has tokens {prompt.min()} to {prompt.max()}, and the model knows 0 "
-            f"to {config.vocab_size - 1}. Use the model's own tokenizer."
-        )
-    if max_tokens < 1:
-        return
-    # Dynamic rates follow the last position, which must then be a real one.
-    pad = 1 if config.rope.kind == "dynamic" else _PAD
-    padded = -(-len(prompt) // pad) * pad
-    window = max(padded, -(-(len(prompt) + max_tokens) // pad) * pad)
-    if transform is None:
-        step = _jitted(config)
-        params = jax.tree.map(
-            lambda x: x if isinstance(x, jax.Array) else jnp.asarray(np.asarray(x)), params
-        )
-    else:
-        step = transform(functools.partial(next_token, config))
-    shape = (config.num_layers, 1, window, config.num_kv_heads, config.head_width)
-    cache = (jnp.zeros(shape, config.dtype) for _ in range(2))
-    # In host memory, from where as much as fits of it stays on the device from token to token.
-    keys, values = host_put(tuple(cache)) if isinstance(step, Offloaded) else cache
-    draws = jax.random.split(jax.random.key(seed), max_tokens)
-    tokens, at = np.zeros((1, padded), np.int32), 0
-    tokens[0, : len(prompt)] = prompt
-    count = len(prompt)
-    for draw in draws:
-        token, keys, values = step(
-            params, tokens, keys, values, np.int32(at), np.int32(count), np.float32(temperature),
-            draw,
-        )  # fmt: skip
-        found = int(token)
-        yield found
-        if found in stop:
-            return
-        at, count, tokens = at + count, 1, np.full((1, 1), found, np.int32)
+    device_memory: int | float | str | None = None,
+    stop: Sequence[str] = (),
+    params: Params | None = None,
+    decoder: Decoder | None = None,
+    **options: Any,
+) -> Iterator[str]:
+    """As `generate` of one text, of which it yields a piece as soon as it is certain."""
+    text = Text(_tokenizer("stream", model), stop)
+    if decoder is None:
+        decoder = _decoder(model, params, device_memory)
+    for _ in steps([text], decoder, [prompt], max_tokens, **options):
+        if piece := text.piece():
+            yield piece
+    if piece := text.piece(is_last=True):
+        yield piece
 
 
 def answer(
-    model: Model,
-    messages: Sequence[dict[str, Any]],
-    max_tokens: int = 64,
-    *,
-    params: Params | None = None,
-    temperature: float = 0.0,
-    seed: int = 0,
+    model: Model, messages: Sequence[dict[str, Any]], max_tokens: int = 64, **options: Any
 ) -> str:
     """What a chat model says next.
 
     Args:
       messages: the conversation so far, {"role": ..., "content": ...} each.
-      params: weights in place of the model's own, as with adapters attached.
+      options: see `generate`.
 
     Raises:
       ValueError: the model has no tokenizer, or no chat template.
     """
-    words = model.tokenizer
-    if words is None:
+    prompt = _tokenizer("answer", model).apply_chat_template(messages, add_generation_prompt=True)
+    return generate(model, prompt, max_tokens, **options)
+
+
+def _tokenizer(what: str, model: Model) -> Any:
+    if model.tokenizer is None:
         raise ValueError(
-            f"answer: {model.folder} has no tokenizer. Open a folder with a tokenizer.json."
+            f"{what}: {model.folder} has no tokenizer. Open a folder with a tokenizer.json."
         )
-    prompt = words.encode(words.apply_chat_template(messages, add_generation_prompt=True))
-    found = generate(
-        model.config,
-        model.params if params is None else params,
-        prompt,
-        max_tokens,
-        temperature=temperature,
-        seed=seed,
-        stop=words.stop_ids,
-    )
-    return words.decode(found, skip_special_tokens=True)
+    return model.tokenizer
+
+
+def _decoder(model: Model, params: Params | None, device_memory: Any) -> Decoder:
+    params = model.params if params is None else params
+    return Decoder(model.config, params, device_memory=device_memory)
+
+
+class Text:
+    """A text as its tokens come.
+
+    Attributes:
+      tokens: so far.
+      has_ended: whether one of what ends it was found.
+
+    Args:
+      words: the tokenizer.
+      stop: it ends before the first of these.
+    """
+
+    def __init__(self, words: Any, stop: Sequence[str]):
+        if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
+            raise ValueError(f"generate: stop={stop!r} is no list of texts, none of them empty.")
+        self.words, self._stop = words, tuple(stop)
+        self.tokens: list[int] = []
+        self._text, self._shown, self.has_ended = "", 0, False
+
+    def add(self, token: int) -> None:
+        """One token more; none after the end."""
+        if self.has_ended:
+            return
+        self.tokens.append(token)
+        self._text = self.words.decode(self.tokens, skip_special_tokens=True)
+        ends = [at for each in self._stop if (at := self._text.find(each)) >= 0]
+        if ends:
+            self._text, self.has_ended = self._text[: min(ends)], True
+
+    def whole(self) -> str:
+        """All of it."""
+        return self._text
+
+    def piece(self, is_last: bool = False) -> str:
+        """What is certain and was not shown: bytes of a character may come in several tokens, and
+        what ends the text in several pieces."""
+        end = len(self._text)
+        if not (is_last or self.has_ended):
+            if self._text.endswith("\ufffd"):
+                return ""
+            end -= max((self._begun(each) for each in self._stop), default=0)
+        piece, self._shown = self._text[self._shown : end], max(end, self._shown)
+        return piece
+
+    def _begun(self, stop: str) -> int:
+        """Of how many characters the beginning of `stop` ends the text."""
+        most = min(len(stop) - 1, len(self._text))
+        return next((n for n in range(most, 0, -1) if self._text.endswith(stop[:n])), 0)
+
+
+def steps(
+    texts: Sequence[Text], decoder: Decoder, prompts: Sequence[str], max_tokens: int, **options: Any
+) -> Iterator[int]:
+    """Continues prompts, each in its text, until all have ended; yields the number of each step."""
+    if not texts:
+        return
+    asked = [text.words.encode(prompt) for text, prompt in zip(texts, prompts, strict=True)]
+    ends = texts[0].words.stop_ids
+    made = decoder.stream(asked, max_tokens, stop=ends, **options)
+    for count, tokens in enumerate(made, 1):
+        for text, token in zip(texts, tokens, strict=True):
+            if token is not None:
+                text.add(token)
+        yield count
+        if all(text.has_ended for text in texts):
+            return

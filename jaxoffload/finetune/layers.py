@@ -3,12 +3,13 @@
 A matrix is stored (out, in), as Hugging Face stores it. What is no array is used as `x @ matrix.T`
 only, so it may be anything that stands for a matrix: packed blocks, a base with a low-rank update.
 
-Shapes: B sequences, T tokens of them now, S tokens that may be looked at, C width, H query heads, K
-key and value heads, D width of a head.
+Shapes: B sequences, T tokens of them now, S tokens that may be looked at, C width, K key and value
+heads, G query heads to each of these, D width of a head.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,16 +31,31 @@ class View:
 
     Attributes:
       cos, sin: (B or 1, T, D/2) float32.
-      visible: (B or 1, T, S) bool: which keys a query looks at.
+      visible: (B or 1, T, S) bool for each piece of the keys: which of them a query looks at.
     """
 
     cos: jax.Array
     sin: jax.Array
-    visible: jax.Array
+    visible: tuple[jax.Array, ...]
 
 
-Cache = tuple[jax.Array, jax.Array, jax.Array]
-"""Keys and values so far, (B, S, K, D) each, and the place of the next."""
+Pair = tuple[jax.Array, jax.Array]
+"""Keys and values, (B, S, K, D) each."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cache:
+    """Keys and values of earlier tokens, in one layer.
+
+    Attributes:
+      blocks: of tokens that came first, one block after another.
+      recent: of those since, and room for more.
+      at: () int32, the place of the next in `recent`.
+    """
+
+    blocks: tuple[Pair, ...]
+    recent: Pair
+    at: jax.Array
 
 
 def linear(weights: Any, x: jax.Array) -> jax.Array:
@@ -106,8 +122,9 @@ def visible(
 
 def attention(
     config: Any, weights: Any, x: jax.Array, view: View, cache: Cache | None = None
-) -> tuple[jax.Array, Cache | None]:
-    """Grouped-query attention: (B, T, C) to (B, T, C), and the cache with the new keys in it."""
+) -> tuple[jax.Array, Pair]:
+    """Grouped-query attention: (B, T, C) to (B, T, C), and the keys and values of these
+    tokens; with a cache what is recent of it, with these among it."""
     b, t, _ = x.shape
     kv_heads, d = config.num_kv_heads, config.head_width
     group = config.num_heads // kv_heads
@@ -118,18 +135,56 @@ def attention(
         q = rms_norm(q, weights["q_norm"]["weight"], config.norm_eps, config.norm_adds_one)
         k = rms_norm(k, weights["k_norm"]["weight"], config.norm_eps, config.norm_adds_one)
     q, k = rotate(q, view.cos, view.sin), rotate(k, view.cos, view.sin)
+    blocks: tuple[Pair, ...] = ()
     if cache is not None:
-        keys, values, at = cache
-        k = jax.lax.dynamic_update_slice_in_dim(keys, k.astype(keys.dtype), at, 1)
-        v = jax.lax.dynamic_update_slice_in_dim(values, v.astype(values.dtype), at, 1)
-        cache = k, v, at + t
-    scores = jnp.einsum("btkgd,bskd->bkgts", q, k).astype(jnp.float32)
-    scores = scores * np.float32(config.score_scale)
-    seen = view.visible[:, None, None]
-    scores = jnp.where(jnp.broadcast_to(seen, scores.shape), scores, -1e30)
-    probs = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-    out = jnp.einsum("bkgts,bskd->btkgd", probs, v).reshape(b, t, config.num_heads * d)
-    return linear(weights["o_proj"], out), cache
+        keys, values = cache.recent
+        k = jax.lax.dynamic_update_slice_in_dim(keys, k.astype(keys.dtype), cache.at, 1)
+        v = jax.lax.dynamic_update_slice_in_dim(values, v.astype(values.dtype), cache.at, 1)
+        blocks = cache.blocks
+    if blocks:
+        out = _attend_in_pieces(q, (*blocks, (k, v)), view.visible, config.score_scale)
+    else:
+        out = _attend(q, (k, v), view.visible[0], config.score_scale)
+    out = out.reshape(b, t, config.num_heads * d)
+    return linear(weights["o_proj"], out), (k, v)
+
+
+def _scores(q: jax.Array, k: jax.Array, visible: jax.Array, scale: float) -> jax.Array:
+    """(B, K, G, T, S) float32; of keys that are not looked at far below any other."""
+    scores = jnp.einsum("btkgd,bskd->bkgts", q, k).astype(jnp.float32) * np.float32(scale)
+    return jnp.where(jnp.broadcast_to(visible[:, None, None], scores.shape), scores, -1e30)
+
+
+def _attend(q: jax.Array, pair: Pair, visible: jax.Array, scale: float) -> jax.Array:
+    """softmax(scale q k^T) v: q (B, T, K, G, D) to as much."""
+    probs = jax.nn.softmax(_scores(q, pair[0], visible, scale), axis=-1).astype(q.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", probs, pair[1])
+
+
+def _attend_in_pieces(
+    q: jax.Array, pieces: Sequence[Pair], visible: Sequence[jax.Array], scale: float
+) -> jax.Array:
+    """As `_attend`, over keys in pieces, each of which is read once, by itself, so that they may
+    follow one another through little memory.
+
+    References:
+      Online normalizer calculation for softmax (Milakov and Gimelshein), algorithm 3.
+    """
+    found = []
+    for (k, v), seen in zip(pieces, visible, strict=True):
+        scores = _scores(q, k, seen, scale)
+        largest = jnp.max(scores, axis=-1, keepdims=True)
+        powers = jnp.exp(scores - largest)
+        out = jnp.einsum(
+            "bkgts,bskd->bkgtd", powers.astype(q.dtype), v, preferred_element_type=jnp.float32
+        )
+        found.append((largest, jnp.sum(powers, axis=-1, keepdims=True), out))
+    top = functools.reduce(jnp.maximum, (largest for largest, *_ in found))
+    # A piece of which nothing is looked at has the factor 0.
+    factors = [jnp.exp(largest - top) for largest, *_ in found]
+    total = sum(f * each for f, (_, each, _) in zip(factors, found, strict=True))
+    out = sum(f * each for f, (*_, each) in zip(factors, found, strict=True)) / total
+    return jnp.transpose(out, (0, 3, 1, 2, 4)).astype(q.dtype)
 
 
 def feed_forward(config: Any, weights: Any, x: jax.Array) -> jax.Array:
@@ -140,16 +195,17 @@ def feed_forward(config: Any, weights: Any, x: jax.Array) -> jax.Array:
 
 def decoder_layer(
     config: Any, weights: Any, x: jax.Array, view: View, cache: Cache | None = None
-) -> tuple[jax.Array, Cache | None]:
-    """One layer: attention and feed-forward, normed before, in sandwich norms after them, too."""
+) -> tuple[jax.Array, Pair]:
+    """One layer: attention and feed-forward, normed before, in sandwich norms after them, too; and
+    keys and values as from `attention`."""
 
     def norm(name: str, x: jax.Array) -> jax.Array:
         return rms_norm(x, weights[name]["weight"], config.norm_eps, config.norm_adds_one)
 
-    h, cache = attention(config, weights["self_attn"], norm("input_layernorm", x), view, cache)
+    h, pair = attention(config, weights["self_attn"], norm("input_layernorm", x), view, cache)
     if config.has_sandwich_norms:
         x = x + norm("post_attention_layernorm", h)
         h = feed_forward(config, weights["mlp"], norm("pre_feedforward_layernorm", x))
-        return x + norm("post_feedforward_layernorm", h), cache
+        return x + norm("post_feedforward_layernorm", h), pair
     x = x + h
-    return x + feed_forward(config, weights["mlp"], norm("post_attention_layernorm", x)), cache
+    return x + feed_forward(config, weights["mlp"], norm("post_attention_layernorm", x)), pair

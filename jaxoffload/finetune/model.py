@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxoffload.finetune import layers
-from jaxoffload.finetune.layers import Cache, View
+from jaxoffload.finetune.kv_cache import Past, Recent
+from jaxoffload.finetune.layers import Cache, Pair, View
 from jaxoffload.finetune.rope import Rope, tables
 
 Params = dict[str, Any]
@@ -215,7 +216,7 @@ def forward(
     length = tokens.shape[1]
     if positions is None:
         positions = _positions(length, segments)
-    views = _views(config, positions, 0, length, segments)
+    views = _views(config, positions, segments)
     x = embed(config, params, tokens)
 
     def layer(x: jax.Array, given: tuple[Params, Any], known: Any = None) -> tuple[jax.Array, None]:
@@ -234,42 +235,37 @@ def forward(
 
 
 def forward_cached(
-    config: Config, params: Params, tokens: jax.Array, keys: Any, values: Any, at: jax.Array
-) -> tuple[jax.Array, Any, Any]:
-    """Logits of the next token after tokens that follow those in a cache.
+    config: Config, params: Params, tokens: jax.Array, past: Past, recent: Recent
+) -> tuple[jax.Array, Recent]:
+    """Logits of what follows some tokens, which follow those in a cache.
 
     Args:
-      tokens: (B, T) int32.
-      keys, values: (L, B, S, K, D) of the tokens so far; later places are overwritten.
-      at: () int32, how many there are so far; at most S - T.
+      tokens: (B, T) int32; there is room for them in `recent`.
 
     Returns:
-      (B, T, V) float32, and the keys and values with the new ones in them.
+      (B, V) float32 after the last of each sequence, and what is recent with these among it.
     """
-    length, size = tokens.shape[1], keys.shape[2]
-    positions = jnp.arange(length)[None] + at
-    views = _views(config, positions, at, size, None)
+    views = _cached_views(config, tokens.shape[1], past, recent)
     x = embed(config, params, tokens)
 
-    def layer(x: jax.Array, given: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        weights, is_sliding, k, v = given
-        cache: Cache = (k, v, at)
-        x, found = layers.decoder_layer(
-            config, weights, x, _choose(config, views, is_sliding), cache
-        )
-        assert found is not None
-        return x, found[:2]
+    def layer(x: jax.Array, given: Any) -> tuple[jax.Array, Pair]:
+        weights, is_sliding, blocks, pair = given
+        cache = Cache(blocks, pair, recent.length)
+        return layers.decoder_layer(config, weights, x, _choose(config, views, is_sliding), cache)
 
-    stack = params["model"]["layers"]
+    stack, new = params["model"]["layers"], (recent.keys, recent.values)
     if isinstance(stack, tuple | list):
         pairs = []
         for i, weights in enumerate(stack):
-            x, pair = layer(x, (weights, config.slides(i), keys[i], values[i]))
+            own = jax.tree.map(lambda each, i=i: each[i], (past.blocks, new))
+            x, pair = layer(x, (weights, config.slides(i), *own))
             pairs.append(pair)
         keys, values = (jnp.stack(each) for each in zip(*pairs, strict=True))
     else:
-        x, (keys, values) = jax.lax.scan(layer, x, (stack, _sliding_flags(config), keys, values))
-    return unembed(config, params, x), keys, values
+        given = stack, _sliding_flags(config), past.blocks, new
+        x, (keys, values) = jax.lax.scan(layer, x, given)
+    logits = unembed(config, params, x[:, -1:])[:, 0]
+    return logits, Recent(keys, values, recent.length + tokens.shape[1])
 
 
 def embed(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
@@ -299,23 +295,52 @@ def _positions(length: int, segments: jax.Array | None) -> jax.Array:
     return own - jax.lax.cummax(starts, axis=1)
 
 
-def _views(
+def _views(config: Config, positions: jax.Array, segments: jax.Array | None) -> tuple[View, View]:
+    """What layers that see everything go by, and what sliding layers do."""
+    length = positions.shape[1]
+
+    def seen(window: int | None) -> tuple[jax.Array, ...]:
+        return (layers.visible(0, length, length, window, segments),)
+
+    return _both_views(config, positions, seen)
+
+
+def _cached_views(config: Config, length: int, past: Past, recent: Recent) -> tuple[View, View]:
+    """As `_views`, of tokens that follow those in a cache."""
+    before = past.length + recent.length
+    starts = past.starts[:, None]
+    positions = jnp.maximum(jnp.arange(length, dtype=jnp.int32)[None] + before - starts, 0)
+
+    def seen(window: int | None) -> tuple[jax.Array, ...]:
+        found, first = [], 0
+        for keys, _ in past.blocks:
+            place = jnp.arange(keys.shape[2])[None] + first
+            is_kept = (place >= starts) & (place < past.length)
+            own = layers.visible(before - first, length, keys.shape[2], window)
+            found.append(own & is_kept[:, None])
+            first += keys.shape[2]
+        size = recent.keys.shape[2]
+        is_real = jnp.arange(size)[None] + past.length >= starts
+        own = layers.visible(recent.length, length, size, window)
+        return (*found, own & is_real[:, None])
+
+    return _both_views(config, positions, seen)
+
+
+def _both_views(
     config: Config,
     positions: jax.Array,
-    first: jax.Array | int,
-    size: int,
-    segments: jax.Array | None,
+    seen: Callable[[int | None], tuple[jax.Array, ...]],
 ) -> tuple[View, View]:
-    """What layers that see everything go by, and what sliding layers do."""
-    half, length = config.head_width // 2, positions.shape[1]
+    """Of all keys, and of those in the sliding layers' window."""
+    half = config.head_width // 2
     cos, sin = tables(config.rope, positions, half)
-    everything = View(cos, sin, layers.visible(first, length, size, None, segments))
+    everything = View(cos, sin, seen(None))
     if config.window is None:
         return everything, everything
     if config.sliding_rope is not None:
         cos, sin = tables(config.sliding_rope, positions, half)
-    seen = layers.visible(first, length, size, config.window, segments)
-    return everything, View(cos, sin, seen)
+    return everything, View(cos, sin, seen(config.window))
 
 
 def _sliding_flags(config: Config) -> Any:
@@ -332,12 +357,12 @@ def _choose(config: Config, views: tuple[View, View], is_sliding: Any) -> View:
     everything, sliding = views
     if isinstance(is_sliding, bool):
         return sliding if is_sliding else everything
-    return View(
-        *(
-            jnp.where(is_sliding, getattr(sliding, name), getattr(everything, name))
-            for name in ("cos", "sin", "visible")
-        )
+    cos, sin = (
+        jnp.where(is_sliding, getattr(sliding, name), getattr(everything, name))
+        for name in ("cos", "sin")
     )
+    seen = zip(sliding.visible, everything.visible, strict=True)
+    return View(cos, sin, tuple(jnp.where(is_sliding, *each) for each in seen))
 
 
 def loss(logits: jax.Array, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:

@@ -1,10 +1,13 @@
-"""Opens a model, whatever it comes in."""
+"""Opens a model, whatever it comes in, and continues texts with it."""
 
 import os
 from typing import Any
 
 from jaxoffload.errors import DiskError
 from jaxoffload.finetune import gguf, huggingface
+from jaxoffload.finetune.generate import answer as answer
+from jaxoffload.finetune.generate import generate as generate
+from jaxoffload.finetune.generate import stream as stream
 from jaxoffload.finetune.weights import Model as Model
 
 

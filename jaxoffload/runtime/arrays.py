@@ -109,6 +109,17 @@ class TierArray:
         """Replaces all of its bytes."""
         self._write_bytes(np.ascontiguousarray(values, self.dtype).reshape(-1).view(np.uint8))
 
+    def update(self, index: Any, values: Any) -> None:
+        """Replaces some of its elements where they are.
+
+        Args:
+          index: as NumPy takes it.
+        """
+        self.check_alive()
+        whole = np.asarray(self)
+        whole[index] = values
+        self.write(whole)
+
     def _write_bytes(self, words: np.ndarray) -> None:
         raise NotImplementedError
 
@@ -148,6 +159,12 @@ class HostArray(TierArray):
         if aliased:
             return HostArray(self.shape, self.dtype, self.buffer)
         return empty_host_array(self.shape, self.dtype)
+
+    def update(self, index: Any, values: Any) -> None:
+        self.check_alive()
+        words = np.asarray(self.buffer)[: self.nbytes]
+        words.view(self.dtype).reshape(self.shape)[index] = values
+        self.buffer.renew_stamp()
 
     def _read_bytes(self, offset: int, count: int) -> np.ndarray:
         return np.asarray(self.buffer)[offset : offset + count].copy()

@@ -1,117 +1,112 @@
-"""Decoding with a cache against computing the whole text again for every token."""
+"""Texts as their tokens come: whole, in pieces, up to what ends them."""
 
-import dataclasses
-
-import jax
-import numpy as np
 import pytest
 
-import jaxoffload as jo
-from jaxoffload.finetune import generate, model
-from jaxoffload.finetune.rope import Rope
+from jaxoffload.finetune import decode, generate, models
 from jaxoffload.finetune.weights import Model
-from tests.finetune.test_model import OTHERS, TINY, as_tuple, random_params
-
-PROMPT = [3, 1, 4, 1, 5]
-CONFIGS = {
-    "everything else": OTHERS["everything else"],
-    "dynamic": dataclasses.replace(TINY, rope=Rope(1e4, "dynamic", 2.0, 4)),
-}
+from tests.finetune.test_model import TINY, random_params
+from tests.finetune.tiny import CONFIG, make_folder
 
 
-def without_a_cache(config, params, count):
-    run = jax.jit(model.forward, static_argnums=0)
-    tokens = list(PROMPT)
-    for _ in range(count):
-        padded = np.zeros((1, len(PROMPT) + count), np.int32)
-        padded[0, : len(tokens)] = tokens
-        tokens.append(int(np.argmax(run(config, params, padded)[0, len(tokens) - 1])))
-    return tokens[len(PROMPT) :]
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    path = make_folder(tmp_path_factory.mktemp("tiny"))
+    return models.open_model(path / "model")
 
 
-def test_greedy_tokens_are_those_of_the_whole_text():
-    config = CONFIGS["everything else"]
-    params = random_params(config)
-    got = generate.generate(config, params, PROMPT, 40)
-    assert got == without_a_cache(config, params, 40) and len(set(got)) > 3
+class Letters:
+    """A tokenizer: a byte each."""
+
+    stop_ids = (0,)
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, tokens, skip_special_tokens):
+        assert skip_special_tokens
+        return bytes(t for t in tokens if t).decode(errors="replace")
 
 
-def test_greedy_tokens_of_layers_one_by_one_and_below_the_device():
-    params = random_params(TINY)
-    got = generate.generate(TINY, jo.host_put(params), PROMPT, 9)
-    assert got == without_a_cache(TINY, params, 9)
-    assert generate.generate(TINY, as_tuple(params), PROMPT, 9) == got
+def pieces(text, stop, is_last=True):
+    found, made = [], generate.Text(Letters(), stop)
+    for token in text.encode():
+        made.add(token)
+        found.append(made.piece())
+    return [*found, made.piece(is_last=is_last)], made
 
 
-def test_prompts_of_dynamic_ropes_are_not_padded():
-    """Padding would count as a longer text, whose rates are others."""
-    config = CONFIGS["dynamic"]
-    params = random_params(config)
-    last = jax.jit(model.forward, static_argnums=0)(config, params, np.array([PROMPT]))[0, -1]
-    assert generate.generate(config, params, PROMPT, 1) == [int(np.argmax(last))]
-    padded = np.array([PROMPT + [0] * 27])
-    other = jax.jit(model.forward, static_argnums=0)(config, params, padded)[0, len(PROMPT) - 1]
-    assert np.abs(other - last).max() > 1e-3
+def test_a_character_of_several_bytes_comes_whole():
+    found, made = pieces("aé√b", ())
+    assert found == ["a", "", "é", "", "", "√", "b", ""]
+    assert made.whole() == "aé√b" and not made.has_ended
+    cut = generate.Text(Letters(), ())
+    for token in "aé".encode()[:2]:
+        cut.add(token)
+    assert (cut.piece(), cut.piece(is_last=True)) == ("", "a\ufffd")
 
 
-def test_one_program_takes_every_token():
-    params = random_params(TINY)
-    shapes = []
-
-    def counted(step):
-        def traced(params, tokens, *rest):
-            shapes.append(tokens.shape)
-            return step(params, tokens, *rest)
-
-        return jax.jit(traced)
-
-    generate.generate(TINY, params, PROMPT, 12, transform=counted)
-    assert shapes == [(1, 32), (1, 1)]
+def test_what_may_be_the_beginning_of_the_end_is_held_back():
+    found, made = pieces("a<b<end>c", ["<end>", "zz"])
+    assert "".join(found) == "a<b" == made.whole() and made.has_ended
+    assert found[:4] == ["a", "", "<b", ""]
+    found, made = pieces("a<en", ["<end>"])
+    assert found == ["a", "", "", "", "<en"] and not made.has_ended
 
 
-def test_drawn_tokens_follow_the_seed_and_the_temperature():
-    params = random_params(TINY)
-    draws = [
-        generate.generate(TINY, params, PROMPT, 12, temperature=1.0, seed=s) for s in (0, 0, 1)
-    ]
-    assert draws[0] == draws[1] != draws[2]
-    cold = generate.generate(TINY, params, PROMPT, 12, temperature=1e-4, seed=3)
-    assert cold == generate.generate(TINY, params, PROMPT, 12)
+def test_the_first_of_several_ends_counts():
+    assert pieces("xaby", ["by", "a"])[1].whole() == "x"
 
 
-def test_it_stops_after_a_token_and_at_the_end():
-    params = random_params(TINY)
-    whole = generate.generate(TINY, params, PROMPT, 12)
-    stop = whole[4]
-    assert (
-        generate.generate(TINY, params, PROMPT, 12, stop=[stop]) == whole[: whole.index(stop) + 1]
+@pytest.mark.parametrize("stop", ["end", [""], [3]])
+def test_ends_that_are_none_are_refused(stop, tiny):
+    with pytest.raises(ValueError, match="stop="):
+        models.generate(tiny, "ab", 3, stop=stop)
+
+
+def test_texts_are_those_of_their_tokens(tiny):
+    words = tiny.tokenizer
+    prompts = ["ab ba", "b"]
+    tokens = decode.generate(
+        CONFIG, tiny.params, [words.encode(p) for p in prompts], 9, stop=words.stop_ids
     )
-    assert generate.generate(TINY, params, PROMPT, 0) == []
+    want = [words.decode(each, skip_special_tokens=True) for each in tokens]
+    assert models.generate(tiny, prompts, 9) == want
+    assert models.generate(tiny, prompts[0], 9) == want[0]
+    assert models.generate(tiny, prompts, 9, device_memory="96KiB") == want
+    assert "".join(models.stream(tiny, prompts[0], 9)) == want[0]
+    decoder = decode.Decoder(CONFIG, tiny.params, device_memory="96KiB")
+    found = list(models.stream(tiny, prompts[0], 9, decoder=decoder))
+    assert "".join(found) == want[0] and len(found) > 1
+    assert decoder.last_run.peak_device_bytes <= 96 * 1024
 
 
-def test_within_a_part_of_the_memory_the_tokens_are_the_same():
-    params = random_params(TINY)
-    steps = []
-
-    def offloaded(step):
-        steps.append(jo.offload(step, device_memory="60KiB", cut="always"))
-        return steps[0]
-
-    got = generate.generate(TINY, jo.host_put(params), PROMPT, 4, transform=offloaded)
-    assert got == generate.generate(TINY, params, PROMPT, 4)
-    size = sum(x.nbytes for x in jax.tree.leaves(params))
-    assert steps[0].last_run.peak_device_bytes <= 60 * 1024 < size
+def test_texts_end_before_what_ends_them(tiny):
+    want = models.generate(tiny, ["ab ba", "b"], 12)
+    stop = want[0][3:5]
+    ended = [text.partition(stop)[0] for text in want]
+    assert models.generate(tiny, ["ab ba", "b"], 12, stop=[stop]) == ended
+    assert "".join(models.stream(tiny, "ab ba", 12, stop=[stop])) == ended[0]
 
 
-@pytest.mark.parametrize(
-    "prompt, match", [([], "at least one"), ([[1]], "shape"), ([1, 64], "tokens 1 to 64.*0 to 63")]
-)
-def test_prompts_that_make_no_sense_are_refused(prompt, match):
-    with pytest.raises(ValueError, match=match):
-        generate.generate(TINY, random_params(TINY), prompt, 3)
+def test_other_weights_may_answer(tiny):
+    other = random_params(CONFIG, 5)
+    question = [{"role": "user", "content": "Hi"}]
+    prompt = tiny.tokenizer.apply_chat_template(question, add_generation_prompt=True)
+    want = models.generate(Model(CONFIG, other, tiny.tokenizer, ""), prompt, 8)
+    assert models.answer(tiny, question, 8, params=other) == want
+    assert models.answer(tiny, question, 8) != want
 
 
 def test_an_answer_needs_a_tokenizer():
     opened = Model(TINY, random_params(TINY), None, "/models/x")
-    with pytest.raises(ValueError, match="/models/x has no tokenizer"):
-        generate.answer(opened, [{"role": "user", "content": "Hi"}])
+    for ask in (
+        lambda: models.answer(opened, [{"role": "user", "content": "Hi"}]),
+        lambda: models.generate(opened, "Hi"),
+        lambda: next(models.stream(opened, "Hi")),
+    ):
+        with pytest.raises(ValueError, match="/models/x has no tokenizer"):
+            ask()
+
+
+def test_no_prompts_have_no_texts(tiny):
+    assert models.generate(tiny, []) == []

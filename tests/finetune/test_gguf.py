@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
-from jaxoffload.finetune import generate, gguf, model, models
+from jaxoffload.finetune import gguf, model, models
 from jaxoffload.finetune.quantize import Quantized
 from tests.finetune import gguf_files, reference
 
@@ -63,7 +63,7 @@ def test_real_weights_know_english_and_the_order_of_rows_matters(smollm2):
 
 def test_it_answers(smollm2):
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    assert generate.answer(smollm2, question) == "The capital of France is Paris."
+    assert models.answer(smollm2, question) == "The capital of France is Paris."
 
 
 def test_its_tokenizer_splits_digits_and_keeps_special_tokens(smollm2):

@@ -136,12 +136,18 @@ def test_rows_of_state_are_right():
         np.testing.assert_array_equal(got[3], all_of_it[3])
 
 
-def test_an_array_that_was_written_to_is_brought_again():
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_array_that_was_written_to_is_brought_again(whole):
     weights, step = matrices(0), offloaded(frozen)
     put = jo.host_put(weights)
     step(put, rows(0))
     for k, w in enumerate(matrices(1)):
-        put[k].write(w)
+        if whole:
+            put[k].write(w)
+        else:
+            put[k].update(np.s_[1:, 3:9], w[1:, 3:9])
+            w = np.concatenate([weights[k][:, :3], w[:, 3:9], weights[k][:, 9:]], axis=1)
+            w[0] = weights[k][0]
         weights[k] = w
         got = step(put, rows(0))
         found = step.last_run.bytes_found
@@ -150,12 +156,28 @@ def test_an_array_that_was_written_to_is_brought_again():
         step(put, rows(0))
 
 
-def test_state_that_is_written_to_is_not_undone():
+def test_what_of_state_is_not_written_to_is_what_was_owed():
+    step = offloaded(update, device_memory=16 * LAYER)
+    state, _ = step(jo.host_put(new_state()), rows(0))
+    want, _ = cold(update, new_state(), rows(0), device_memory=16 * LAYER)
+    for array, values in zip(jax.tree.leaves(state), jax.tree.leaves(want), strict=True):
+        array.update(np.s_[3:5, 7], 2.0)
+        values[3:5, 7] = 2.0
+    same(state, want)
+    same(step(state, rows(1)), cold(update, want, rows(1), device_memory=16 * LAYER))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_state_that_is_written_to_is_not_undone(whole):
     step = offloaded(update, device_memory=16 * LAYER)
     state, _ = step(jo.host_put(new_state()), rows(0))
     assert step.last_run.bytes_left >= 8 * LAYER
     for array, fresh in zip(jax.tree.leaves(state), jax.tree.leaves(new_state(5)), strict=True):
-        array.write(fresh)
+        if whole:
+            array.write(fresh)
+        else:
+            for half in (np.s_[:, :50], np.s_[:, 50:]):
+                array.update(half, fresh[half])
     step.release()  # pays whatever is owed still
     same(state, new_state(5))
     got = step(state, rows(1))

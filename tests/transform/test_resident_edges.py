@@ -91,7 +91,7 @@ def test_state_that_is_donated_elsewhere_is_not_found_any_more():
     same(got, cold(frozen, held(state)[0] + padded, rows(1), device_memory=12 * LAYER))
 
 
-@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("written", ["", "whole", "in parts"])
 def test_state_on_disk_that_changes_is_not_found_any_more(written, tmp_path):
     """A run writes it, or the user."""
     step, read = offloaded(update), offloaded(frozen, device_memory=12 * LAYER, cut="always")
@@ -103,7 +103,11 @@ def test_state_on_disk_that_changes_is_not_found_any_more(written, tmp_path):
     assert read.last_run.bytes_found > 4 * LAYER
     if written:
         for array, fresh in zip(state[0], matrices(5), strict=True):
-            array.write(fresh)
+            if written == "whole":
+                array.write(fresh)
+            else:
+                for half in (np.s_[:50], np.s_[50:]):
+                    array.update(half, fresh[half])
         want = matrices(5), want[1]
     else:
         state, _ = step(state, rows(0))
