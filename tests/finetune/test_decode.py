@@ -34,10 +34,10 @@ def without_a_cache(config, params, count, prompt=PROMPT):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks are joined after 64 tokens, and prompts come in parts of 32."""
+    """Blocks are joined after 64 tokens; parts of prompts have 64, and are several blocks."""
     monkeypatch.setattr(kv_cache, "TOKENS", 32)
     monkeypatch.setattr(kv_cache, "_BLOCKS", 2)
-    monkeypatch.setattr(decode, "_PREFILL", 32)
+    monkeypatch.setattr(decode, "_PREFILL", 64)
 
 
 def test_greedy_tokens_are_those_of_the_whole_text():
@@ -172,6 +172,9 @@ def test_the_end_is_seen_one_step_late_where_steps_are_not_waited_for(ready):
     found = decode.generate(TINY, random_params(TINY), PROMPT, 10, stop=[3], transform=fake)
     assert found == [1, 2, 3]
     assert len(calls) == (3 if ready else 4)
+    calls.clear()
+    assert decode.generate(TINY, random_params(TINY), PROMPT, 2, transform=fake) == [1, 2]
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
