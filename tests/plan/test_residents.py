@@ -1,5 +1,6 @@
 """What stays on a device from one run to the next: right in any order, and alone in its place."""
 
+import collections
 import dataclasses
 import random
 
@@ -170,6 +171,29 @@ def test_the_verifier_sees_who_is_not_alone():
         assert Law.STAYS in broken_laws(dataclasses.replace(found, offset=offset))
 
 
+def test_the_verifier_sees_whoever_is_in_a_part_of_the_place():
+    """Every pair of places looked at, which the verifier does not."""
+    rng, seen = random.Random(0), collections.Counter()
+    for seed in range(150):
+        _, _, memgraph = random_plan(random.Random(seed))
+        mine = memgraph.residents[memgraph.owed < 0]
+        if not len(mine):
+            continue
+        version = int(rng.choice(mine.tolist()))
+        device, sizes = memgraph.index[version], memgraph.version_bytes()
+        last = max(0, int(memgraph.capacity[device] - sizes[version])) // 256
+        for _ in range(6):
+            offset = with_entry(memgraph.offset, version, 256 * rng.randint(0, last))
+            start, end = offset, offset + sizes
+            others = (memgraph.space == Space.DEVICE) & (memgraph.index == device) & (sizes > 0)
+            others[version] = False
+            meets = others & (start < end[version]) & (start[version] < end)
+            is_broken = Law.STAYS in broken_laws(dataclasses.replace(memgraph, offset=offset))
+            assert is_broken == meets.any()
+            seen[is_broken] += 1
+    assert min(seen[True], seen[False]) > 20
+
+
 @pytest.mark.parametrize("results", [False, True])
 def test_the_verifier_sees_what_cannot_stay(results):
     graph = sweep(results=results)
@@ -187,6 +211,65 @@ def test_the_verifier_sees_what_cannot_stay(results):
         wrong.append((found.residents, np.roll(found.owed, 1)))
     for names, owed in wrong:
         assert Law.STAYS in broken_laws(dataclasses.replace(found, residents=names, owed=owed))
+
+
+def test_the_verifier_sees_residents_that_are_no_arguments():
+    """Of what a run makes, moves away and brings back."""
+    seen = 0
+    for seed in range(60):
+        graph, _, memgraph = random_plan(random.Random(seed))
+        made = [
+            version
+            for version in np.flatnonzero(memgraph.space == Space.DEVICE).tolist()
+            if memgraph.kind[memgraph.writer[version]] == Kind.RELOAD
+            and graph.tensors[memgraph.tensor[version]].argument is None
+        ]
+        for version in [*made[:3], memgraph.num_versions, -1]:
+            names = np.append(memgraph.residents, np.int32(version))
+            owed = np.append(memgraph.owed, np.int32(-1))
+            changed = dataclasses.replace(memgraph, residents=names, owed=owed)
+            assert Law.STAYS in broken_laws(changed)
+        seen += len(made)
+    assert seen > 10
+
+
+def with_entry(array, at, value):
+    found = array.copy()
+    found[at] = value
+    return found
+
+
+def test_the_verifier_sees_debts_that_are_not_paid():
+    graph = sweep(results=True)
+    found = planned(graph, least_room(graph) + 3 * 4096)
+    result = int(found.owed[0])
+    payer = int(found.writer[result])
+    others = [v for v in range(-1, found.num_versions + 1) if v != result]
+    wrong = [{"owed": with_entry(found.owed, 0, other)} for other in others]
+    wrong.append({"taskgraph": dataclasses.replace(graph, donated=())})
+    wrong.append({"offset": with_entry(found.offset, result, 256)})
+    wrong.append({"kind": with_entry(found.kind, payer, Kind.RELOAD)})
+    wrong.append({"space": with_entry(found.space, int(found.residents[0]), Space.HOST)})
+    mine = found.input_offsets[payer]
+    elsewhere = [v for v in range(found.num_versions) if v != found.inputs[mine]]
+    wrong += [{"inputs": with_entry(found.inputs, mine, v)} for v in elsewhere]
+    wrong += [
+        {"inputs": with_entry(found.inputs, at, result)}
+        for at in range(len(found.inputs))
+        if at != mine
+    ]
+    for changes in wrong:
+        assert Law.STAYS in broken_laws(dataclasses.replace(found, **changes)), changes
+
+
+def test_the_verifier_sees_debts_of_what_nothing_writes_over():
+    graph = sweep()
+    found = planned(graph, least_room(graph) + 3 * 4096)
+    for version in range(found.num_versions):
+        owed = with_entry(found.owed, 0, version)
+        assert Law.STAYS in broken_laws(dataclasses.replace(found, owed=owed))
+    space = with_entry(found.space, int(found.residents[0]), Space.HOST)
+    assert Law.STAYS in broken_laws(dataclasses.replace(found, space=space))
 
 
 def test_devices_have_residents_of_their_own():
