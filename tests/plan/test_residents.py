@@ -115,6 +115,27 @@ def sweep(layers=8, size=4096, results=False):
     return graph
 
 
+def test_what_others_have_bytes_of_does_not_stay_with_an_output_over_it():
+    """The first is long, and the second ends before the third begins."""
+    tensors = (
+        Tensor(4096, argument=Span(0, 0)),
+        Tensor(256, argument=Span(0, 256)),
+        Tensor(256, argument=Span(0, 1024)),
+        Tensor(256, argument=Span(0, 4096)),
+        *(Tensor(256) for _ in range(2)),
+        Tensor(256, results=(Span(0, 1024),)),
+        Tensor(256, results=(Span(0, 4096),)),
+    )
+    kernel = VertexKind.KERNEL
+    vertices = (
+        Vertex(kernel, (0,), (4,)),
+        Vertex(kernel, (1, 4), (5,)),
+        Vertex(kernel, (2, 5), (6,), overwrites=((0, 0),)),
+        Vertex(kernel, (3, 5), (7,), overwrites=((0, 0),)),
+    )
+    assert can_stay(TaskGraph(tensors, vertices, ((0, 0),)), [0]) == {3: 7}
+
+
 SLOW = dataclasses.replace(SMALL_SERVER, to_device=Link(1e6, 0.0), from_device=Link(1e6, 0.0))
 
 
