@@ -1,8 +1,9 @@
 """Steady time of training steps over that of `jax.jit`, at all, half and a quarter of its memory.
 
 Jit's memory is XLA's own figure: arguments, results and temporaries. Ways are called in turn, and
-the least time of each counts, as whatever else the machine does only adds to it. Processor time is
-given beside wall time: it tells more where the machine is not idle.
+the least time of each counts, as whatever else the machine does only adds to it. Before that each
+is called until its plan is settled (search/tuner.py). Processor time is given beside wall time: it
+tells more where the machine is not idle.
 """
 
 import contextlib
@@ -67,6 +68,7 @@ def measured(name: str, share: float, rounds: int) -> dict[str, Any]:
             start = time.perf_counter()
             ways[label] = _called(function, arguments, budget)
         first[label], budgets[label] = time.perf_counter() - start, budget
+    calls = {label: _settled(ways[label], arguments) for label in budgets}
     wall, cpu = _least(ways, arguments, rounds)
     return {
         "step": name,
@@ -78,6 +80,7 @@ def measured(name: str, share: float, rounds: int) -> dict[str, Any]:
                 "wall": wall[label] / wall["jit"],
                 "cpu": cpu[label] / cpu["jit"],
                 "first": first[label] / first["jit"],
+                "calls_to_settle": calls[label],
             }
             for label, budget in budgets.items()
         },
@@ -90,6 +93,15 @@ def _called(function: Callable[..., Any], arguments: Any, budget: int | None) ->
         warnings.simplefilter("ignore", jo.OffloadWarning)
         jax.block_until_ready(offloaded(*arguments))
     return offloaded
+
+
+def _settled(offloaded: Any, arguments: Any) -> int:
+    """Calls a function until its plan changes no more; gives the number of calls."""
+    calls = 0
+    while any(program._tuner.measures for program in offloaded._programs.values()):
+        jax.block_until_ready(offloaded(*arguments))
+        calls += 1
+    return calls
 
 
 def _least(

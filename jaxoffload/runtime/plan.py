@@ -6,7 +6,7 @@ Made by the planner; gives what users ask of a plan, and the native plan that `r
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -92,6 +92,18 @@ class Source(Protocol):
         """See `Plan.with_other_cut`."""
         ...
 
+    def others(self, than: "Plan", near: float) -> Iterator["Plan"]:
+        """See `Plan.others`."""
+        ...
+
+    def compiling_seconds(self, plan: "Plan") -> float:
+        """See `Plan`."""
+        ...
+
+    def keep(self, plan: "Plan") -> None:
+        """See `Plan.keep`."""
+        ...
+
 
 class Plan(ShownMemory):
     """A function planned for a budget: from shapes alone, before anything is allocated.
@@ -100,6 +112,7 @@ class Plan(ShownMemory):
       name: the user's function.
       budget: bytes of device memory that it may use, or None for no limit.
       resident: whether everything fits, so that nothing is moved.
+      settled: whether its cut was found to be the fastest, by runs of others.
       taskgraph, memgraph: what is run.
       compile_report: how many kernels were compiled, and how long it took.
       constants: arrays that the function closes over; they follow its own arguments.
@@ -110,6 +123,7 @@ class Plan(ShownMemory):
     """
 
     carried: Carried | None = None
+    settled: bool = False
     _native: Any = None
 
     def __init__(
@@ -122,6 +136,7 @@ class Plan(ShownMemory):
         resident: bool,
         constants: Sequence[Any],
         priority: np.ndarray | None = None,
+        settled: bool = False,
     ):
         request = source.request
         self.backend = source.backend
@@ -129,6 +144,7 @@ class Plan(ShownMemory):
         self.name = request.name
         self.budget = budget
         self.resident = resident
+        self.settled = settled
         self.taskgraph: TaskGraph = memgraph.taskgraph
         self.memgraph = memgraph
         self.compile_report = compile_report
@@ -330,7 +346,7 @@ class Plan(ShownMemory):
         """A plan of the same vertices with another MemGraph, or another order of launch."""
         return Plan(
             self._source, self.budget, memgraph, self._executables, self.compile_report,
-            self.resident, self.constants, priority,
+            self.resident, self.constants, priority, self.settled,
         ).proven()  # fmt: skip
 
     @property
@@ -362,6 +378,26 @@ class Plan(ShownMemory):
           costs: a TaskGraph, given the kernels' executables, with the costs to judge it by.
         """
         return self._source.other(self, expected, seconds, costs)
+
+    def others(self, near: float) -> Iterator["Plan"]:
+        """Plans with the other cuts that were simulated for this one, each compiled when its turn
+        comes.
+
+        Args:
+          near: only cuts of which the model expects at most so many times the fastest one's
+            seconds.
+        """
+        return self._source.others(self, near)
+
+    @property
+    def compiling_seconds(self) -> float:
+        """Seconds that compiling this cut, and others for the same request, has taken; of what was
+        loaded, an estimate."""
+        return self._source.compiling_seconds(self)
+
+    def keep(self) -> None:
+        """Has other processes begin with this plan, as the one that was found to be fastest."""
+        self._source.keep(self)
 
     def build(self, graph: TaskGraph, **options: Any) -> MemGraph:
         """A MemGraph for this plan's budget, of its TaskGraph with other costs."""

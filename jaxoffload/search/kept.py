@@ -7,6 +7,7 @@ verified before it runs, as any other; one that is only looked at has none, and 
 platform. Its planner captures the function when somebody asks for another plan.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -48,6 +49,8 @@ class KeptPlan:
             except UnknownError as error:
                 logger.debug("%s: its plan is not kept: %s", planner.request.name, error)
         self._data = self._folder.read(self._name) if self._folder and self._name else None
+        if self._folder is not None and self._name:
+            planner.keeps = functools.partial(self._keep, settled=True)
 
     @garbage.paused()
     def find(self) -> Plan | None:
@@ -64,10 +67,10 @@ class KeptPlan:
     def made(self) -> Plan:
         """The plan, made and kept."""
         plan = self._planner.plan()
-        self._keep(plan)
+        self._keep(plan, settled=False)
         return plan
 
-    def _keep(self, plan: Plan) -> None:
+    def _keep(self, plan: Plan, settled: bool) -> None:
         if self._folder is None or not self._name:
             return
         digests = plan.backend.executables.digests(plan.executables)
@@ -79,6 +82,7 @@ class KeptPlan:
             "constants": constants,
             "resident": plan.resident,
             "cuts": [[_fields(cut), seconds] for cut, seconds in self._planner.simulated()],
+            "settled": settled,
         }
         numbers = self._numbers_of_sources(plan)
         data = columns.packed(about, plan.memgraph, lambda source: numbers.get(source, source))
@@ -152,7 +156,14 @@ class KeptPlan:
         known = {n: c for n, c in enumerate(self._encoder.constants()) if n in wanted}
         constants = [known[number] for number in about["constants"]]
         cuts = [(Cut(**fields), float(seconds)) for fields, seconds in about["cuts"]]
-        return self._planner.found(memgraph, *executables, about["resident"], constants, cuts)
+        return self._planner.found(
+            memgraph,
+            *executables,
+            about["resident"],
+            constants,
+            cuts,
+            bool(about["settled"]),
+        )
 
     def _numbers_of_sources(self, plan: Plan) -> dict[str, int]:
         """For each source line the number of an equation that has it: lines change with what is

@@ -141,7 +141,7 @@ class OneMemoryPlanner(Planner):
         other._program = self._program  # captured once for all
         options = replace(options, memory=memory, device_memory=arena, host_memory=host, **changes)
         other.request = replace(self.request, options=options)
-        other._drafts = Drafts(other.build, self.machine)
+        other.drafts = Drafts(other.build, self.machine)
         return other
 
     @property

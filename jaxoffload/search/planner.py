@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxoffload import _jax_compat as compat
@@ -46,6 +46,7 @@ from jaxoffload.runtime import backends
 from jaxoffload.runtime.host_results import byte_count
 from jaxoffload.runtime.plan import Plan, Pricing
 from jaxoffload.runtime.request import Request
+from jaxoffload.search import rivals
 from jaxoffload.search.cut import FINEST, NOTHING, WHOLE, CompiledCut, Cut, least_budget
 from jaxoffload.search.cuts import SAME, Ranking, Room
 from jaxoffload.search.drafts import Drafts, Rule
@@ -68,6 +69,8 @@ _LONG = 2000
 at."""
 _GAIN = 0.99
 """A plan that recomputes nothing is taken if it ends within this share of the other one's time."""
+_A_KERNEL = 0.1
+"""Seconds that compiling a kernel takes, about: of one that was loaded instead."""
 _WAITS = 1.5
 """A plan that takes so many times its kernels waits for copies."""
 
@@ -85,6 +88,8 @@ class Planner:
 
     Attributes:
       request: as given.
+      drafts: by which cuts are compared.
+      keeps: takes a plan that other processes are to begin with.
     """
 
     def __init__(
@@ -112,9 +117,10 @@ class Planner:
             settings,
             self._host_compute != "never",
         )
-        self._drafts = Drafts(self.build, self.machine)
+        self.drafts = Drafts(self.build, self.machine)
         self._ranked: Ranking | None = None
         self._cuts: list[tuple[Cut, float]] | None = None  # that another process has simulated
+        self.keeps: Callable[[Plan], None] = lambda plan: None
 
     @functools.cached_property
     def _program(self) -> CutProgram:
@@ -153,16 +159,20 @@ class Planner:
         resident: bool,
         constants: list[Any],
         cuts: list[tuple[Cut, float]],
+        settled: bool,
     ) -> Plan:
         """The plan that such a planner made in another process, proven again.
 
         Args:
           cuts: what `simulated` gave there.
+          settled: see `Plan`.
         """
         self._cuts = cuts
         budget = self.request.options.device_memory
         assert budget is None or isinstance(budget, int)
-        return Plan(self, budget, memgraph, executables, report, resident, constants).proven()
+        return Plan(
+            self, budget, memgraph, executables, report, resident, constants, settled=settled
+        ).proven()
 
     @garbage.paused()
     def plan(self) -> Plan:
@@ -202,8 +212,8 @@ class Planner:
             if cut != mine and self.needs(graph := self._program.estimated(cut)) <= budget:
                 rivals.append((self._built(graph, best.rule, budget)[1], cut))
         expected, cut = min(rivals, key=lambda rival: rival[0], default=(seconds, mine))
-        if expected < _GAIN * seconds and (compiled := self._within(cut, budget)):
-            rival = fastest(compiled, budget, self._drafts)
+        if expected < _GAIN * seconds and (compiled := self.within(cut, budget)):
+            rival = fastest(compiled, budget, self.drafts)
             found, took = self._built(rival.cut.graph, rival.rule, budget)
             if took < _GAIN * seconds:
                 return rival, found
@@ -227,14 +237,14 @@ class Planner:
     def _fastest_with_or_without_recomputing(self, cut: CompiledCut, budget: int) -> Timed:
         """As `fastest`. Where a cut recomputes and waits for copies all the same, the best that
         recomputes nothing is tried beside it: in another order it may have less to move."""
-        best = fastest(cut, budget, self._drafts)
+        best = fastest(cut, budget, self.drafts)
         if self._ranked is None or not any(v.recomputed for v in cut.graph.vertices):
             return best
         if best.seconds <= _WAITS * float(self.machine.task_seconds(cut.graph).sum()):
             return best
         for other, _ in self._ranked.simulated():
-            if not other.recomputed and (compiled := self._within(other, budget)):
-                rival = fastest(compiled, budget, self._drafts)
+            if not other.recomputed and (compiled := self.within(other, budget)):
+                rival = fastest(compiled, budget, self.drafts)
                 return rival if rival.seconds < _GAIN * best.seconds else best
         return best
 
@@ -349,13 +359,13 @@ class Planner:
             for cut, expected in self._ranked.by_time():
                 if best is not None and (expected is None or least <= SAME * expected):
                     break
-                compiled = self._within(cut, budget)
+                compiled = self.within(cut, budget)
                 if compiled is None:
                     continue
                 if expected is None:
                     return compiled
                 taken = reserved_workspace(compiled.graph, 1)[0]
-                took = self._drafts.seconds(compiled.graph, budget, SAME * expected)
+                took = self.drafts.seconds(compiled.graph, budget, SAME * expected)
                 if took < least:
                     best, least, workspace = compiled, took, taken
                     assumed = reserved_workspace(graphs(cut), 1)[0]
@@ -366,7 +376,7 @@ class Planner:
                 break
         return best
 
-    def _within(self, cut: Cut, budget: int) -> CompiledCut | None:
+    def within(self, cut: Cut, budget: int) -> CompiledCut | None:
         """A cut with its kernels compiled, None where it does not work within a budget."""
         return self._program.within(cut, budget, self.needs)
 
@@ -382,21 +392,28 @@ class Planner:
     @garbage.paused()
     def other(self, than: Plan, expected: float, seconds: float, costs: Pricing) -> Plan | None:
         """See `Plan.with_other_cut`."""
-        budget = than.budget
-        for cut, took in self.simulated():
-            if budget is None or took >= expected:
-                break
-            compiled = self._within(cut, budget)
-            if compiled is None or set(map(id, compiled.executables)) == set(
-                map(id, than.executables)
-            ):
-                continue
-            priced = costs(compiled.graph, compiled.executables)
-            if self._drafts.seconds(priced, budget) < seconds:
-                best = fastest(compiled, budget, self._drafts)
-                memgraph, _ = self._built(best.cut.graph, best.rule, budget)
-                return self._finish(best.cut, memgraph, budget, resident=False)
-        return None
+        return rivals.far_faster(self, than, expected, seconds, costs)
+
+    def others(self, than: Plan, near: float) -> Iterator[Plan]:
+        """See `Plan.others`."""
+        return rivals.about_as_fast(self, than, near)
+
+    def of_cut(self, cut: CompiledCut, budget: int) -> Plan:
+        """The fastest plan of a cut."""
+        best = fastest(cut, budget, self.drafts)
+        memgraph, _ = self._built(best.cut.graph, best.rule, budget)
+        return self._finish(best.cut, memgraph, budget, resident=False)
+
+    def compiling_seconds(self, plan: Plan) -> float:
+        """See `Plan`."""
+        if "_program" not in vars(self):
+            return _A_KERNEL * len(plan.executables)
+        reports = self._program.reports
+        return sum(report.seconds + _A_KERNEL * report.loaded for report in reports)
+
+    def keep(self, plan: Plan) -> None:
+        """See `Plan.keep`."""
+        self.keeps(plan)
 
     @property
     def has_fixed_cut(self) -> bool:
@@ -429,7 +446,7 @@ class Planner:
             options.recompute,
             self._host_compute,
         )
-        return Ranking(self._program, graphs, self._drafts, room)
+        return Ranking(self._program, graphs, self.drafts, room)
 
     def _finish(
         self,
@@ -446,7 +463,7 @@ class Planner:
             sum(r.loaded for r in reports),
         )
         self._program.forget_all_but(chosen.executables)
-        self._drafts.forget()
+        self.drafts.forget()
         plan = Plan(
             self, budget, graph, chosen.executables, report, resident, self._program.constants
         ).proven()

@@ -2,26 +2,28 @@
 
 Takes each run that has ended; gives the plan for the next call. The first run decides whether
 another cut into vertices is tried (recut.py). Then runs are measured for another plan of the same
-vertices, which computes the same bits.
+vertices, which computes the same bits. Once calls have paid for it, the other cuts that were
+simulated to be about as fast are compiled and run, for only that tells which kernels are faster.
 """
 
 import contextlib
 import dataclasses
 import enum
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from jaxoffload.errors import PlanError
-from jaxoffload.graphs.memgraph import MemGraph
+from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.options import Options
 from jaxoffload.plan.alloc.build import VARIANTS
 from jaxoffload.plan.cost.simulate import best_priority, simulate
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.profile import Profile
 from jaxoffload.runtime.run import Run
-from jaxoffload.search.recut import other_cut
+from jaxoffload.search.recut import LEAST, other_cut
 from jaxoffload.search.resident import MOST_CHOICES
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,14 @@ WARM_UP = 3
 TRIAL = 2
 """Runs of the second, before the faster of the two is kept."""
 GAIN = 0.02
-"""Share of the simulated time that another plan must save to be tried."""
+"""Share of the simulated time that another plan must save to be tried, and of the measured time
+that another cut must save to be kept."""
+PATIENCE = 2.0
+"""Another cut is compiled once runs have taken so many times what compiling has."""
+NEAR = 1.3
+"""Cuts are tried of which the model expects at most so many times the fastest one's seconds."""
+BUSY = 0.75
+"""Share of a run in which kernels run; where they run less, no other kernels would help."""
 _MAX_VERTICES = 60_000
 """Of the TaskGraphs that are planned for a choice, all together: about a second."""
 
@@ -43,6 +52,8 @@ class State(enum.Enum):
     RECUT = enum.auto()
     MEASURE = enum.auto()
     TRIAL = enum.auto()
+    WAIT = enum.auto()
+    RIVAL = enum.auto()
     DONE = enum.auto()
 
 
@@ -54,8 +65,12 @@ class Tuner:
                                                     less: RECUT; else the same: MEASURE
         RECUT    the first of the other cut         the faster of the two: MEASURE
         MEASURE  the second to `WARM_UP`th of one   after the last, one that should be faster:
-                                                    TRIAL; if there is none the same: DONE
-        TRIAL    one of `TRIAL` of that one         after the last, the faster of the two: DONE
+                                                    TRIAL; if there is none the same: WAIT
+        TRIAL    one of `TRIAL` of that one         after the last, the faster of the two: WAIT
+        WAIT     any                                the next of the other cuts, if calls have paid
+                                                    for it: RIVAL; if there is none the same: DONE
+        RIVAL    one of `WARM_UP` of that cut       after the last, the faster of the two: if that
+                                                    is the other one MEASURE, else WAIT
         DONE     any                                the same
 
     Args:
@@ -69,8 +84,10 @@ class Tuner:
         # A compilation between two steps would take memory that nobody counts.
         is_plain = is_plain and options.memory is None
         self._state = State.FIRST if options.policy == "auto" and is_plain else State.DONE
-        self._times: list[float] = []  # of runs in MEASURE, then in TRIAL
-        self._rival: tuple[Plan, float] | None = None  # in RECUT and TRIAL: the plan before
+        self._times: list[float] = []  # of runs in the state that it is in
+        self._rival: tuple[Plan, float] | None = None  # in RECUT, TRIAL, RIVAL: the plan before
+        self._others: Iterator[Plan] | None = None  # with another cut, that were not tried yet
+        self._spent = 0.0  # seconds of all runs
 
     @property
     def measures(self) -> bool:
@@ -85,10 +102,13 @@ class Tuner:
         if self.measures and self._profile.knows(plan.taskgraph):
             self._state = State.DONE
             return self._better(plan) or plan
+        if plan.settled and self.measures:
+            self._state = State.MEASURE
         return plan
 
     def next(self, plan: Plan, run: Run) -> Plan:
         """The plan for the next call, after a run of this one."""
+        self._spent += run.seconds
         match self._state:
             case State.FIRST:
                 self._state = State.MEASURE
@@ -108,17 +128,62 @@ class Tuner:
                         self._state, self._rival = State.TRIAL, (plan, min(self._times))
                         self._times = []
                         return better
-                    self._state = State.DONE
+                    self._wait(plan, run)
             case State.TRIAL:
                 self._times.append(run.seconds)
                 if len(self._times) == TRIAL:
-                    self._state = State.DONE
-                    return self._faster(plan, min(self._times), "the second plan")
+                    faster = self._faster(plan, min(self._times), "the second plan")
+                    self._wait(faster, run)
+                    return faster
+            case State.WAIT:
+                self._times = [*self._times[1 - WARM_UP :], run.seconds]
+                if len(self._times) == WARM_UP and self._spent >= PATIENCE * plan.compiling_seconds:
+                    return self._other(plan)
+            case State.RIVAL:
+                self._times.append(run.seconds)
+                if len(self._times) == WARM_UP:
+                    least = min(self._times[1:]) / (1 - GAIN)  # the first finds cold memory
+                    faster = self._faster(plan, least, "another cut")
+                    self._state = State.MEASURE if faster is plan else State.WAIT
+                    self._times = []
+                    return faster
+        return plan
+
+    def give_up(self, plan: Plan) -> Plan:
+        """The plan for the next call, after a run of this one has failed: where it was on trial,
+        the one before, and no other is tried."""
+        if self._rival is None:
+            return plan
+        (before, _), self._rival = self._rival, None
+        self._state, self._others = State.DONE, None
+        return before
+
+    def _wait(self, plan: Plan, run: Run) -> None:
+        """Goes on to other cuts, if they may be faster."""
+        kernels = float(
+            (run.end_seconds - run.start_seconds)[run.memgraph.kind == Kind.KERNEL].sum()
+        )
+        is_worth_it = kernels >= max(LEAST, BUSY * run.seconds) and not plan.settled
+        self._state, self._times = State.WAIT if is_worth_it else State.DONE, []
+
+    def _other(self, plan: Plan) -> Plan:
+        """A plan with the next of the other cuts; where there is none the same, with which other
+        processes are to begin."""
+        if self._others is None:
+            self._others = plan.others(NEAR)
+        with contextlib.suppress(PlanError):  # one that needs more of the host's memory
+            other = next(self._others, None)
+            if other is not None:
+                self._state, self._rival = State.RIVAL, (plan, min(self._times))
+                self._times = []
+                return other
+        self._state, self._others = State.DONE, None
+        plan.keep()
         return plan
 
     def _faster(self, plan: Plan, seconds: float, what: str) -> Plan:
         """The plan, which took some seconds, or the one before it if that took fewer."""
-        assert self._rival is not None, "RECUT and TRIAL are entered with one"
+        assert self._rival is not None, "RECUT, TRIAL and RIVAL are entered with one"
         (before, least), self._rival = self._rival, None
         kept = seconds <= least
         logger.info("%s: %s is %s", plan.name, what, "kept" if kept else "dropped")

@@ -168,7 +168,13 @@ class Program:
         if isinstance(plan, WholePlan):
             return list(plan.whole.run(*self.as_given(operands))), WholeRun()
         before = plan.backend.used_memory() if self._tuner.measures else None
-        results, run = run_plan(plan, operands, self.options, donated, device)
+        try:
+            results, run = run_plan(plan, operands, self.options, donated, device)
+        except BaseException:
+            with self._tuning:
+                if self.plan() is plan:
+                    self._plan = self._tuner.give_up(plan)
+            raise
         results = self._typed(results)
         # One call at a time is measured; what runs beside it would tell nothing.
         if self._tuning.acquire(blocking=False):

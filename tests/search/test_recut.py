@@ -12,6 +12,7 @@ from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.options import Options
 from jaxoffload.runtime import backends
 from jaxoffload.search import recut, tuner
+from tests.search.fakes import fake_run
 
 RNG = np.random.default_rng(0)
 ARGS = (
@@ -115,7 +116,7 @@ def test_a_fixed_cut_stays():
 
 @pytest.mark.parametrize("seconds, kept", [(0.9, True), (1.1, False)])
 def test_the_faster_cut_is_kept(monkeypatch, seconds, kept):
-    fields = {"resident": False, "budget": 1, "disk_bytes": 0, "taskgraph": None}
+    fields = {"resident": False, "budget": 1, "disk_bytes": 0, "taskgraph": None, "settled": False}
     fields["backend"] = backends.current()
     first, other = (types.SimpleNamespace(name=n, **fields) for n in ("first", "other"))
     asked = []
@@ -126,7 +127,7 @@ def test_the_faster_cut_is_kept(monkeypatch, seconds, kept):
     plan, seen = mine.start(first), []
     for _ in range(tuner.WARM_UP + 2):
         took = seconds if plan is other else 1.0
-        plan = mine.next(plan, types.SimpleNamespace(seconds=took))
+        plan = mine.next(plan, fake_run(took))
         seen.append(plan)
     assert seen[0] is other and asked == [first]
     assert set(map(id, seen[1:])) == {id(other if kept else first)}

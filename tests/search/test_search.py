@@ -330,7 +330,7 @@ def test_a_cut_that_holds_too_much_is_neither_captured_nor_compiled(work):
     part = next(planner._parts(60 * x.nbytes))
     ranking = part._ranking(part.arena, part.graph)
     assert not list(ranking.feasible()) and work["taskgraphs"] == 1  # uncut, for new results
-    assert part._within(FINEST, part.arena) is None and work["compiled"] == 0
+    assert part.within(FINEST, part.arena) is None and work["compiled"] == 0
     plan = planner.plan()
     assert plan.recomputed > 0
     assert plan.compile_report.compiled <= plan.compile_report.kernels + program._FIRST_COMPILED

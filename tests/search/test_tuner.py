@@ -18,6 +18,7 @@ from jaxoffload.plan.cost.machines import SMALL_SERVER
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.profile import _kernel_rates, digest
 from jaxoffload.search import tuner
+from tests.search.fakes import fake_run
 
 RANDOM = np.random.default_rng(0)
 
@@ -62,7 +63,7 @@ def test_a_second_plan_gives_the_same_bits(monkeypatch):
 
 @pytest.mark.parametrize("second, kept", [(0.9, True), (1.1, False)])
 def test_the_faster_plan_is_kept(monkeypatch, second, kept):
-    fields = {"resident": False, "budget": 1, "disk_bytes": 0, "taskgraph": None}
+    fields = {"resident": False, "budget": 1, "disk_bytes": 0, "taskgraph": None, "settled": False}
     fields["backend"] = backends.current()
     first, other = (types.SimpleNamespace(name=n, **fields) for n in ("first", "other"))
     monkeypatch.setattr(tuner.Tuner, "_better", lambda self, plan: other)
@@ -73,7 +74,7 @@ def test_the_faster_plan_is_kept(monkeypatch, second, kept):
     seen = []
     for _ in range(tuner.WARM_UP + tuner.TRIAL + 3):
         seconds = second if plan is other else 1.0
-        plan = mine.next(plan, types.SimpleNamespace(seconds=seconds))
+        plan = mine.next(plan, fake_run(seconds))
         seen.append(plan)
     assert seen[: tuner.WARM_UP - 1] == [first] * (tuner.WARM_UP - 1)
     assert seen[tuner.WARM_UP - 1 : tuner.WARM_UP + tuner.TRIAL - 1] == [other] * tuner.TRIAL

@@ -1,0 +1,278 @@
+"""Cuts that are simulated to be about as fast are run once calls have paid for compiling them; the
+fastest is kept, here and for other processes."""
+
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxoffload as jo
+from jaxoffload.options import Options
+from jaxoffload.runtime import backends
+from jaxoffload.search import planner, tuner
+from jaxoffload.search.cut import Cut
+from jaxoffload.store import place
+from jaxoffload.transform import program
+from tests.search.fakes import fake_run
+from tests.search.test_recut import ARGS, gradients, offloaded
+
+COMPILING = 3.0
+"""Seconds that each of the fakes takes to compile."""
+
+
+class Fake:
+    """A plan that takes some seconds, and others in its place."""
+
+    resident, budget, disk_bytes, settled, taskgraph = False, 1, 0, False, None
+
+    def __init__(self, name, seconds, others=()):
+        self.name, self.seconds, self._others = name, seconds, others
+        self.backend = backends.current()
+        self.compiling_seconds = COMPILING
+        self.kept = False
+
+    def others(self, near):
+        assert near == tuner.NEAR
+        for other in self._others:
+            other.compiling_seconds = self.compiling_seconds = self.compiling_seconds + COMPILING
+            yield other
+
+    def keep(self):
+        self.kept = True
+
+
+@pytest.fixture
+def tuned(monkeypatch):
+    """Calls a plan until the tuner is done; gives the plan of each call."""
+    monkeypatch.setattr(tuner, "other_cut", lambda plan, run: None)
+    monkeypatch.setattr(tuner.Tuner, "_better", lambda self, plan: None)
+    profile = types.SimpleNamespace(add=lambda run, like: None, knows=lambda graph: False)
+
+    def calls(plan, busy=1.0, most=100, **options):
+        mine, seen = tuner.Tuner(profile, Options(device_memory=1, **options)), []
+        plan = mine.start(plan)
+        while mine.measures and len(seen) < most:
+            seen.append(plan)
+            plan = mine.next(plan, fake_run(plan.seconds, busy * plan.seconds))
+        assert not mine.measures, "it comes to an end"
+        return [*seen, plan]
+
+    return calls
+
+
+def names(plans):
+    """Each with how often it was called in turn."""
+    found = []
+    for plan in plans:
+        if found and found[-1][0] == plan.name:
+            found[-1][1] += 1
+        else:
+            found.append([plan.name, 1])
+    return [tuple(each) for each in found]
+
+
+def test_a_faster_cut_is_kept_and_a_slower_is_not(tuned):
+    slow, fast = Fake("slow", 1.1), Fake("fast", 0.9)
+    first = Fake("first", 1.0, [slow, fast])
+    calls = tuned(first)
+    # The first has 6 s behind it when others are compiled for 3 s, and before the next one 12.
+    assert names(calls)[:3] == [("first", 6), ("slow", tuner.WARM_UP), ("first", 3)]
+    assert names(calls)[3][0] == "fast" and len(names(calls)) == 4
+    assert fast.kept and not first.kept and not slow.kept
+
+
+def test_a_cut_that_is_hardly_faster_is_not_worth_other_bits(tuned):
+    hardly = Fake("hardly", 1 - tuner.GAIN / 2)
+    first = Fake("first", 1.0, [hardly])
+    assert tuned(first)[-1] is first and first.kept
+    clearly = Fake("clearly", 1 - 2 * tuner.GAIN)
+    assert tuned(Fake("first", 1.0, [clearly]))[-1] is clearly
+
+
+def test_the_first_run_of_another_cut_does_not_count(tuned):
+    class Cold(Fake):
+        seconds = property(lambda self: next(self.times), lambda self, value: None)
+        times = itertools.chain([5.0, 5.0], itertools.repeat(0.5))  # a call reads it twice
+
+    other = Cold("other", None)
+    assert tuned(Fake("first", 1.0, [other]))[-1] is other
+
+
+@pytest.mark.parametrize("seconds, before", [(10.0, 6), (0.5, 12), (0.25, 24)])
+def test_calls_pay_before_anything_is_compiled(tuned, seconds, before):
+    first = Fake("first", seconds, [Fake("other", 2 * seconds)])
+    assert names(tuned(first))[0] == ("first", before)
+    paid = before * seconds
+    assert paid >= tuner.PATIENCE * COMPILING
+
+
+@pytest.mark.parametrize(
+    "seconds, busy, tries",
+    [
+        (1.0, 0.76, True),
+        (1.0, 0.74, False),
+        (0.03, 1.0, True),
+        (0.03, 0.5, False),
+        (0.019, 1, False),
+    ],
+)
+def test_no_cut_is_tried_where_kernels_are_not_what_takes_the_time(tuned, seconds, busy, tries):
+    first = Fake("first", seconds, [Fake("other", 2 * seconds)])
+    found = names(tuned(first, busy, most=1000))
+    assert ("other", tuner.WARM_UP) in found if tries else found == [("first", tuner.WARM_UP + 1)]
+
+
+def test_what_was_settled_is_not_tried_again(tuned):
+    first = Fake("first", 1.0, [Fake("other", 0.5)])
+    first.settled = True
+    assert names(tuned(first)) == [("first", tuner.WARM_UP)]
+    assert names(tuned(Fake("first", 1.0, [Fake("other", 0.5)]), policy="once")) == [("first", 1)]
+
+
+def test_one_that_does_not_do_with_the_memory_ends_it(tuned, monkeypatch):
+    def refuses(self, near):
+        raise jo.PlanError("too little")
+        yield
+
+    monkeypatch.setattr(Fake, "others", refuses)
+    first = Fake("first", 1.0)
+    assert set(map(id, tuned(first))) == {id(first)} and first.kept
+
+
+@pytest.fixture
+def small_programs_count(monkeypatch):
+    monkeypatch.setattr(tuner, "LEAST", 0.0)
+    monkeypatch.setattr(tuner, "BUSY", 0.0)
+    monkeypatch.setattr(tuner, "PATIENCE", 0.0)
+    monkeypatch.setattr(tuner, "NEAR", 100.0)
+
+
+def called(step, times):
+    """The plan before each call; all results are right."""
+    expected, plans = jax.jit(gradients)(*ARGS), []
+    for _ in range(times):
+        plans.append(step.plan(*ARGS))
+        for a, b in zip(step(*ARGS), expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    return plans
+
+
+def sizes(plan):
+    """How many vertices, which tells the cuts of this function apart."""
+    return len(plan.taskgraph.vertices)
+
+
+@pytest.mark.plain_runs
+@pytest.mark.usefixtures("small_programs_count")
+@pytest.mark.parametrize("kept", [True, False])
+def test_another_process_begins_with_what_was_kept(monkeypatch, tmp_path, kept):
+    monkeypatch.setenv(place.VARIABLE, str(tmp_path / "kept"))
+    jo.clear_caches()
+    monkeypatch.setattr(
+        tuner.Tuner,
+        "_faster",
+        lambda self, plan, seconds, what: plan if kept else self._rival[0],
+    )
+    step = offloaded()
+    first = step.plan(*ARGS)
+    wanted = [sizes(first), *map(sizes, first.others(100.0))]
+    plans = called(step, 30)
+    assert list(dict.fromkeys(map(sizes, plans))) == wanted, "each has its turn"
+    assert len(wanted) > 2 and (sizes(plans[-1]) == wanted[-1 if kept else 0])
+    assert not plans[-1].settled and not any(plan.resident for plan in plans)
+
+    jo.clear_caches()  # as in a new process
+    again = offloaded()
+    plan = again.plan(*ARGS)
+    assert plan.settled and plan.taskgraph == plans[-1].taskgraph
+    assert plan.compile_report.compiled == 0 and plan.compiling_seconds > 0
+    later = called(again, 12)
+    assert {plan.taskgraph for plan in later} == {plan.taskgraph}
+    for a, b in zip(again(*ARGS), step(*ARGS), strict=True):
+        np.testing.assert_array_equal(a, b)
+    jo.clear_caches()
+
+
+@pytest.mark.usefixtures("small_programs_count")
+def test_other_cuts_come_fast_ones_first_and_near_ones_only():
+    plan = offloaded().plan(*ARGS)
+    cuts = plan._source.simulated()
+    seconds = [expected for _, expected in cuts]
+    assert seconds == sorted(seconds) and len(cuts) == planner._COMPILED
+    found = list(plan.others(100.0))
+    compiled = [plan._source.within(cut, plan.budget) for cut, _ in cuts]
+    wanted = [len(each.graph.vertices) for each in compiled]
+    assert len(set(wanted)) == len(cuts)
+    assert [*map(sizes, found)] == [size for size in wanted if size != sizes(plan)]
+    for other in found:
+        other.verify()
+        assert other.budget == plan.budget and other.peak_device_bytes <= plan.budget
+    assert not list(plan.others(0.0))
+    assert not list(offloaded(vertex_memory=1).plan(*ARGS).others(100.0))
+
+
+@pytest.mark.plain_runs
+@pytest.mark.usefixtures("small_programs_count")
+def test_one_that_fails_is_given_up(monkeypatch):
+    real, tried = program.run_plan, []
+
+    def run_plan(plan, *args):
+        tried.append(sizes(plan))
+        if tried[-1] != tried[0]:
+            raise jo.RunError("as if the disk were full")
+        return real(plan, *args)
+
+    step = offloaded()
+    first = step.plan(*ARGS)
+    monkeypatch.setattr(program, "run_plan", run_plan)
+    failed = 0
+    for _ in range(30):
+        try:
+            called(step, 1)
+        except jo.RunError:
+            failed += 1
+    assert failed == 1 and len(set(tried)) == 2
+    assert step.plan(*ARGS) is first
+
+
+def momentum(state, x):
+    def loss(weights):
+        h = x
+        for w in weights:
+            h = jnp.tanh(h @ w)
+        return jnp.sum(h * h)
+
+    weights, moments = state
+    value, gradient = jax.value_and_grad(loss)(weights)
+    moments = [0.9 * m + g for m, g in zip(moments, gradient, strict=True)]
+    return ([w - 1e-5 * m for w, m in zip(weights, moments, strict=True)], moments), value
+
+
+@pytest.mark.plain_runs
+@pytest.mark.usefixtures("small_programs_count")
+def test_state_that_one_cut_has_left_on_the_device_reaches_the_next(monkeypatch):
+    width = 96
+    sizes_of = [k * width**2 * 4.0 for k in (1, 2, 4, 8)]
+    cuts_of = [(Cut(size, piece_bytes=size), 1.0) for size in sizes_of]
+    monkeypatch.setattr(planner.Planner, "simulated", lambda self: cuts_of)
+    rng = np.random.default_rng(0)
+    weights = [rng.standard_normal((width, width)).astype("f") / 10 for _ in range(8)]
+    x = rng.standard_normal((64, width)).astype("f")
+    wanted = weights, [np.zeros_like(w) for w in weights]
+    state, jitted = jo.host_put(wanted), jax.jit(momentum)
+    step = jo.offload(momentum, device_memory=12 * width**2 * 4, donate_argnums=0)
+    cuts, left = [], []
+    for _ in range(30):
+        cuts.append(sizes(step.plan(state, x)))
+        state, value = step(state, x)
+        wanted, expected = jitted(wanted, x)
+        left.append(step.last_run.bytes_left)
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert len(set(cuts)) > 1, "others had their turn"
+    ends = [i for i, (a, b) in enumerate(itertools.pairwise(cuts)) if a != b]
+    assert any(left[i] > 0 for i in ends), "with something left by the one before"
+    for mine, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(mine), theirs, rtol=1e-4, atol=1e-5)
