@@ -208,16 +208,15 @@ def test_state_below_the_device():
         return jax.lax.while_loop(lambda c: c[0] < 3, body, (0, state))[1]
 
     state = matrices()
-    want = jax.jit(train)(state, X)
     held = jo.host_put(state)
     step = offloaded(train, donate_argnums=0)
     got = step(held, X)
-    for g, w, old in zip(got, want, held, strict=True):
+    for g, old in zip(got, held, strict=True):
         assert isinstance(g, jo.HostArray)
         assert old.is_deleted()
-        np.testing.assert_allclose(np.asarray(g), w, rtol=1e-5, atol=1e-6)
-    again = step(got, X)
-    np.testing.assert_allclose(np.asarray(again[0]), jax.jit(train)(want, X)[0], atol=1e-5)
+    judged(train, (state, X), got)
+    once = [np.array(g) for g in got]
+    judged(train, (once, X), step(got, X))
 
 
 def test_results_in_host_memory():
@@ -274,8 +273,10 @@ def test_under_transformations():
 @pytest.mark.optimized
 def test_a_search_along_a_line():
     """optax.lbfgs: a loop in a loop, with conditionals that evaluate the function."""
-    matrix = SOURCE.normal(size=(WIDTH * 2, WIDTH * 2)).astype(np.float32)
-    matrix = matrix @ matrix.T / WIDTH + np.eye(WIDTH * 2, dtype=np.float32)
+    source = np.random.default_rng(1)
+    matrix = source.normal(size=(WIDTH * 2, WIDTH * 2)).astype(np.float32)
+    # Well conditioned: else five steps make of one rounding thirty, in jit as well.
+    matrix = matrix @ matrix.T / (4 * WIDTH) + np.eye(WIDTH * 2, dtype=np.float32)
 
     def minimum(matrix, b):
         def value(x):
@@ -293,7 +294,7 @@ def test_a_search_along_a_line():
         start = (0, jnp.zeros_like(b), optimizer.init(jnp.zeros_like(b)))
         return jax.lax.while_loop(lambda c: c[0] < 5, step, start)[1]
 
-    args = (matrix, SOURCE.normal(size=WIDTH * 2).astype(np.float32))
+    args = (matrix, source.normal(size=WIDTH * 2).astype(np.float32))
     step = offloaded(minimum, matrix.nbytes + (20 << 10))
     got = step(*args)
     judged(minimum, args, got)
