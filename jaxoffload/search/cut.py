@@ -42,6 +42,13 @@ class Cut:
 WHOLE, FINEST = Cut(float("inf")), Cut(0, 1, piece_bytes=0)
 
 
+def rounded_size(size: float) -> float:
+    """A size down to four binary digits. Budgets that hardly differ are cut alike then, so that
+    what was found out for one of them serves the next."""
+    fraction, exponent = math.frexp(size)
+    return math.ldexp(math.floor(fraction * 16), exponent - 4)
+
+
 def split_size(size: float) -> float:
     """A size to split operations down to: the nearest power of two, so that few are ever tried."""
     return 2.0 ** round(math.log2(size)) if size > 1 else 1.0

@@ -16,7 +16,6 @@ the search may be follows from how long the program itself takes.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -26,14 +25,15 @@ from jaxoffload.capture.floor import Floor
 from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.plan.alloc.build import VARIANTS
 from jaxoffload.plan.bounds import callers_bytes, least_seconds
-from jaxoffload.plan.cost.machines import Machine
-from jaxoffload.search.cut import FINEST, WHOLE, Cut, split_size
-from jaxoffload.search.drafts import CAPTURED, Drafts
+from jaxoffload.search.cut import FINEST, WHOLE, Cut, rounded_size, split_size
+from jaxoffload.search.drafts import CAPTURED, Drafts, allowed_work
 
-SHARES = (1 / 3, 1 / 5, 1 / 8, 1 / 14, 1 / 24)
+SHARES = (0.9, 0.6, 1 / 3, 1 / 5, 1 / 8, 1 / 14, 1 / 24)
 """Working sets of a vertex to try, as shares of the budget; after these, single operations. Of a
 chunk of a scan it is the rows that it reads and writes: with half of that recurrent steps took 5 to
-15% longer."""
+15% longer. Where single products take half of the budget, only the first let anything fuse."""
+_MANY = 1 / 3
+"""The same from which on there are many vertices at once, and so something to recompute or move."""
 RECOMPUTED = (0.25, 0.5, 0.75, 1.0)
 """Shares to recompute of the values with a long reuse distance; the best one's neighbours are tried
 too."""
@@ -51,15 +51,14 @@ _NEAR = 1.1
 _WORSE = 1.2
 """Finer cuts, or more recomputation, are given up once they take so many times the best. More rules
 of allocation are tried only for cuts that are nearer to it."""
+_LONG, _CHOICE = 0.01, 5
+"""Seconds of kernels from which on the coarsest cuts are tried, and of how many plain cuts, alike
+ones counted, a choice is left to runs, which may tell that another one is faster. A shorter program
+is to be planned in a few times the time that jit takes to compile it."""
 _LAST = 4
 """How many finer cuts in turn must be so much worse."""
 _LOOPS, _ON_HOST = 2, 3
 """Cuts of which the same with whole loops is tried, and with updates on the host's cores."""
-WORK = 30_000, 400_000
-"""Work of each part of a search, at least and at most (drafts.py says what is counted)."""
-_WORK_A_SECOND = 1e9
-"""The same for each second that the kernels of the uncut program take, so that planning takes about
-as long as two thousand calls."""
 _NEVER = float("inf")
 
 
@@ -99,6 +98,8 @@ class Room:
       recompute: whether cuts that recompute are among those to try: "auto", "never", or "always":
         no others are.
       host_compute: the same of updates on the host's cores.
+      counts_all: whether the budget is of all memory, so that what kernels allocate on their own,
+        which grows with the vertex, counts, too.
     """
 
     budget: int
@@ -107,6 +108,7 @@ class Room:
     needs: Callable[[TaskGraph], int]
     recompute: str = "auto"
     host_compute: str = "never"
+    counts_all: bool = False
 
 
 class Ranking:
@@ -136,6 +138,11 @@ class Ranking:
         return self._graphs(cut)
 
     @property
+    def _is_long(self) -> bool:
+        """Whether the program's kernels take long enough for more to be tried."""
+        return self._compute >= _LONG
+
+    @property
     def _work(self) -> float:
         """Done so far; see drafts.py. What this search asks for counts, known before or not."""
         return self._drafts.work + sum(self._captures.values())
@@ -149,10 +156,14 @@ class Ranking:
     def _enough(self) -> float:
         """Seconds; a cut that takes no longer ends the search. About what the kernels of the uncut
         program take, or the copies of its arguments and results."""
-        graph = self._graphs(WHOLE)
-        compute = float(self._machine.task_seconds(graph).sum())
-        least = least_seconds(graph, self._machine, float("inf"))
+        compute = self._compute
+        least = least_seconds(self._graphs(WHOLE), self._machine, float("inf"))
         return max(_CLOSE * compute, compute + _LITTLE, SAME * least)
+
+    @functools.cached_property
+    def _compute(self) -> float:
+        """Seconds of the uncut program's kernels."""
+        return float(self._machine.task_seconds(self._graphs(WHOLE)).sum())
 
     @functools.cached_property
     def _callers(self) -> np.ndarray:
@@ -160,9 +171,9 @@ class Ranking:
         return callers_bytes(self._graphs(WHOLE)).sum(axis=1)
 
     def feasible(self) -> Iterator[Cut]:
-        """Cuts that may work within the budget, coarse ones first, none simulated."""
+        """Cuts that may be the ones that need least, coarse ones first, none simulated."""
         for cut in self._plain():
-            if self._works(cut):
+            if cut.max_bytes <= _MANY * self._budget and self._works(cut):
                 yield cut
 
     def by_time(self) -> Iterator[tuple[Cut, float | None]]:
@@ -171,7 +182,11 @@ class Ranking:
         waiting = self._plain()
         before = None
         self._begun = self._work
-        while waiting and not self._is_enough() and not self._gets_worse():
+        plain = len(waiting)
+        while waiting and not self._gets_worse():
+            is_told = not self._is_long or plain - len(waiting) >= _CHOICE
+            if self._is_enough() and (is_told or self._best > self._enough):
+                break
             cut = waiting.pop(0)
             if not self._may_work(cut):
                 self._note(cut, float("inf"))
@@ -225,7 +240,9 @@ class Ranking:
         """Cuts that recompute nothing, or (if others are not wanted) all that they can."""
         cuts = []
         for share in SHARES:
-            size = _rounded(share * self._budget)
+            if share > _MANY and (self._room.counts_all or not self._is_long):
+                continue
+            size = rounded_size(share * self._budget)
             split = split_size(share * self._budget)
             cuts.append(Cut(size, piece_bytes=size))
             cuts.append(Cut(size, None, split, piece_bytes=size))
@@ -241,8 +258,8 @@ class Ranking:
         return cuts
 
     def _bases(self) -> list[list[Tried]]:
-        """Cuts to recompute from: the best and the coarsest of those that split nothing, and of the
-        others."""
+        """Cuts to recompute from: the best, and the coarsest of many vertices, of those that split
+        nothing, and of the others."""
         known: set[Any] = set()
         found = []
         for is_split in (False, True):
@@ -253,8 +270,12 @@ class Ranking:
                 and self._cutter.key(t.cut) not in known  # a cut that found nothing to split
             ]
             known.update(self._cutter.key(t.cut) for t in alike)
-            found.append(list(dict.fromkeys(_by_time(alike, _NEAR)[:1] + alike[:1])))
+            found.append(list(dict.fromkeys(_by_time(alike, _NEAR)[:1] + self._coarsest(alike))))
         return found
+
+    def _coarsest(self, tried: list[Tried]) -> list[Tried]:
+        """The coarsest of many vertices, if there is one."""
+        return [t for t in tried if t.cut.max_bytes <= _MANY * self._budget][:1]
 
     def _try(self, cut: Cut, graph: TaskGraph) -> float:
         """Drafts by the first rule; by others as long as the cut may still be the best."""
@@ -303,10 +324,11 @@ class Ranking:
             self._attempt(base.cut, reuse_distance, best + step, found)
 
     def _try_the_best_with(self, way: str, count: int) -> None:
-        """The best cuts once more in another way, and the coarsest, as far as that changes them."""
+        """The best cuts once more in another way, and the coarsest of many vertices, as far as that
+        changes them."""
         self._begun = self._work
         known = list(self._tried)
-        for base in dict.fromkeys(_by_time(known)[:count] + known[:1]):
+        for base in dict.fromkeys(_by_time(known)[:count] + self._coarsest(known)):
             if self._is_enough():
                 return
             cut = dataclasses.replace(base.cut, **{way: True})
@@ -369,19 +391,6 @@ class Ranking:
 
     def _is_enough(self) -> bool:
         return self._best <= self._enough or self._work - self._begun > self._allowed
-
-
-def allowed_work(machine: Machine, whole: TaskGraph) -> float:
-    """How much work each part of a search may be for the sake of a program."""
-    least, most = WORK
-    return min(most, max(least, _WORK_A_SECOND * float(machine.task_seconds(whole).sum())))
-
-
-def _rounded(size: float) -> float:
-    """A size down to four binary digits. Budgets that hardly differ are cut alike then, so that
-    what was found out for one of them serves the next."""
-    fraction, exponent = math.frexp(size)
-    return math.ldexp(math.floor(fraction * 16), exponent - 4)
 
 
 def _by_time(tried: list[Tried], same: float = SAME) -> list[Tried]:

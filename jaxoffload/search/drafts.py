@@ -21,6 +21,11 @@ from jaxoffload.plan.cost.simulate import simulate
 CAPTURED = 10
 """Vertices that are built and simulated in the time in which an equation is captured: 20 us of a
 LLaMA model's steps, whether cut coarsely or finely."""
+WORK = 30_000, 400_000
+"""Work of each part of a search, at least and at most."""
+_WORK_A_SECOND = 1e9
+"""The same for each second that the kernels of the uncut program take, so that planning takes about
+as long as two thousand calls."""
 
 Rule = dict[str, Any]
 """One of `build.VARIANTS`."""
@@ -93,3 +98,9 @@ class Drafts:
         """Lets go of all graphs."""
         self._known.clear()
         self._graphs.clear()
+
+
+def allowed_work(machine: Machine, whole: TaskGraph) -> float:
+    """How much work each part of a search may be for the sake of a program."""
+    least, most = WORK
+    return min(most, max(least, _WORK_A_SECOND * float(machine.task_seconds(whole).sum())))

@@ -445,6 +445,7 @@ class Planner:
             self.needs,
             options.recompute,
             self._host_compute,
+            counts_all=options.memory is not None,
         )
         return Ranking(self._program, graphs, self.drafts, room)
 

@@ -11,7 +11,7 @@ import jaxoffload as jo
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.options import Options
 from jaxoffload.runtime import backends
-from jaxoffload.search import recut, tuner
+from jaxoffload.search import cuts, recut, tuner
 from tests.search.fakes import fake_run
 
 RNG = np.random.default_rng(0)
@@ -25,6 +25,7 @@ BUDGET = 400_000
 @pytest.fixture(autouse=True)
 def small_programs_count(monkeypatch):
     monkeypatch.setattr(recut, "LEAST", 0.0)
+    monkeypatch.setattr(cuts, "SHARES", cuts.SHARES[2:])  # of coarse cuts the first is enough
 
 
 def gradients(weights, x):

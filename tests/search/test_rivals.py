@@ -12,7 +12,7 @@ import pytest
 import jaxoffload as jo
 from jaxoffload.options import Options
 from jaxoffload.runtime import backends
-from jaxoffload.search import planner, tuner
+from jaxoffload.search import cuts, planner, tuner
 from jaxoffload.search.cut import Cut
 from jaxoffload.store import place
 from jaxoffload.transform import program
@@ -148,6 +148,7 @@ def small_programs_count(monkeypatch):
     monkeypatch.setattr(tuner, "BUSY", 0.0)
     monkeypatch.setattr(tuner, "PATIENCE", 0.0)
     monkeypatch.setattr(tuner, "NEAR", 100.0)
+    monkeypatch.setattr(cuts, "SHARES", cuts.SHARES[2:])  # of coarse cuts the first is enough
 
 
 def called(step, times):

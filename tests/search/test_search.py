@@ -407,13 +407,13 @@ def test_search_is_as_long_as_what_it_plans_for(work):
     for seconds in (0.0, 1.0):
         work.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cuts, "WORK", (3_000, 1_000_000))
-            patch.setattr(cuts, "_WORK_A_SECOND", seconds * 1e15)
+            patch.setattr(drafting, "WORK", (3_000, 1_000_000))
+            patch.setattr(drafting, "_WORK_A_SECOND", seconds * 1e15)
             jo.offload(lambda *a: step(*a), device_memory=least).plan(x[0], x)
         found.append(work["memgraphs"])
     assert found[0] < 0.8 * found[1]
     machine, whole = jo.MACHINES["H200"], jo.offload(step, device_memory=None).plan(x[0], x)
-    assert cuts.allowed_work(machine, whole.taskgraph) == cuts.WORK[0]
+    assert drafting.allowed_work(machine, whole.taskgraph) == drafting.WORK[0]
 
 
 def test_computing_more_again_is_tried_for_as_long_as_it_pays(monkeypatch):
@@ -424,8 +424,9 @@ def test_computing_more_again_is_tried_for_as_long_as_it_pays(monkeypatch):
             x = jnp.tanh(jnp.sin(jnp.tanh(x @ w)) * 2.0)
         return (x**2).sum()
 
-    monkeypatch.setattr(cuts, "WORK", (1, 10_000))
-    monkeypatch.setattr(cuts, "_WORK_A_SECOND", 0)
+    monkeypatch.setattr(drafting, "WORK", (1, 10_000))
+    monkeypatch.setattr(drafting, "_WORK_A_SECOND", 0)
+    monkeypatch.setattr(cuts, "SHARES", cuts.SHARES[2:])  # coarse cuts have less to compute again
     plain, tried = cuts.Ranking._try, {}
 
     def note(ranking, cut, graph):
@@ -442,3 +443,52 @@ def test_computing_more_again_is_tried_for_as_long_as_it_pays(monkeypatch):
     step.predict(weights, jax.ShapeDtypeStruct((4096, 64), np.float32), machine=slow)
     times = [tried[key] for key in sorted(tried, key=lambda key: key[0]) if key[1] > 0 and key[0]]
     assert len(times) >= 2 and min(times[1:]) < times[0] < tried[0.0, float("inf")]
+
+
+def test_products_that_take_half_of_the_budget_fuse_with_what_follows_them(monkeypatch):
+    """A vertex may have most of the budget: three matrices of a product, where there is room for
+    five and a half."""
+    monkeypatch.setattr(cuts, "_LONG", 0)
+    width = 128
+
+    def layers(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x
+
+    weights = [jax.ShapeDtypeStruct((width, width), np.float32)] * 6
+    step = jo.offload(layers, device_memory=int(5.5 * 4 * width**2), cut="always")
+    graph = step.plan(weights, weights[0]).taskgraph
+    assert len(graph.vertices) <= len(weights) and not any(v.name == "tanh" for v in graph.vertices)
+
+
+@pytest.mark.parametrize(
+    "seconds, counts_all, largest", [(0.01, False, 90), (0.0099, False, 34), (0.01, True, 34)]
+)
+def test_a_vertex_may_have_most_of_the_budget(seconds, counts_all, largest):
+    """Not of a budget of all memory, nor of a program that is to be planned at once."""
+    room = cuts.Room(100, None, True, lambda graph: 0, counts_all=counts_all)
+    ranking = cuts.Ranking(None, lambda cut: None, _Drafts({}), room)
+    vars(ranking)["_compute"] = seconds
+    sizes = [cut.max_bytes for cut in ranking._plain()]
+    assert 0.9 * largest < sizes[0] <= largest and sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("seconds, is_left", [(1.01, True), (0.99, False)])
+def test_runs_are_left_a_choice_where_they_may_tell_which_cut_is_faster(
+    monkeypatch, seconds, is_left
+):
+    def layers(weights, x):
+        for w in weights:
+            x = jnp.tanh(jnp.sin(x @ w))
+        return x
+
+    weights = [jax.ShapeDtypeStruct((128, 128), np.float32)] * 8
+    options = {"device_memory": 8 * 4 * 128**2, "cut": "always"}
+    plan = jo.offload(layers, **options).plan(weights, weights[0])
+    whole = jo.offload(layers, device_memory=None, cut="always").plan(weights, weights[0])
+    compute = float(plan.machine.task_seconds(whole.taskgraph).sum())
+    monkeypatch.setattr(cuts, "_LONG", compute / seconds)
+    jo.clear_caches()
+    found = jo.offload(lambda *a: layers(*a), **options).plan(weights, weights[0])
+    assert (len(found._source.simulated()) > 1) == is_left
