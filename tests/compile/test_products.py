@@ -130,8 +130,9 @@ FEW = {
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_the_factor_of_few_rows_comes_second(name):
+def test_the_factor_of_few_rows_comes_second(name, monkeypatch):
     """Whole numbers, so that every order of the sums gives the same."""
+    monkeypatch.setattr(matrices, "_num_threads", lambda: 1)
     left, right, numbers, is_turned = FEW[name]
     rng = np.random.default_rng(1)
     x, y = (rng.integers(-8, 9, shape).astype(np.float32) for shape in (left, right))
@@ -150,6 +151,40 @@ def test_the_factor_of_few_rows_comes_second(name):
     assert f"(tensor<{order[0]}xf32>, tensor<{order[1]}xf32>)" in line
     assert ("optimization_barrier" in code) == is_turned
     assert (line.index("DEFAULT") > line.index("HIGHEST")) == is_turned
+
+
+SOME_ROWS = {
+    "two times sixteen": ((32, 256), (256, 1024), (0, 1), [16, 16]),
+    "a rest": ((50, 256), (256, 1024), (0, 1), [16, 16, 16, 2]),
+    "as many as are taken at once": ((24, 256), (256, 1024), (0, 1), [24]),
+    "many": ((65, 256), (256, 1024), (0, 1), [65]),
+    "few columns": ((48, 512), (512, 512), (0, 1), [16, 16, 16]),
+    "few columns, more rows": ((49, 512), (512, 512), (0, 1), [49]),
+    "small": ((32, 128), (128, 255), (0, 1), [32]),
+    "large": ((32, 2048), (2048, 2049), (0, 1), [32]),
+    "left turned": ((256, 32), (256, 1024), (1, 1), [32]),
+    "right turned": ((64, 256), (65, 256), (0, 0), [64]),
+}
+
+
+@pytest.mark.parametrize("name", SOME_ROWS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_rows_are_taken_some_at_a_time(name, dtype, threads, monkeypatch):
+    monkeypatch.setattr(matrices, "_num_threads", lambda: threads)
+    left, right, free, expected = SOME_ROWS[name]
+    rng = np.random.default_rng(0)
+    x, y = (rng.integers(-8, 9, shape).astype(dtype) for shape in (left, right))
+    numbers = (((1 - free[0],), (1 - free[1],)), ((), ()))
+    product = jax.jit(lambda x, y: lax.dot_general(x, y, numbers))
+    with jax.enable_x64(True):
+        lowered = compat.lower(product.trace(x, y), "cpu", RULES)
+        found = lowered.compile()(x, y)
+    rows, columns = np.moveaxis(x, free[0], 0), np.moveaxis(y, free[1], 1)
+    np.testing.assert_array_equal(found, rows @ columns)
+    parts = re.findall(r"dot_general.*-> tensor<(\d+)x", lowered.as_text())
+    is_split = dtype == np.float32 and threads == 2
+    assert [int(n) for n in parts] == (expected if is_split else [len(rows)])
 
 
 @pytest.mark.parametrize("columns", [100, 400])
