@@ -161,9 +161,10 @@ def called(step, times):
     return plans
 
 
-def sizes(plan):
-    """How many vertices, which tells the cuts of this function apart."""
-    return len(plan.taskgraph.vertices)
+def kernels(plan):
+    """The executables of all vertices, which tell cuts apart; they have no order of their own."""
+    vertices = plan.taskgraph.vertices
+    return tuple(sorted(id(plan.executables[v.kernel]) for v in vertices if v.kernel >= 0))
 
 
 @pytest.mark.plain_runs
@@ -179,10 +180,10 @@ def test_another_process_begins_with_what_was_kept(monkeypatch, tmp_path, kept):
     )
     step = offloaded()
     first = step.plan(*ARGS)
-    wanted = [sizes(first), *map(sizes, first.others(100.0))]
+    wanted = [kernels(first), *map(kernels, first.others(100.0))]
     plans = called(step, 30)
-    assert list(dict.fromkeys(map(sizes, plans))) == wanted, "each has its turn"
-    assert len(wanted) > 2 and (sizes(plans[-1]) == wanted[-1 if kept else 0])
+    assert list(dict.fromkeys(map(kernels, plans))) == wanted, "each has its turn"
+    assert len(wanted) > 2 and (kernels(plans[-1]) == wanted[-1 if kept else 0])
     assert not plans[-1].settled and not any(plan.resident for plan in plans)
 
     jo.clear_caches()  # as in a new process
@@ -205,9 +206,12 @@ def test_other_cuts_come_fast_ones_first_and_near_ones_only():
     assert seconds == sorted(seconds) and len(cuts) == planner._COMPILED
     found = list(plan.others(100.0))
     compiled = [plan._source.within(cut, plan.budget) for cut, _ in cuts]
-    wanted = [len(each.graph.vertices) for each in compiled]
+    wanted = [
+        kernels(types.SimpleNamespace(taskgraph=each.graph, executables=each.executables))
+        for each in compiled
+    ]
     assert len(set(wanted)) == len(cuts)
-    assert [*map(sizes, found)] == [size for size in wanted if size != sizes(plan)]
+    assert [*map(kernels, found)] == [each for each in wanted if each != kernels(plan)]
     for other in found:
         other.verify()
         assert other.budget == plan.budget and other.peak_device_bytes <= plan.budget
@@ -221,7 +225,7 @@ def test_one_that_fails_is_given_up(monkeypatch):
     real, tried = program.run_plan, []
 
     def run_plan(plan, *args):
-        tried.append(sizes(plan))
+        tried.append(kernels(plan))
         if tried[-1] != tried[0]:
             raise jo.RunError("as if the disk were full")
         return real(plan, *args)
@@ -267,7 +271,7 @@ def test_state_that_one_cut_has_left_on_the_device_reaches_the_next(monkeypatch)
     step = jo.offload(momentum, device_memory=12 * width**2 * 4, donate_argnums=0)
     cuts, left = [], []
     for _ in range(30):
-        cuts.append(sizes(step.plan(state, x)))
+        cuts.append(kernels(step.plan(state, x)))
         state, value = step(state, x)
         wanted, expected = jitted(wanted, x)
         left.append(step.last_run.bytes_left)
