@@ -23,7 +23,7 @@ from jaxoffload.capture.loops import Loop
 from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.order import live_equations, serial_order
 from jaxoffload.capture.products import with_small_transpositions
-from jaxoffload.capture.rows import gathered_inputs
+from jaxoffload.capture.rows import bytes_read, gathered_inputs
 from jaxoffload.capture.sinking import sunk
 from jaxoffload.capture.workspace import estimated_workspace
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, TensorKind, Vertex, VertexKind
@@ -196,7 +196,7 @@ class _Builder:
                     source=source,
                     gathered=gathered_inputs(cluster.inputs, cluster.equations),
                     flops=sum(cost.flops(e) for e in cluster.equations),
-                    traffic=float(sum(v.num_bytes() for v in (*cluster.inputs, *cluster.outputs))),
+                    traffic=float(_traffic(cluster)),
                     recomputed=_share_recomputed(cluster.equations, seconds),
                 )
             )
@@ -327,6 +327,12 @@ def _described(aval: Any) -> tuple[tuple[int, ...], str, str]:
     """Shape and dtype in memory, and what JAX calls it."""
     shape, dtype = compat.physical(aval)
     return shape, dtype.name, aval.str_short(short_dtypes=True)
+
+
+def _traffic(cluster: Cluster) -> int:
+    """Bytes of memory that a cluster reads and writes, as one kernel."""
+    read = sum(bytes_read(cluster.inputs, cluster.equations))
+    return read + sum(v.num_bytes() for v in cluster.outputs)
 
 
 def _share_recomputed(equations: Sequence[Equation], seconds: Sequence[float]) -> float:

@@ -36,6 +36,18 @@ def takes_few_rows(equation: Equation) -> bool:
 
 def gathered_inputs(inputs: Sequence[Value], equations: Sequence[Equation]) -> tuple[int, ...]:
     """Positions of a cluster's inputs that are arguments and read by rows alone."""
+    return tuple(
+        i
+        for i, (v, read) in enumerate(zip(inputs, bytes_read(inputs, equations), strict=True))
+        if v.argument is not None
+        and v.num_bytes() >= MIN_BYTES
+        and read <= MAX_SHARE * v.num_bytes()
+    )
+
+
+def bytes_read(inputs: Sequence[Value], equations: Sequence[Equation]) -> list[int]:
+    """Of each of a cluster's inputs the bytes that it reads: of one that is read by rows alone
+    those of the rows."""
     taken: dict[Value, int] = {}
     whole: set[Value] = set()
     for equation in equations:
@@ -43,11 +55,7 @@ def gathered_inputs(inputs: Sequence[Value], equations: Sequence[Equation]) -> t
         if table is not None:
             taken[table] = taken.get(table, 0) + equation.outputs[0].num_bytes()
         whole.update(v for v in equation.values() if v is not table)
-    return tuple(
-        i
-        for i, v in enumerate(inputs)
-        if v.argument is not None
-        and v not in whole
-        and v.num_bytes() >= MIN_BYTES
-        and taken.get(v, v.num_bytes()) <= MAX_SHARE * v.num_bytes()
-    )
+    return [
+        v.num_bytes() if v in whole else min(v.num_bytes(), taken.get(v, v.num_bytes()))
+        for v in inputs
+    ]

@@ -215,3 +215,20 @@ def test_cut_respects_the_byte_limit():
     graph = captured.taskgraph
     for vertex in graph.vertices:
         assert sum(graph.tensors[t].bytes for t in (*vertex.inputs, *vertex.outputs)) <= limit
+
+
+@pytest.mark.parametrize("is_read_whole", [False, True])
+def test_the_traffic_of_a_table_is_that_of_its_rows(is_read_whole):
+    """A table of which a token takes one row is no work, be it a model's largest matrix."""
+    table, rows = np.ones((4096, 64), np.float32), np.arange(3)
+
+    def embed(table, rows):
+        found = jnp.tanh(table[rows]) + table[5][None]
+        return (found, table.sum()) if is_read_whole else found
+
+    captured, _ = capture(embed, table, rows)
+    traffic = sum(v.traffic for v in captured.taskgraph.vertices)
+    if is_read_whole:
+        assert traffic >= table.nbytes
+    else:
+        assert 4 * 64 * 4 <= traffic <= 16 * 64 * 4
