@@ -213,6 +213,7 @@ class Plan:
         is_alone: bool = False,
         residents: np.ndarray,
         owed: np.ndarray,
+        returned: np.ndarray,
     ) -> None: ...
     @property
     def num_vertices(self) -> int: ...

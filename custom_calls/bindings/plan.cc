@@ -123,7 +123,7 @@ std::shared_ptr<Plan> NewPlan(
     std::vector<std::string> descriptions, const std::vector<std::pair<int32_t, int32_t>>& donated,
     int64_t disk_bytes, const nb::object& disk, const std::vector<bool>& argument_on_disk,
     const std::vector<bool>& result_on_disk, bool is_alone, const Array<int32_t>& residents,
-    const Array<int32_t>& owed) {
+    const Array<int32_t>& owed, const Array<int32_t>& returned) {
   PlanArrays a;
   a.kind = ToVector(kind);
   a.lane = ToVector(lane);
@@ -156,6 +156,7 @@ std::shared_ptr<Plan> NewPlan(
   a.is_alone = is_alone;
   a.residents = ToVector(residents);
   a.owed = ToVector(owed);
+  a.returned = ToVector(returned);
   a.argument_on_disk.assign(argument_on_disk.begin(), argument_on_disk.end());
   a.result_on_disk.assign(result_on_disk.begin(), result_on_disk.end());
   std::shared_ptr<DiskExtent> extent;
@@ -241,7 +242,8 @@ void BindPlan(nb::module_& m) {
            "descriptions"_a = std::vector<std::string>(),
            "donated"_a = std::vector<std::pair<int32_t, int32_t>>(), "disk_bytes"_a = 0,
            "disk"_a = nb::none(), "argument_on_disk"_a = std::vector<bool>(),
-           "result_on_disk"_a = std::vector<bool>(), "is_alone"_a = false, "residents"_a, "owed"_a)
+           "result_on_disk"_a = std::vector<bool>(), "is_alone"_a = false, "residents"_a, "owed"_a,
+           "returned"_a)
       .def_prop_ro("num_vertices", [](const Plan& p) { return p.loaded().num_vertices(); })
       .def_prop_ro("num_versions", [](const Plan& p) { return p.loaded().num_versions(); })
       .def_prop_ro("arena_bytes", [](const Plan& p) { return p.loaded().arena_bytes(); })

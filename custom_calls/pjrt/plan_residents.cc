@@ -33,6 +33,7 @@ PlanResidents::PlanResidents(std::shared_ptr<const LoadedPlan> plan, Platform& p
       part.load = plan_->writer(brought);
     }
     part.argument = plan_->index(source);
+    part.gives_way = plan_->returned()[i] >= 0;
     if (owed >= 0) {
       part.overwriter = plan_->writer(plan_->SuccessorOf(version));
       part.offload = plan_->writer(owed);
@@ -73,7 +74,7 @@ void PlanResidents::Find(RunContext& context) {
     part.place.stamp = At(contents.argument_stamps, part.argument);
     part.found = Residents::Found::kNo;
     part.is_owed = part.result >= 0 && At(contents.result_owners, part.result) != nullptr;
-    wanted.push_back({part.place, part.overwriter >= 0, part.is_read_elsewhere});
+    wanted.push_back({part.place, part.overwriter >= 0, part.is_read_elsewhere, part.gives_way});
   }
   const std::vector<Residents::Found> found =
       platform_.residents().Keep(plan_->arena_bytes(), context.arguments, wanted, Payer());
@@ -95,8 +96,9 @@ void PlanResidents::Leave(RunContext& context) {
     }
     if (context.is_stopped) {  // it may have left a copy half done
       Restore(part, context);
-    } else if (part.is_owed || (part.overwriter < 0 && part.found == Residents::Found::kNo)) {
-      // What was found and not written over is there as it was, and may be owed to its array.
+    } else if (part.is_owed || part.gives_way ||
+               (part.overwriter < 0 && part.found == Residents::Found::kNo)) {
+      // What was found and stayed is there as it was, and may be owed to its array.
       if (part.is_owed) Owe(part, context);
       if (part.place.stamp != kNoStamp) platform_.residents().Add(part.place);
     }
@@ -115,7 +117,7 @@ void PlanResidents::Owe(Part& part, const RunContext& context) {
 }
 
 void PlanResidents::Restore(Part& part, RunContext& context) {
-  // What nothing writes over was not forgotten when the run began.
+  // What nothing writes over was not forgotten when the run began; what gave way is in the array.
   if (part.overwriter < 0 || part.found == Residents::Found::kNo) return;
   const bool was_owed = part.found == Residents::Found::kOwed;
   if (!context.begun[part.overwriter]) {

@@ -46,7 +46,8 @@ class PlanResidents {
     int32_t overwriter = -1;
     int32_t offload = -1;
     int32_t result = -1;
-    Resident place{};                                // the stamp is that of the last run
+    bool gives_way = false;  // to others, until it is brought again at the end
+    Resident place{};        // the stamp is that of the last run
     Residents::Found found = Residents::Found::kNo;  // by this run
     bool is_owed = false;                            // by this run, if it succeeds
   };

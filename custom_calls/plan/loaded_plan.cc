@@ -310,6 +310,9 @@ LoadedPlan LoadedPlan::Load(PlanArrays arrays, int32_t num_devices, int32_t num_
 
 void LoadedPlan::CheckResidents() const {
   if (a_.owed.size() != a_.residents.size()) Refuse("owed has not one entry for each resident");
+  if (a_.returned.size() != a_.residents.size()) {
+    Refuse("returned has not one entry for each resident");
+  }
   for (size_t i = 0; i < a_.residents.size(); ++i) {
     const int32_t version = a_.residents[i], result = a_.owed[i];
     const auto refuse = [&](const char* why) {
@@ -325,6 +328,9 @@ void LoadedPlan::CheckResidents() const {
     int32_t last = version;
     while (SuccessorOf(last) >= 0) last = SuccessorOf(last);
     if ((last == version) != (result < 0)) refuse(" is overwritten and not owed, or owed and not");
+    if (a_.returned[i] >= 0 && !IsBroughtBack(version, a_.returned[i])) {
+      refuse(" is not brought back");
+    }
     if (last == version) continue;
     if (result >= num_versions() || space(result) != Space::kResult || writer_[result] < 0 ||
         kind(writer_[result]) != Kind::kOffload || offset(result) != offset(source) ||
@@ -333,6 +339,15 @@ void LoadedPlan::CheckResidents() const {
     }
     if (input(inputs(writer_[result]).begin) != last) refuse(" is owed from elsewhere");
   }
+}
+
+bool LoadedPlan::IsBroughtBack(int32_t first, int32_t last) const {
+  if (last >= num_versions() || last == first || writer_[last] < 0) return false;
+  const bool is_same = space(last) == Space::kDevice && index(last) == index(first) &&
+                       offset(last) == offset(first) && bytes(last) == bytes(first);
+  return is_same && SuccessorOf(first) < 0 && SuccessorOf(last) < 0 &&
+         kind(writer_[last]) == Kind::kReload &&
+         input(inputs(writer_[last]).begin) == input(inputs(writer_[first]).begin);
 }
 
 int32_t LoadedPlan::SuccessorOf(int32_t version) const {

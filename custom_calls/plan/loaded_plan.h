@@ -60,6 +60,7 @@ struct PlanArrays {
   std::vector<uint8_t> result_on_disk;    // [number of flat results] or empty
   std::vector<int32_t> residents;         // versions that stay in their places after a run
   std::vector<int32_t> owed;              // [size of residents] a result version, or -1
+  std::vector<int32_t> returned;          // [size of residents] brought there again last, or -1
   std::vector<std::string> descriptions;  // [N] or empty: vertices in words, for errors
 };
 
@@ -141,6 +142,9 @@ class LoadedPlan {
   // Of each of them: if it is written over, the version of the caller's result that what is there
   // then is copied to, where it is not left in its place and owed; else -1.
   const std::vector<int32_t>& owed() const { return a_.owed; }
+  // Of each of them: if others are in its place meanwhile, the version that is the same and the
+  // last there; else -1.
+  const std::vector<int32_t>& returned() const { return a_.returned; }
   // The part of an argument that a resident version is a copy of, by way of the host tier perhaps.
   int32_t SourceOf(int32_t resident) const;
   // The version that is written over one in its place, -1 if none is.
@@ -151,6 +155,7 @@ class LoadedPlan {
 
  private:
   void CheckResidents() const;
+  bool IsBroughtBack(int32_t first, int32_t last) const;
 
   explicit LoadedPlan(Lanes lanes) : lanes_(lanes) {}
 

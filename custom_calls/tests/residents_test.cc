@@ -87,6 +87,42 @@ TEST(WhatChangesIsGoneUntilItIsAddedAgain) {
   CHECK(ledger.Keep(Part(500), true) == Found::kNo);
 }
 
+TEST(WhatGivesWayIsFoundOnceUntilItIsAddedAgain) {
+  Ledger ledger;
+  const auto keep = [&](bool gives_way) {
+    const Residents::Wanted wanted{Part(500), false, false, gives_way};
+    return ledger.residents.Keep({1000}, {}, {wanted}, ledger.pay)[0];
+  };
+  ledger.residents.Add(Part(500));
+  CHECK(keep(false) == Found::kYes);
+  CHECK(keep(true) == Found::kYes);
+  CHECK(keep(true) == Found::kNo);
+  ledger.residents.Add(Part(500));
+  CHECK(keep(true) == Found::kYes);
+  CHECK(ledger.residents.empty());
+}
+
+TEST(ADebtIsPaidBeforeItsPlaceGivesWay) {
+  Ledger ledger;
+  Array array;
+  ledger.residents.Add(array.Owed(500));
+  const Residents::Wanted wanted{Part(500), false, false, true};
+  const Residents::Pay fails = [](const Resident&) { throw std::runtime_error("no device"); };
+  bool failed = false;
+  try {
+    ledger.residents.Keep({1000}, {}, {wanted}, fails);
+  } catch (const std::runtime_error&) {
+    failed = true;
+  }
+  CHECK(failed);
+  CHECK(ledger.residents.Owes(array.data.get()));  // nothing has changed
+  // It is there still, and in the array as well, where it is brought from at the end.
+  CHECK(ledger.residents.Keep({1000}, {}, {wanted}, ledger.pay)[0] == Found::kYes);
+  CHECK_EQ(ledger.paid.size(), 1u);
+  CHECK(!ledger.residents.Owes(array.data.get()));
+  CHECK(ledger.residents.empty());
+}
+
 TEST(DebtsArePaidBeforeTheirPlaceIsTaken) {
   Ledger ledger;
   Array array;

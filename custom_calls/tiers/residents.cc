@@ -22,19 +22,21 @@ std::vector<Residents::Found> Residents::Keep(const std::vector<int64_t>& used,
   for (const Resident& each : lost_) {
     if (is_read(each) && !each.owner.expired()) throw std::runtime_error(each.lost);
   }
-  std::set<Map::key_type> wanted_ones, may_be_owed;
+  std::set<Map::key_type> wanted_ones, may_be_owed, giving_way;
   for (const Wanted& each : wanted) {
     if (Find(each.place) == nullptr) continue;
     const Map::key_type key(each.place.device, each.place.start);
     wanted_ones.insert(key);
     if (!each.is_read_elsewhere) may_be_owed.insert(key);
+    if (each.gives_way) giving_way.insert(key);
   }
   // Everything is paid before anything is forgotten, so that nothing has changed if it fails.
   const auto is_in_the_way = [&](const Resident& each) {
     return each.device < static_cast<int32_t>(used.size()) && each.start < used[each.device];
   };
   for (auto& [key, each] : found_) {
-    const bool loses_its_place = wanted_ones.count(key) == 0 && is_in_the_way(each);
+    const bool is_unwanted = wanted_ones.count(key) == 0 || giving_way.count(key) != 0;
+    const bool loses_its_place = is_unwanted && is_in_the_way(each);
     if (loses_its_place || (may_be_owed.count(key) == 0 && is_read(each))) PayOne(each, pay);
   }
   for (auto at = found_.begin(); at != found_.end();) {
@@ -49,7 +51,7 @@ std::vector<Residents::Found> Residents::Keep(const std::vector<int64_t>& used,
                                                  : Found::kYes);
   }
   for (const Wanted& each : wanted) {
-    if (each.changes && Find(each.place) != nullptr) {
+    if ((each.changes || each.gives_way) && Find(each.place) != nullptr) {
       found_.erase({each.place.device, each.place.start});
     }
   }

@@ -52,6 +52,9 @@ class Residents {
     bool changes;  // it will be written over, so that nothing is there until it is added again
     // Its bytes are looked for in the array, too, so that they may not be owed.
     bool is_read_elsewhere = false;
+    // Others are in its place meanwhile: what is owed is paid, and nothing is there until it is
+    // added again.
+    bool gives_way = false;
   };
   enum class Found : uint8_t { kNo = 0, kYes = 1, kOwed = 2 };
 

@@ -48,7 +48,7 @@ class Law(enum.Enum):
     EDGES = "edges point forward, no pair twice, and data edges carry data"
     CYCLE = "there is no cycle"
     ROOM = "every place is inside its arena and aligned"
-    STAYS = "what stays in its place is a part of an argument, and alone there"
+    STAYS = "what stays is a part of an argument, and alone in its place or first and last there"
     RACE = "of two versions in overlapping places one safely overwrites the other"
 
 

@@ -100,6 +100,8 @@ class MemGraph:
         of the same arguments need not reload them, int32.
       owed: for each of them that is overwritten, the part of a result that what is then in its
         place is offloaded to, or left and owed to; -1 of the others, int32.
+      returned: for each of them in whose place others are meanwhile, the version that is brought
+        there again, the last in that place; -1 of the others, int32.
     """
 
     taskgraph: TaskGraph
@@ -124,6 +126,7 @@ class MemGraph:
     host_capacity: int = -1
     residents: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     owed: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    returned: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def num_vertices(self) -> int:

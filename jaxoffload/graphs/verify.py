@@ -247,13 +247,15 @@ class _Check:
                 self.broken(Law.RESULT, text)
 
     def residents(self) -> None:
-        """What stays is brought from an argument; besides what is written over it in place, and is
-        the same part of the result, no other version is ever in its place."""
+        """What stays is brought from an argument. Besides what is written over it in place, and is
+        the same part of the result, no other version is ever in its place; or it is the first
+        there, and brought again as the last."""
         graph, names = self.graph, self.graph.residents
-        if not len(names) and not len(graph.owed):
+        if not len(names) and not len(graph.owed) and not len(graph.returned):
             return
         known = (0 <= names) & (names < graph.num_versions)
-        if not known.all() or len(np.unique(names)) < len(names) or len(graph.owed) != len(names):
+        is_told = len(graph.owed) == len(graph.returned) == len(names)
+        if not known.all() or len(np.unique(names)) < len(names) or not is_told:
             self.broken(Law.STAYS, f"residents are no versions, or named twice: {names.tolist()}")
             return
         over = {
@@ -261,13 +263,19 @@ class _Check:
             for new, old in zip(graph.outputs, graph.overwritten, strict=True)
             if old >= 0 and graph.space[old] == Space.DEVICE
         }
-        donated, theirs = set(graph.taskgraph.donated), set(names.tolist())
-        for version, result in zip(names.tolist(), graph.owed.tolist(), strict=True):
+        donated = set(graph.taskgraph.donated)
+        theirs = set(names[graph.returned < 0].tolist())
+        stays = zip(names.tolist(), graph.owed.tolist(), graph.returned.tolist(), strict=True)
+        for version, result, back in stays:
             span = self.tensors[graph.tensor[version]].argument
             writer = graph.writer[version]
             is_brought = writer >= 0 and graph.kind[writer] == Kind.RELOAD
             if span is None or not is_brought or graph.space[version] != Space.DEVICE:
                 self.broken(Law.STAYS, f"{self.name(version)} cannot stay")
+                continue
+            if back >= 0:
+                if version in over or result >= 0 or not self._is_brought_back(version, back):
+                    self.broken(Law.STAYS, f"{self.name(version)} is not brought back")
                 continue
             last = version
             while last in over:
@@ -289,6 +297,25 @@ class _Check:
             if not is_paid:
                 self.broken(Law.STAYS, f"what is written over {self.name(version)} is not owed")
         self._alone(np.array(sorted(theirs), dtype=np.int64))
+
+    def _is_brought_back(self, first: int, last: int) -> bool:
+        """Whether the second version is the same part of an argument in the same place, and all
+        others that are ever there come between the two. The vertices' order tells: `order` proves
+        that of two versions in one place the later one waits for the former's readers."""
+        graph = self.graph
+        if last >= graph.num_versions or last == first:
+            return False
+        writer = graph.writer[last]
+        is_same = all(a[first] == a[last] for a in (graph.tensor, graph.space, graph.index))
+        is_same &= bool(graph.offset[first] == graph.offset[last])
+        if not is_same or writer < 0 or graph.kind[writer] != Kind.RELOAD:
+            return False
+        sources = graph.inputs[graph.input_offsets[graph.writer[[first, last]]]]
+        here = (graph.space == Space.DEVICE) & (graph.index == graph.index[first])
+        here &= (graph.offset < self.end[first]) & (self.end > graph.offset[first])
+        written = graph.writer[here & (self.sizes > 0)]
+        ends = written.min() == graph.writer[first], written.max() == writer
+        return bool(sources[0] == sources[1]) and all(ends)
 
     def _alone(self, theirs: np.ndarray) -> None:
         """No version but those is in one of their places."""

@@ -98,6 +98,7 @@ def load(
         is_alone=is_alone,
         residents=memgraph.residents.astype(np.int32),
         owed=memgraph.owed.astype(np.int32),
+        returned=memgraph.returned.astype(np.int32),
     )
 
 

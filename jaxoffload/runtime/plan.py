@@ -402,7 +402,8 @@ class Plan(ShownMemory):
     def build(self, graph: TaskGraph, **options: Any) -> MemGraph:
         """A MemGraph for this plan's budget, of its TaskGraph with other costs."""
         assert self.budget is not None, "without a limit nothing is placed anew"
-        staying = self.memgraph.tensor[self.memgraph.residents].tolist()
+        alone = self.memgraph.residents[self.memgraph.returned < 0]
+        staying = self.memgraph.tensor[alone].tolist()
         return self._source.build(graph, self.budget, residents=staying, **options)
 
     def steady(self, graph: TaskGraph, machine: Machine, **rule: Any) -> MemGraph:

@@ -54,6 +54,7 @@ from jaxoffload.search.fastest import Timed, fastest, in_other_orders
 from jaxoffload.search.least import least_cut, roughly_least_cut
 from jaxoffload.search.program import CutProgram
 from jaxoffload.search.resident import with_residents
+from jaxoffload.search.returning import with_returns
 
 logger = logging.getLogger(__name__)
 
@@ -222,13 +223,16 @@ class Planner:
     def _built(
         self, graph: TaskGraph, rule: Rule, budget: int, machine: Machine | None = None
     ) -> tuple[MemGraph, float]:
-        """The MemGraph of a draft, with what stays, and its simulated seconds."""
-        return with_residents(
+        """The MemGraph of a draft, with what stays and what is brought back, and its simulated
+        seconds."""
+        lasting, machine = self.request.lasting, machine or self.machine
+        memgraph, seconds = with_residents(
             self.build(graph, budget, **rule),
-            self.request.lasting,
+            lasting,
             lambda tensors: self.build(graph, budget, residents=tensors, **rule),
-            machine or self.machine,
+            machine,
         )
+        return with_returns(memgraph, lasting, machine, seconds)
 
     def steady(self, graph: TaskGraph, budget: int, machine: Machine, **rule: Any) -> MemGraph:
         """See `Plan.steady`."""

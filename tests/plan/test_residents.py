@@ -27,11 +27,21 @@ def fitting(rng, graph, chosen):
     return [least + rng.choice((0, 0, 256, 2000)) for least in found]
 
 
-def random_plan(rng, **options):
-    """A random graph, and a MemGraph of it in which some tensors stay."""
+def random_plan(rng, share=0.7, on_disk=0.0, **options):
+    """A random graph, and a MemGraph of it in which some tensors stay.
+
+    Args:
+      share: of those that can.
+      on_disk: share of arguments there.
+    """
     graph = random_taskgraph(rng, max_vertices=rng.choice((4, 14, 30)), devices=2, on_host=0.15)
+    if on_disk:
+        read = {t.argument.index for t in graph.tensors if t.argument is not None}
+        read -= {argument for argument, _ in graph.donated}
+        there = frozenset(a for a in sorted(read) if rng.random() < on_disk)
+        graph = dataclasses.replace(graph, disk_arguments=there)
     able = can_stay(graph, range(len(graph.tensors)))
-    chosen = [t for t in able if rng.random() < 0.7]
+    chosen = [t for t in able if rng.random() < share]
     options |= {"victims": rng.choice(("cheapest", "furthest")), "lookahead": rng.choice((None, 3))}
     budget = fitting(rng, graph, chosen)
     return graph, able, build_memgraph(graph, budget, residents=chosen, **options)

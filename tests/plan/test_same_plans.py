@@ -52,7 +52,7 @@ def with_gathers_and_disks(rng: random.Random, graph: TaskGraph) -> TaskGraph:
     )
 
 
-_NONE_STAY = ("residents", "owed")
+_NONE_STAY = ("residents", "owed", "returned")
 """Columns that are empty where no tensor stays after a run."""
 
 

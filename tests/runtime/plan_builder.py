@@ -189,6 +189,7 @@ class PlanBuilder:
             donated=self.donated,
             residents=np.zeros(0, dtype=np.int32),
             owed=np.zeros(0, dtype=np.int32),
+            returned=np.zeros(0, dtype=np.int32),
         )
 
     def build(self, **changes):

@@ -9,6 +9,7 @@ import jaxoffload as jo
 from jaxoffload.errors import RunError
 from jaxoffload.runtime import run as run_module
 from tests.transform.test_resident import (
+    BUDGET,
     LAYER,
     LAYERS,
     cold,
@@ -20,7 +21,7 @@ from tests.transform.test_resident import (
     same,
     update,
 )
-from tests.transform.test_resident_sequences import WORKSPACE, reads_on_host
+from tests.transform.test_resident_sequences import WORKSPACE, bring_all_back, reads_on_host
 from tests.transform.test_tiers import safetensors
 
 pytestmark = pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")  # some fit
@@ -277,3 +278,61 @@ def test_a_small_memory_gives_no_place_back_that_is_owed():
     small(rows(1))
     got = held(state)
     same(got, cold(update, new_state(), rows(0), device_memory=16 * LAYER)[0])
+
+
+def test_a_call_finds_what_the_one_before_has_brought_back(monkeypatch):
+    """The same bytes move as in a call that finds nothing: some of them in the one before."""
+    bring_all_back(monkeypatch, alone=True)
+    weights, step = matrices(0), offloaded(frozen, cut="always")
+    want = [cold(frozen, weights, rows(k), cut="always") for k in range(3)]
+    put = jo.host_put(weights)
+    once = sum(w.nbytes for w in weights) + rows(0).nbytes
+    for k in range(3):
+        same(step(put, rows(k)), want[k])
+        graph, run = step.plan(put, rows(0)).memgraph, step.last_run
+        back = graph.version_bytes()[graph.returned[graph.returned >= 0]].sum()
+        assert back >= LAYER
+        assert run.bytes_found == (back if k else 0)
+        assert run.bytes_reloaded == once + (0 if k else back)
+        assert sum(step.resident().values()) == back
+        assert run.peak_device_bytes <= BUDGET
+    put[0].write(weights[1])
+    same(step(put, rows(0)), cold(frozen, [weights[1], *weights[1:]], rows(0), cut="always"))
+    assert step.last_run.bytes_found == back - LAYER
+
+
+def test_a_plan_that_is_built_anew_keeps_what_stays_alone(monkeypatch):
+    bring_all_back(monkeypatch, alone=False)
+    put, step = jo.host_put(matrices(0)), offloaded(frozen, cut="always")
+    plan = step.plan(put, rows(0))
+    graph, again = plan.memgraph, plan.build(plan.taskgraph)
+    assert min(graph.returned) < 0 <= max(graph.returned)
+    assert not len(again.returned[again.returned >= 0])
+    staying = graph.tensor[graph.residents[graph.returned < 0]]
+    assert set(again.tensor[again.residents]) == set(staying)
+
+
+def test_a_call_that_failed_has_brought_nothing_back(monkeypatch):
+    bring_all_back(monkeypatch, alone=True)
+    weights = matrices(0)
+
+    def fails_late(weights, x, fails):
+        y = frozen(weights, x)
+
+        def raises(fails, y):
+            if fails:
+                raise ValueError("asked to")
+            return y
+
+        return jax.pure_callback(raises, jax.ShapeDtypeStruct(y.shape, y.dtype), fails, y) * 2
+
+    put, step = jo.host_put(weights), offloaded(fails_late, cut="always")
+    want = cold(fails_late, weights, rows(0), np.int32(0), cut="always")
+    for fails in (0, 1, 0, 1, 0, 0):
+        if fails:
+            with pytest.raises(FAILURES):
+                step(put, rows(0), np.int32(1))
+            assert step.resident() == {}
+        else:
+            same(step(put, rows(0), np.int32(0)), want)
+            assert sum(step.resident().values()) >= LAYER

@@ -19,6 +19,8 @@ import pytest
 
 import jaxoffload as jo
 from jaxoffload.errors import RunError
+from jaxoffload.search import planner
+from jaxoffload.search.returning import first_in_place, returning
 from tests.transform.test_host_compute import on_the_host
 from tests.transform.test_resident import (
     LAYER,
@@ -235,10 +237,45 @@ class Player:
 pytestmark = pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")  # some fit
 
 
+def bring_all_back(monkeypatch, alone):
+    """Whatever can be is brought back at a call's end, faster or not.
+
+    Args:
+      alone: nothing stays, so that more is brought back.
+
+    Returns:
+      A list of how many tensors are, an entry for each MemGraph.
+    """
+    counts = []
+
+    def all_returns(memgraph, lasting, machine, seconds):
+        firsts = list(first_in_place(memgraph, lasting))
+        counts.append(len(firsts))
+        return returning(memgraph, firsts), seconds
+
+    monkeypatch.setattr(planner, "with_returns", all_returns)
+    if alone:
+        monkeypatch.setattr(planner, "with_residents", lambda memgraph, *_: (memgraph, 1.0))
+    return counts
+
+
+@pytest.fixture(params=["alone", "beside what stays"])
+def brought_back(monkeypatch, request):
+    is_alone = request.param == "alone"
+    counts = bring_all_back(monkeypatch, is_alone)
+    yield
+    assert max(counts) > (1 if is_alone else 0)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_one_thread(seed, tmp_path):
     world = World(random.Random(seed), tmp_path)
     Player(world, seed, is_alone=True).play(30)
+
+
+@pytest.mark.parametrize("seed", (20, 22, 23, 24))
+def test_one_thread_with_all_that_can_be_brought_back(seed, tmp_path, brought_back):
+    test_one_thread(seed, tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -273,3 +310,13 @@ def test_interrupted(seed, tmp_path):
         finally:
             client.throttle_copies(0)
     player.play(3)
+
+
+@pytest.mark.parametrize("seed", (20, 22))
+def test_threads_with_all_that_can_be_brought_back(seed, tmp_path, brought_back):
+    test_threads(seed, tmp_path)
+
+
+@pytest.mark.parametrize("seed", (20, 22))
+def test_interrupted_with_all_that_can_be_brought_back(seed, tmp_path, brought_back):
+    test_interrupted(seed, tmp_path)

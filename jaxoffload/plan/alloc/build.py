@@ -135,6 +135,7 @@ def build_memgraph(
                 capacity=np.array(capacity, dtype=np.int64),
                 workspace=np.array(workspace, dtype=np.int64),
                 host_capacity=-1 if host_memory is None else host_memory,
+                returned=np.full_like(found["owed"], -1),
                 **found,
             )
             if host_memory is None or plan.host_bytes() <= host_memory:
