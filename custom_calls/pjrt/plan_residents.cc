@@ -33,7 +33,11 @@ PlanResidents::PlanResidents(std::shared_ptr<const LoadedPlan> plan, Platform& p
       part.load = plan_->writer(brought);
     }
     part.argument = plan_->index(source);
-    part.gives_way = plan_->returned()[i] >= 0;
+    const int32_t returned = plan_->returned()[i];
+    part.gives_way = returned >= 0;
+    if (part.gives_way && plan_->space(plan_->BroughtFrom(returned)) == Space::kResult) {
+      part.updated = plan_->index(plan_->BroughtFrom(returned));
+    }
     if (owed >= 0) {
       part.overwriter = plan_->writer(plan_->SuccessorOf(version));
       part.offload = plan_->writer(owed);
@@ -91,9 +95,8 @@ void PlanResidents::Find(RunContext& context) {
 void PlanResidents::Leave(RunContext& context) {
   MutexLock lock(mutex_);
   for (Part& part : parts_) {
-    if (part.overwriter >= 0) {
-      part.place.stamp = At(context.contents.result_stamps, part.result);
-    }
+    const int32_t result = part.overwriter >= 0 ? part.result : part.updated;
+    if (result >= 0) part.place.stamp = At(context.contents.result_stamps, result);
     if (context.is_stopped) {  // it may have left a copy half done
       Restore(part, context);
     } else if (part.is_owed || part.gives_way ||

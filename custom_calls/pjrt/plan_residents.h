@@ -47,6 +47,7 @@ class PlanResidents {
     int32_t offload = -1;
     int32_t result = -1;
     bool gives_way = false;  // to others, until it is brought again at the end
+    int32_t updated = -1;    // the result from which it is, if not from the argument
     Resident place{};        // the stamp is that of the last run
     Residents::Found found = Residents::Found::kNo;  // by this run
     bool is_owed = false;                            // by this run, if it succeeds

@@ -337,7 +337,7 @@ void LoadedPlan::CheckResidents() const {
         bytes(result) != bytes(version)) {
       refuse(" is owed to no result");
     }
-    if (input(inputs(writer_[result]).begin) != last) refuse(" is owed from elsewhere");
+    if (BroughtFrom(result) != last) refuse(" is owed from elsewhere");
   }
 }
 
@@ -345,9 +345,24 @@ bool LoadedPlan::IsBroughtBack(int32_t first, int32_t last) const {
   if (last >= num_versions() || last == first || writer_[last] < 0) return false;
   const bool is_same = space(last) == Space::kDevice && index(last) == index(first) &&
                        offset(last) == offset(first) && bytes(last) == bytes(first);
-  return is_same && SuccessorOf(first) < 0 && SuccessorOf(last) < 0 &&
-         kind(writer_[last]) == Kind::kReload &&
-         input(inputs(writer_[last]).begin) == input(inputs(writer_[first]).begin);
+  if (!is_same || SuccessorOf(first) >= 0 || SuccessorOf(last) >= 0 ||
+      kind(writer_[last]) != Kind::kReload) {
+    return false;
+  }
+  const int32_t old = BroughtFrom(first), now = BroughtFrom(last);
+  if (now == old) return true;
+  if (space(old) != Space::kArgument || space(now) != Space::kResult ||
+      offset(now) != offset(old)) {
+    return false;
+  }
+  for (size_t i = 0; i < a_.donated.size(); i += 2) {
+    if (a_.donated[i] == index(old) && a_.donated[i + 1] == index(now)) return true;
+  }
+  return false;
+}
+
+int32_t LoadedPlan::BroughtFrom(int32_t version) const {
+  return input(inputs(writer_[version]).begin);
 }
 
 int32_t LoadedPlan::SuccessorOf(int32_t version) const {
@@ -362,9 +377,9 @@ int32_t LoadedPlan::SuccessorOf(int32_t version) const {
 }
 
 int32_t LoadedPlan::SourceOf(int32_t resident) const {
-  int32_t source = input(inputs(writer_[resident]).begin);
+  int32_t source = BroughtFrom(resident);
   if (space(source) == Space::kHost && kind(writer_[source]) == Kind::kLoad) {
-    source = input(inputs(writer_[source]).begin);
+    source = BroughtFrom(source);
   }
   return space(source) == Space::kArgument ? source : -1;
 }

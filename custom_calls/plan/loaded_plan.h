@@ -142,9 +142,11 @@ class LoadedPlan {
   // Of each of them: if it is written over, the version of the caller's result that what is there
   // then is copied to, where it is not left in its place and owed; else -1.
   const std::vector<int32_t>& owed() const { return a_.owed; }
-  // Of each of them: if others are in its place meanwhile, the version that is the same and the
-  // last there; else -1.
+  // Of each of them: if others are in its place meanwhile, the version that is the last there: the
+  // same part of the argument, or of the result that is in the donated argument's memory. Else -1.
   const std::vector<int32_t>& returned() const { return a_.returned; }
+  // What a version that was copied is a copy of.
+  int32_t BroughtFrom(int32_t version) const;
   // The part of an argument that a resident version is a copy of, by way of the host tier perhaps.
   int32_t SourceOf(int32_t resident) const;
   // The version that is written over one in its place, -1 if none is.

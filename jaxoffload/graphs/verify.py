@@ -299,23 +299,30 @@ class _Check:
         self._alone(np.array(sorted(theirs), dtype=np.int64))
 
     def _is_brought_back(self, first: int, last: int) -> bool:
-        """Whether the second version is the same part of an argument in the same place, and all
-        others that are ever there come between the two. The vertices' order tells: `order` proves
-        that of two versions in one place the later one waits for the former's readers."""
+        """Whether the second version is the same part of an argument in the same place, or of the
+        result that takes a donated argument's, and all others that are ever there come between the
+        two. The vertices' order tells: `order` proves that of two versions in one place the later
+        one waits for the former's readers."""
         graph = self.graph
         if last >= graph.num_versions or last == first:
             return False
         writer = graph.writer[last]
-        is_same = all(a[first] == a[last] for a in (graph.tensor, graph.space, graph.index))
-        is_same &= bool(graph.offset[first] == graph.offset[last])
-        if not is_same or writer < 0 or graph.kind[writer] != Kind.RELOAD:
+        columns = graph.space, graph.index, graph.offset, self.sizes
+        if (
+            any(a[first] != a[last] for a in columns)
+            or writer < 0
+            or graph.kind[writer] != Kind.RELOAD
+        ):
             return False
-        sources = graph.inputs[graph.input_offsets[graph.writer[[first, last]]]]
+        old, new = graph.inputs[graph.input_offsets[graph.writer[[first, last]]]].tolist()
+        pair = int(graph.index[old]), int(graph.index[new])
+        is_updated = graph.space[new] == Space.RESULT and pair in self.graph.taskgraph.donated
+        is_same = new == old or (is_updated and graph.offset[new] == graph.offset[old])
         here = (graph.space == Space.DEVICE) & (graph.index == graph.index[first])
         here &= (graph.offset < self.end[first]) & (self.end > graph.offset[first])
         written = graph.writer[here & (self.sizes > 0)]
         ends = written.min() == graph.writer[first], written.max() == writer
-        return bool(sources[0] == sources[1]) and all(ends)
+        return bool(is_same) and all(ends)
 
     def _alone(self, theirs: np.ndarray) -> None:
         """No version but those is in one of their places."""

@@ -80,7 +80,8 @@ def carries(x):
 
     def body(c, row):
         count, total, weak, same, half = c
-        half = (half * row.astype(jnp.bfloat16)).astype(jnp.bfloat16)
+        # Rounded here in any case: some processors' compilers keep float32 until the sum.
+        half = lax.reduce_precision(half * row.astype(jnp.bfloat16), 8, 7)
         return (count + 1, total + row * weak + table, weak * 1.0, same, half + 1), count
 
     start = (0, x[0], 0.5, x[1], jnp.zeros(8, jnp.bfloat16))

@@ -197,6 +197,20 @@ def test_updates_overlap_the_kernels_that_follow():
     assert simulate(memgraph, machine=on_the_device).seconds > 12
 
 
+def test_updates_begin_at_once_where_the_device_is_the_host():
+    """They are another thread's: they do not wait until the device has nothing more to do."""
+    graph = step()
+    vertices = tuple(dataclasses.replace(v, seconds=1.0) for v in graph.vertices)
+    graph = dataclasses.replace(graph, vertices=vertices)
+    memgraph = build_memgraph(graph, 2 * min_budget(graph)[0])
+    machine = dataclasses.replace(SMALL_SERVER, is_host=True)
+    found = simulate(memgraph, machine=machine)
+    updates = np.flatnonzero(memgraph.kind == Kind.HOST_KERNEL)
+    kernels = found.start[memgraph.kind == Kind.KERNEL]
+    for number, start in enumerate(np.sort(found.start[updates])[:4]):
+        assert (kernels > start).any(), number  # a copy takes far less than a kernel
+
+
 def test_state_on_disk_streams_through_host_memory():
     graph = step()
     state = {t.argument.index for t in graph.tensors if t.argument and t.name[0] in "mv"}

@@ -68,6 +68,37 @@ def test_another_place_is_refused():
         b.build(**stays(first, last))
 
 
+def bringing_back_an_update(result=0, offset=0):
+    """An argument is donated, and the result in its place is brought back."""
+    b = PlanBuilder()
+    x = b.version(ARGUMENT, 0, 0, SHAPE)
+    first, last = (b.version(DEVICE, 0, 0, SHAPE) for _ in range(2))
+    made = b.version(DEVICE, 0, SIZE, SHAPE)
+    b.copy(RELOAD, x, first)
+    read = b.kernel(double, [first], [made])
+    back = b.version(RESULT, result, offset, SHAPE)
+    b.copy(OFFLOAD, made, back)
+    if (result, offset) != (0, 0):
+        b.copy(OFFLOAD, made, b.version(RESULT, 0, 0, SHAPE))
+    if offset:
+        b.version(ARGUMENT, 0, offset, SHAPE)
+    b.copy(RELOAD, back, last, after=[read])
+    b.donated = [(0, 0)]
+    return b, first, last
+
+
+def test_an_update_that_is_brought_back_is_loaded():
+    b, first, last = bringing_back_an_update()
+    b.build(**stays(first, last))
+
+
+@pytest.mark.parametrize(("result", "offset"), [(1, 0), (0, SIZE)])
+def test_another_part_of_the_results_is_refused(result, offset):
+    b, first, last = bringing_back_an_update(result, offset)
+    with pytest.raises(ValueError, match="is not brought back"):
+        b.build(**stays(first, last))
+
+
 @pytest.mark.parametrize("how", ["computed", "written over"])
 def test_what_holds_something_else_in_the_end_is_refused(how):
     b = PlanBuilder()

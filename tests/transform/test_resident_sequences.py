@@ -19,6 +19,7 @@ import pytest
 
 import jaxoffload as jo
 from jaxoffload.errors import RunError
+from jaxoffload.graphs.memgraph import Space
 from jaxoffload.search import planner
 from jaxoffload.search.returning import first_in_place, returning
 from tests.transform.test_host_compute import on_the_host
@@ -73,7 +74,8 @@ class World:
         is_on_disk = rng.random() < 0.3
         self.put = jo.disk_put(self.weights, folder) if is_on_disk else jo.host_put(self.weights)
         budgets = [rng.choice(BUDGETS) for _ in range(4)]
-        self.train = Pair(update, budgets[0], donate_argnums=0)
+        where = rng.choice(("auto", "always"))
+        self.train = Pair(update, budgets[0], donate_argnums=0, host_compute=where)
         self.fail = Pair(failing, budgets[1], donate_argnums=0)
         self.read = Pair(frozen, budgets[2])
         self.host = Pair(reads_on_host, budgets[3])
@@ -244,27 +246,29 @@ def bring_all_back(monkeypatch, alone):
       alone: nothing stays, so that more is brought back.
 
     Returns:
-      A list of how many tensors are, an entry for each MemGraph.
+      Lists of how many tensors are, an entry for each MemGraph, and how many of them are updated.
     """
-    counts = []
+    counts, updated = [], []
 
     def all_returns(memgraph, lasting, machine, seconds):
         firsts = list(first_in_place(memgraph, lasting))
         counts.append(len(firsts))
+        updated.append(sum(memgraph.space[first.source] == Space.RESULT for first in firsts))
         return returning(memgraph, firsts), seconds
 
     monkeypatch.setattr(planner, "with_returns", all_returns)
     if alone:
         monkeypatch.setattr(planner, "with_residents", lambda memgraph, *_: (memgraph, 1.0))
-    return counts
+    return counts, updated
 
 
 @pytest.fixture(params=["alone", "beside what stays"])
 def brought_back(monkeypatch, request):
     is_alone = request.param == "alone"
-    counts = bring_all_back(monkeypatch, is_alone)
+    counts, updated = bring_all_back(monkeypatch, is_alone)
     yield
     assert max(counts) > (1 if is_alone else 0)
+    assert any(updated)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -170,6 +170,8 @@ class _Runs:
     def __init__(self, memgraph: MemGraph, machine: Machine | None):
         self._lane_of, self._lanes = lanes_of(memgraph, machine)
         self._successors = successors(memgraph)
+        is_shared = machine is not None and machine.is_host
+        self._at_once = (memgraph.kind == Kind.HOST_KERNEL) if is_shared else None
 
     def run(self, seconds: np.ndarray, priority: np.ndarray, fixed: bool = False) -> Timeline:
         """One run.
@@ -179,6 +181,10 @@ class _Runs:
             the first.
           fixed: a lane starts its very next vertex only.
         """
+        if self._at_once is not None and not fixed:
+            # The launcher's two lanes are threads: a kernel of the host's that is ready takes its
+            # share of the cores at once, and does not wait until the device has nothing to do.
+            priority = priority + self._at_once * (1.0 + np.ptp(priority))
         times = self._successors.simulate(
             floats(seconds), self._lane_of, len(self._lanes), floats(priority), fixed
         )
