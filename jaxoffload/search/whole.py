@@ -272,6 +272,26 @@ def _refuse_what_the_backend_cannot(request: Request, backend: backends.Backend)
         )
 
 
+def whole_or_refused(
+    request: Request, whole: Whole | None, error: CaptureError, backend: Any = None
+) -> WholePlan:
+    """The plan of a function that cannot be cut: whole, where that fits.
+
+    Args:
+      error: says why it cannot be cut.
+
+    Raises:
+      CaptureError: it needs more than the budget as it is.
+    """
+    if whole is None:
+        raise error
+    budget = request.options.device_memory
+    assert budget is None or isinstance(budget, int)
+    if not whole.surely_fits(budget):
+        _refuse(request, whole, error)
+    return WholePlan(request, whole, backend)
+
+
 def _refuse(request: Request, whole: Whole, error: CaptureError) -> None:
     """Refuses what cannot be cut, unless it fits as it is."""
     kinds = set(map(compat.effect_kind, request.jaxpr.effects))
