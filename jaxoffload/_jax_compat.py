@@ -725,3 +725,14 @@ def evaluate_alone(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
 def no_mesh() -> contextlib.AbstractContextManager[Any]:
     """In which no mesh is around what is traced."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def sharding_in_type(array: Any) -> Any:
+    """How an array, or what has its shape, is spread, where that is part of its type: over axes of
+    a mesh that are explicit. None elsewhere."""
+    sharding = getattr(array, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if isinstance(array, Tracer) or mesh is None or mesh.size == 1:
+        return None
+    explicit = jax.sharding.AxisType.Explicit
+    return sharding if explicit in mesh.axis_types else None

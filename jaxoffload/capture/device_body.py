@@ -125,8 +125,10 @@ class DeviceBody:
 
 
 def line_of(eqn: Any) -> str:
-    """An equation and the user's line that made it."""
-    return f"{eqn.primitive.name} at {compat.source_line(eqn.source_info)}"
+    """An equation and the user's line that made it, or the first in it that has one: a function
+    that is mapped and nothing else is called from nowhere."""
+    lines = (compat.source_line(each.source_info) for each in with_bodies(eqn))
+    return f"{eqn.primitive.name} at {next(filter(None, lines), '')}"
 
 
 def typed(literal: Any) -> Any:

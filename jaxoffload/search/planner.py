@@ -280,10 +280,11 @@ class Planner:
     def build(self, graph: TaskGraph, budget: int, **choices: Any) -> MemGraph:
         """A MemGraph within the request's limits."""
         options = self.request.options
+        budgets = options.budgets if budget == options.device_memory else ()
         try:
             return build_memgraph(
                 graph,
-                budget,
+                budgets or budget,
                 host_memory=options.host_memory,
                 disk=options.disk is not None,
                 **choices,

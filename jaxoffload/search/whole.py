@@ -41,13 +41,20 @@ class Whole:
       jaxpr: closed, over arrays.
       donated: for each argument.
       name: for profiles.
+      shapes: of the arguments, with how they are spread; None: the jaxpr's.
 
     Attributes:
       run: the function, for arrays; donated ones are deleted.
       inline: the function, for tracers.
     """
 
-    def __init__(self, jaxpr: Any, donated: Sequence[bool], name: str):
+    def __init__(
+        self,
+        jaxpr: Any,
+        donated: Sequence[bool],
+        name: str,
+        shapes: Sequence[jax.ShapeDtypeStruct] | None = None,
+    ):
         # The jaxpr is traced once more, which is quick, and the user's function is not.
         body = jex.core.jaxpr_as_fun(jaxpr)
 
@@ -59,7 +66,7 @@ class Whole:
         self.run = jax.jit(function, donate_argnums=positions)
         self.inline = jax.jit(function) if positions else self.run
         self._jaxpr = jaxpr
-        self._shapes = [
+        self._shapes = shapes or [
             jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=bool(a.weak_type))
             for a in jaxpr.in_avals
         ]

@@ -41,7 +41,7 @@ from jaxoffload.transform import queued
 from jaxoffload.transform.loops import LoopPlan
 from jaxoffload.transform.primitive import Derived, plan_request
 from jaxoffload.transform.queued import QueuedCalls
-from jaxoffload.transform.shards import Shards, refuse_tiers
+from jaxoffload.transform.shards import Shards, check_budgets, refuse_tiers
 from jaxoffload.transform.signature import Signature, shapes_of
 from jaxoffload.transform.verification import looks_for_special_values
 
@@ -67,30 +67,35 @@ class Program:
     ):
         self._profile, self._argument_names = profile, argument_names
         self._tuner = Tuner(profile, options)
-        self.traced = trace(call, shapes_of(signature), signature.codes, signature.tree)
+        shapes = shapes_of(signature)
+        self.traced = trace(call, shapes, signature.codes, signature.tree)
         self._derived = Derived()
         self._spread: Spread | None = None
         self._refusal: CaptureError | None = None
         if is_spread(self.traced.jaxpr):
             try:
-                self._spread = spread(self.traced.jaxpr)
+                meshes = [s.mesh for s in signature.shardings if s is not None]
+                self._spread = spread(self.traced.jaxpr, meshes)
             except CaptureError as error:
                 self._refusal = error  # unless it runs whole
         self._shards: Shards | None = None
         if self._spread is not None:
-            refuse_tiers(name, signature.tiers, signature.donated, options.results)
-            shapes = [tuple(aval.shape) for aval in self.traced.out_avals]
-            self._shards = Shards(self._spread, shapes)
+            refuse_tiers(name, signature.tiers, signature.donated, options)
+            results = [tuple(aval.shape) for aval in self.traced.out_avals]
+            self._shards = Shards(self._spread, results)
             if not asked:  # devices of a CPU have one memory
                 assert isinstance(options.device_memory, int)
                 share = max(1, options.device_memory // self._spread.num_devices)
                 options = dataclasses.replace(options, device_memory=share)
+        check_budgets(name, options, self._spread)
         self.options, self._asked = options, asked
         self._name, self._signature = name, signature
         self._first = Once()
         self._whole: Whole | None = None
         if may_run_whole(options, signature.tiers):
-            self._whole = Whole(self.traced.jaxpr, self.params()["donated"], name)
+            is_typed = any(signature.shardings) and not self.traced.captured
+            own = shapes if is_typed else None
+            self._whole = Whole(self.traced.jaxpr, self.params()["donated"], name, own)
         self._plan: Plan | LoopPlan | None = None  # another one than the first, once that is known
         self._tuning = threading.Lock()
         self._calls = 0  # of the plan that stays

@@ -89,7 +89,9 @@ class Shards:
         ]
 
 
-def refuse_tiers(name: str, tiers: Sequence[str], donated: Sequence[bool], results: str) -> None:
+def refuse_tiers(
+    name: str, tiers: Sequence[str], donated: Sequence[bool], options: Options
+) -> None:
     """Refuses what is not done for functions over several devices.
 
     Args:
@@ -98,13 +100,33 @@ def refuse_tiers(name: str, tiers: Sequence[str], donated: Sequence[bool], resul
     Raises:
       ValueError: with the remedy.
     """
-    if results != "device":
+    if options.memory is not None:
         raise ValueError(
-            f"offload({name}): results={results!r} for a function over several devices, whose "
-            "results are spread over them. Leave it out."
+            f"offload({name}): memory={options.memory} is for one device whose memory is the "
+            "host's, and the function is over several devices. Pass device_memory, of each device."
+        )
+    if options.results != "device":
+        raise ValueError(
+            f"offload({name}): results={options.results!r} for a function over several devices, "
+            "whose results are spread over them. Leave it out."
         )
     if any(tier and given for tier, given in zip(tiers, donated, strict=True)):
         raise ValueError(
             f"offload({name}): an array in a lower tier is donated to a function over several "
             "devices, which cannot hand it back in its tier. Take it out of donate_argnums."
+        )
+
+
+def check_budgets(name: str, options: Options, made: Spread | None) -> None:
+    """Checks that a budget for each device names as many as there are.
+
+    Raises:
+      ValueError: it names others.
+    """
+    count = 1 if made is None else made.num_devices
+    if options.budgets and len(options.budgets) != count:
+        raise ValueError(
+            f"offload({name}): device_memory={list(options.budgets)} names {len(options.budgets)} "
+            f"devices, and the function is over {count}. Pass one amount for all, or one for each "
+            "in the order of mesh.devices.flat."
         )
