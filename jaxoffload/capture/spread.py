@@ -60,11 +60,9 @@ class Spread:
 
 
 def is_spread(jaxpr: Any) -> bool:
-    """Whether a closed jaxpr holds a `shard_map` over several devices."""
+    """Whether a closed jaxpr holds a `shard_map`."""
     return any(
-        each.primitive.name == "shard_map" and each.params["mesh"].size > 1
-        for eqn in jaxpr.eqns
-        for each in with_bodies(eqn)
+        each.primitive.name == "shard_map" for eqn in jaxpr.eqns for each in with_bodies(eqn)
     )
 
 

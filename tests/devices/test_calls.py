@@ -169,6 +169,22 @@ def test_a_budget_for_each_device():
         jo.offload(step, device_memory=[])
 
 
+def test_a_mesh_of_one_device():
+    ring = [(0, 0)]
+
+    def part(w, x):
+        h = jnp.tanh(x @ lax.all_gather(w, "x", tiled=True))
+        h = lax.psum_scatter(lax.all_gather(h, "x"), "x") + lax.ppermute(h, "x", ring)
+        h = h + lax.ppermute(h, "x", []) + lax.all_to_all(h, "x", 0, 1, tiled=True)
+        return h, lax.psum(jnp.sum(h), "x") + lax.axis_index("x")
+
+    f = mapped(part, out_specs=(P("x"), P()), mesh=mesh_of(1), check_vma=False)
+    want, plan = jax.jit(f)(W, X), jo.offload(f, device_memory=None).plan(W, X)
+    got = jo.offload(f, device_memory=plan.min_device_memory)(W, X)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-4)
+
+
 def test_meshes_with_explicit_axes():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     loss = mapped(
