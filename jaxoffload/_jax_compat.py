@@ -702,3 +702,37 @@ def placement(aval: Any) -> tuple[Any, ...]:
         *(getattr(manual, part, None) for part in parts),
         None if type(layout).__name__.startswith("AutoLayout") else layout,
     )
+
+
+def evaluate_alone(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Applies one equation of a device's part of a `shard_map` as if there were no mesh around it:
+    what says where results are to be is left out."""
+    params = {
+        name: None if name in ("sharding", "out_sharding") else value
+        for name, value in eqn.params.items()
+    }
+    context = getattr(eqn, "ctx", None)
+    with (
+        context.manager if context is not None else contextlib.nullcontext(),
+        no_mesh(),
+        at_line_of(eqn),
+    ):
+        functions, bind_params = _bind_params(eqn.primitive, params)
+        out = eqn.primitive.bind(*functions, *operands, **bind_params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def no_mesh() -> contextlib.AbstractContextManager[Any]:
+    """In which no mesh is around what is traced."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def sharding_in_type(array: Any) -> Any:
+    """How an array, or what has its shape, is spread, where that is part of its type: over axes of
+    a mesh that are explicit. None elsewhere."""
+    sharding = getattr(array, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if isinstance(array, Tracer) or mesh is None or mesh.size == 1:
+        return None
+    explicit = jax.sharding.AxisType.Explicit
+    return sharding if explicit in mesh.axis_types else None

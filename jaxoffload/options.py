@@ -46,6 +46,7 @@ class Options:
       memory: bytes of RAM for arena, workspace, host tier and new results together, where the
         device's memory is the host's; None: each has limits of its own. `device_memory` is the
         same number then.
+      budgets: bytes of each device, where they were named one by one; `device_memory` is the least.
     """
 
     device_memory: int | str | None = "auto"
@@ -62,6 +63,7 @@ class Options:
     rates: tuple[tuple[str, float], ...] = ()
     memory: int | None = None
     host_compute: str = "auto"
+    budgets: tuple[int, ...] = ()
 
 
 def make_options(
@@ -85,6 +87,7 @@ def make_options(
     Raises:
       TypeError, ValueError: names the option, its value, and what it may be.
     """
+    budgets: tuple[int, ...] = ()
     if memory is not None and host_compute == "always":
         raise ValueError(
             "offload: host_compute='always' needs a device's memory apart from the host's, which "
@@ -93,6 +96,14 @@ def make_options(
     if memory is not None:
         _refuse_two_budgets(memory, device_memory, host_memory)
         device_memory = memory = parse_bytes(memory, "memory", "None")
+    elif isinstance(device_memory, list | tuple):
+        if not device_memory:
+            raise ValueError(
+                f"offload: device_memory={device_memory!r} names no device. Pass one amount, or "
+                "one for each device of the mesh."
+            )
+        budgets = tuple(parse_bytes(each, "device_memory") for each in device_memory)
+        device_memory = min(budgets)
     elif device_memory is not None and device_memory != "auto":
         device_memory = parse_bytes(device_memory, "device_memory", '"auto" or None')
     if host_memory is not None:
@@ -117,7 +128,7 @@ def make_options(
     return Options(
         device_memory, host_memory, folders, vertex_memory, policies.as_policy(launch), check,
         verify, str(results), str(policy), str(recompute), str(cut), rates,
-        memory, str(host_compute),
+        memory, str(host_compute), budgets,
     )  # fmt: skip
 
 

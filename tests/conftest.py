@@ -18,8 +18,9 @@ import sys
 
 # A shell starts what runs in its background with Ctrl-C ignored; tests of it need it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+# Those that need more devices run in processes with as many: tests/devices/test_processes.py.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+    f" --xla_force_host_platform_device_count={os.environ.get('JAXOFFLOAD_TEST_DEVICES', 2)}"
 )
 # What is kept between processes would hide what is compiled; tests of that have their own folders.
 os.environ["JAXOFFLOAD_CACHE"] = "off"

@@ -17,6 +17,7 @@ from jaxoffload import identity
 from jaxoffload.capture import cost, operations
 from jaxoffload.capture.alike import make_alike
 from jaxoffload.capture.cluster import MAX_EQUATIONS, Cluster, cut
+from jaxoffload.capture.devices import collective_of, of_all_devices
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
 from jaxoffload.capture.kernel import Kernel, kernel_of, main_source, sized
 from jaxoffload.capture.loops import Loop
@@ -94,6 +95,7 @@ def build_taskgraph(
     max_equations: int = MAX_EQUATIONS,
     updates_on_host: bool = False,
     kernels: bool = True,
+    num_devices: int = 1,
 ) -> Captured:
     """Cuts an ordered program into vertices.
 
@@ -105,6 +107,7 @@ def build_taskgraph(
       updates_on_host: whether vertices of nothing but updates (`Program.updates`) are the host's,
         beside those that the user wants there (`compute_on`).
       kernels: False: only the graph is wanted, and every `Vertex.kernel` is -1.
+      num_devices: that each run the program; arguments, results and pairs are one device's.
     """
     program = ordered.program
     results: dict[Value, list[Span]] = {}
@@ -123,7 +126,8 @@ def build_taskgraph(
         max_equations=max_equations,
     )
     make_alike(clusters)
-    found = _Builder(program, results, kinds, clusters, on_host).build(tuple(donated), kernels)
+    builder = _Builder(program, results, kinds, clusters, on_host)
+    found = builder.build(tuple(donated), kernels, num_devices)
     return dataclasses.replace(found, least_max_bytes=least_max_bytes)
 
 
@@ -165,7 +169,9 @@ class _Builder:
             return value
         return (value.argument, value.aval.shape, value.aval.dtype)
 
-    def build(self, donated: tuple[tuple[int, int], ...], with_kernels: bool) -> Captured:
+    def build(
+        self, donated: tuple[tuple[int, int], ...], with_kernels: bool, num_devices: int
+    ) -> Captured:
         donated = self._safe_pairs(donated)
         partner = {result: argument for argument, result in donated}
         kernels: list[Kernel] = []
@@ -176,7 +182,7 @@ class _Builder:
             kind, number = self._kind(cluster), -1
             keeps = kind is VertexKind.HOST_KERNEL
             outputs, overwrites = self._overwrites(i, cluster, partner, keeps)
-            if with_kernels:
+            if with_kernels and collective_of(cluster) is None:
                 kernel = kernel_of(cluster, outputs, overwrites)
                 number = known.setdefault((kernel.key, kind), len(kernels))
                 if number == len(kernels):
@@ -204,7 +210,12 @@ class _Builder:
             for value, _ in parts:
                 self.tensor(value, "")
         graph = TaskGraph(tuple(self.tensors), tuple(vertices), donated)
-        return Captured(graph, tuple(kernels), tuple(self.clusters))
+        clusters = self.clusters
+        if num_devices > 1:
+            graph, clusters, kernels = of_all_devices(
+                graph, clusters, kernels, known, self.program.rates, num_devices, with_kernels
+            )
+        return Captured(graph, tuple(kernels), tuple(clusters))
 
     def _kind(self, cluster: Cluster) -> VertexKind:
         there = {

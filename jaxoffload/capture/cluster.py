@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence, Set
 
 from jaxoffload.capture import cost, operations
+from jaxoffload.capture.collectives import exchange_of
 from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.views import apart, roots
 
@@ -85,6 +86,8 @@ def cut(
         return _assemble(equations, solid, reads, view_of, runs, results), 0.0
     segments = _segments_worth_a_cut(solid, parents, updates, rates)
     on_host = [e.operation.on_host or s in whole for e, s in zip(solid, segments, strict=True)]
+    # A collective is a cluster by itself: devices.py makes more than one vertex of it.
+    alone = [i if exchange_of(e.operation) is not None else -1 for i, e in enumerate(solid)]
     last_reader = dict.fromkeys(results, len(solid))
     for i, values in enumerate(reads):
         for v in values:
@@ -94,8 +97,8 @@ def cut(
     bytes_of_a_cut = SECONDS_OF_A_CUT * rates.memory_bytes_per_second
     start, memo = 0, {}
     for i in range(1, len(solid) + 1):
-        here = segments[start], on_host[start]
-        if i == len(solid) or (segments[i], on_host[i]) != here:
+        here = segments[start], on_host[start], alone[start]
+        if i == len(solid) or (segments[i], on_host[i], alone[i]) != here:
             stretch = _Stretch(solid, reads, last_reader, start, i)
             most = max(max_equations, MAX_UPDATE if segments[start] in updates else 0)
             limit = float("inf") if on_host[start] else max_bytes

@@ -23,6 +23,7 @@ from jax import lax
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import cost
+from jaxoffload.capture.collectives import exchange_of
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value, is_literal
 from jaxoffload.capture.inline import Constant
 from jaxoffload.capture.turned import FEWEST_STEPS, turn, turned
@@ -61,6 +62,8 @@ class Body:
       seconds: a rough time on the machine that it is captured for.
       largest_bytes: operands and results of its largest operation.
       has_constants: whether it reads an array that is no input.
+      has_collectives: whether devices do anything together in it: no vertex can, so that the loop
+        is unrolled.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Body:
         read = {v for e in equations for v in e.values()}.union(outputs)
         self.has_constants = any(isinstance(v, Constant) for v in read)
         self.size, self.seconds, self.largest_bytes = len(equations), 0.0, 0
+        self.has_collectives = any(_has_collectives(e.operation) for e in equations)
         for equation in equations:
             moved = sum(v.num_bytes() for v in (*equation.values(), *equation.outputs))
             if isinstance(equation.operation, Loop):
@@ -114,6 +118,12 @@ class Body:
         return [
             jnp.asarray(x.val, x.aval.dtype) if is_literal(x) else known[x] for x in self.outputs
         ]
+
+
+def _has_collectives(operation: Operation) -> bool:
+    if isinstance(operation, Loop):
+        return operation.body.has_collectives
+    return exchange_of(operation) is not None
 
 
 def bytes_of_copies(body: Body, num_consts: int, length: int) -> int:
@@ -237,7 +247,7 @@ def rows_for(loops: Sequence[Loop], piece_bytes: float) -> Rows | None:
 
 def _steps(loop: Loop, piece_bytes: float) -> int:
     length, body, row_bytes = loop.length, loop.body, loop.row_bytes
-    if length == 1:
+    if length == 1 or body.has_collectives:
         return 1
     if row_bytes >= LAYER_BYTES or body.seconds >= LAYER_SECONDS:
         is_worth_all = piece_bytes == 0 and length * body.size <= MAX_EQUATIONS

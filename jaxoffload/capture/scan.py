@@ -188,7 +188,7 @@ class _Unroller:
         return dataclasses.replace(equation, operation=loop)
 
     def _distributed(self, loop: Loop) -> Loop:
-        if not self._distributes:
+        if not self._distributes or loop.body.has_collectives:
             return loop
         found = distributed(loop, self._piece_bytes, self._rates)
         self.is_distributed |= found is not loop

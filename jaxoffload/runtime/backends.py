@@ -65,14 +65,19 @@ class CpuBackend(Backend):
 
     JAX's own CPU client cannot be used: executing on the client that runs the outer program
     deadlocks when several outer calls are in flight.
+
+    Args:
+      num_devices: of the client; plans of functions over several devices are run by one with as
+        many, so that those of one device have no lanes to spare.
     """
 
     name = "cpu"
     has_host_compute = True
 
-    def __init__(self) -> None:
+    def __init__(self, num_devices: int = 1) -> None:
         path = compat.cpu_plugin_path()
-        self.client = _native.Client(path, 1)
+        self.client = _native.Client(path, num_devices)
+        self.machine = dataclasses.replace(SMALL_SERVER, num_devices=num_devices)
         self.client.register_ffi_handlers(compat.cpu_custom_call_targets())
         self.client.register_ffi_handlers([callbacks.handler()])
         about = functools.partial(platform.description, self.client, path)
@@ -170,6 +175,7 @@ def cuda_device() -> Any:
 class _Made:
     lock: Any = dataclasses.field(default_factory=threading.Lock)
     known: dict[str, Backend] = dataclasses.field(default_factory=dict)
+    several: dict[int, Backend] = dataclasses.field(default_factory=dict)
 
 
 _made = _Made()
@@ -212,6 +218,26 @@ def cpu() -> Backend:
     return get("cpu")
 
 
+def several(num_devices: int) -> Backend:
+    """The backend for functions over so many devices.
+
+    Raises:
+      BackendError: JAX's devices are none for which there is one yet.
+    """
+    if num_devices == 1:
+        return current()
+    if current_name() != "cpu":
+        raise BackendError(
+            f"jaxoffload on {num_devices} {current_name()} devices: functions over several devices "
+            "are planned and run on CPU devices only so far. Offload what each device computes: "
+            "jax.shard_map(offload(f), ...)."
+        )
+    with _made.lock:
+        if num_devices not in _made.several:
+            _made.several[num_devices] = CpuBackend(num_devices)
+        return _made.several[num_devices]
+
+
 def current_name() -> str:
     """The name of the backend for calls outside `jax.jit`: of the platform that JAX uses by
     default."""
@@ -238,4 +264,4 @@ def _try(name: str) -> None:
 def known() -> list[Backend]:
     """Those that have been made."""
     with _made.lock:
-        return list(_made.known.values())
+        return [*_made.known.values(), *_made.several.values()]

@@ -128,8 +128,15 @@ class HostMemory:
         """The results that are not in a lower tier, after a run that succeeded.
 
         Args:
-          device: of JAX, to which they are committed; None: to none.
+          device: of JAX, to which they are committed; None: to none. Several: of a plan for as
+            many, each has its own.
         """
+        if isinstance(device, tuple):
+            count, found = len(device), {}
+            for d, each in enumerate(device):
+                made = {j: x for j, x in bound.made.items() if j % count == d}
+                found |= self.results(plan, dataclasses.replace(bound, made=made), each)
+            return found
         if device is None and jax.default_backend() != "cpu":
             device = jax.local_devices(backend="cpu")[0]
         new = {j: x for j, x in bound.made.items() if not isinstance(x, compat.ArrayImpl)}

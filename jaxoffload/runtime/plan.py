@@ -150,7 +150,7 @@ class Plan(ShownMemory):
         self.compile_report = compile_report
         self.constants = tuple(constants)
         self.out_shapes = request.out_shapes
-        self.pairs = request.donated
+        self.pairs = request.pairs
         self._request, self._executables, self._source = request, executables, source
         self._lock = threading.Lock()
 
@@ -301,14 +301,15 @@ class Plan(ShownMemory):
         with self._lock:
             if self._native is None:
                 self._settle_allocator()
-                sizes = [byte_count(a) for a in self._request.jaxpr.in_avals]
+                each, jaxpr = self._request.each, self._request.jaxpr
+                sizes = each(map(byte_count, jaxpr.in_avals))
                 sizes += [int(np.asarray(c).nbytes) for c in self.constants]
                 self._native = load(
                     self.memgraph,
                     self.backend.client,
                     self._executables,
                     sizes,
-                    [byte_count(a) for a in self._request.jaxpr.out_avals],
+                    each(map(byte_count, jaxpr.out_avals)),
                     self._disk_extent(),
                     self._priority,
                     self.backend.machine,

@@ -1,7 +1,7 @@
 """What is asked of the planner: a jaxpr, what its arguments are, a budget and other options."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,9 @@ class Request:
       disk_arguments: those that are on disk.
       reloads_all: no argument may be read where it is: kernels cannot reach some of them.
       argument_names: what the user calls each argument, for reports; empty where that is not known.
+      num_devices: that each run the jaxpr, on arguments of their own; what is said here of
+        arguments and results is of one device. Of all devices, argument or result `i` of device `d`
+        is number `i * num_devices + d` (capture/devices.py).
       lasting: arguments of which the runtime knows from call to call whether they have changed, so
         that they may stay on the device: those in a lower tier; donated ones in host memory only.
     """
@@ -37,16 +40,29 @@ class Request:
     reloads_all: bool = False
     argument_names: tuple[str, ...] = ()
     lasting: frozenset[int] = frozenset()
+    num_devices: int = 1
+
+    def each(self, of_one: Iterable[Any]) -> list[Any]:
+        """What is the same on every device, for the arguments or results of all."""
+        return [x for x in of_one for _ in range(self.num_devices)]
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """`donated`, of all devices."""
+        count = self.num_devices
+        return tuple((i * count + d, j * count + d) for i, j in self.donated for d in range(count))
 
     def name_of(self, argument: int) -> str:
-        """What the user calls a flat argument, as far as that is known."""
+        """What the user calls a flat argument of any device, as far as that is known."""
         names = self.argument_names
+        argument //= self.num_devices
         return names[argument] if argument < len(names) else f"argument {argument}"
 
     @property
     def out_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shape and dtype of each flat result."""
-        return tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.jaxpr.out_avals)
+        """Shape and dtype of each flat result, of all devices."""
+        found = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.jaxpr.out_avals]
+        return tuple(self.each(found))
 
     @property
     def disk_results(self) -> frozenset[int]:

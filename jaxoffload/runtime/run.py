@@ -179,7 +179,7 @@ def run_plan(
       operands: arrays of the planned shapes, dtypes and tiers.
       donated: which operands may be overwritten; they are deleted. Where the run fails or is
         interrupted, those in a lower tier live on unless a vertex had begun to overwrite them.
-      device: to which results are committed; None: to none.
+      device: to which results are committed; None: to none. Of a plan for several devices a tuple.
 
     Returns:
       The flat results and the `Run`. A result that is paired with an array in a lower tier is in
@@ -252,7 +252,7 @@ def tier_results(
     """
     found: dict[int, TierArray] = {}
     same = set(overwritten)
-    for i, j in request.donated:
+    for i, j in request.pairs:
         operand = operands[i]
         if not isinstance(operand, TierArray) or not donated[i]:
             continue

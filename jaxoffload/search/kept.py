@@ -139,6 +139,7 @@ class KeptPlan:
             encode(request.disk_arguments),
             encode((request.reloads_all, may_run_whole)),
             encode(request.lasting),
+            encode(request.num_devices),
             encode(settings),
         ):
             made.update(b"%d:" % len(part) + part)

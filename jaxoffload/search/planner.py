@@ -37,7 +37,7 @@ from jaxoffload.plan.alloc.build import build_memgraph
 from jaxoffload.plan.alloc.limits import (
     least_whole,
     min_budget,
-    reserved_workspace,
+    most_workspace,
     resident_peak,
 )
 from jaxoffload.plan.alloc.static import keep_everything
@@ -284,10 +284,11 @@ class Planner:
     def build(self, graph: TaskGraph, budget: int, **choices: Any) -> MemGraph:
         """A MemGraph within the request's limits."""
         options = self.request.options
+        budgets = options.budgets if budget == options.device_memory else ()
         try:
             return build_memgraph(
                 graph,
-                budget,
+                budgets or budget,
                 host_memory=options.host_memory,
                 disk=options.disk is not None,
                 **choices,
@@ -368,11 +369,11 @@ class Planner:
                     continue
                 if expected is None:
                     return compiled
-                taken = reserved_workspace(compiled.graph, 1)[0]
+                taken = most_workspace(compiled.graph)
                 took = self.drafts.seconds(compiled.graph, budget, SAME * expected)
                 if took < least:
                     best, least, workspace = compiled, took, taken
-                    assumed = reserved_workspace(graphs(cut), 1)[0]
+                    assumed = most_workspace(graphs(cut))
                 number += 1
                 if number == _COMPILED:
                     break
@@ -470,7 +471,13 @@ class Planner:
         self._program.forget_all_but(chosen.executables)
         self.drafts.forget()
         plan = Plan(
-            self, budget, graph, chosen.executables, report, resident, self._program.constants
+            self,
+            budget,
+            graph,
+            chosen.executables,
+            report,
+            resident,
+            self.request.each(self._program.constants),
         ).proven()
         logger.info("%r, %s", plan, report)
         return plan

@@ -202,9 +202,9 @@ class CutProgram:
         if key not in self._workspaces:
             found, guessed = self._looked_at(cut), {}
             for vertex, count in zip(found.taskgraph.vertices, found.workspace(), strict=True):
-                kernel = found.kernels[vertex.kernel].key if found.kernels else None
-                if vertex.kind is VertexKind.HOST_KERNEL:
+                if vertex.kind is not VertexKind.KERNEL:
                     continue  # it takes none of the device's
+                kernel = found.kernels[vertex.kernel].key if found.kernels else None
                 guessed[kernel] = max(guessed.get(kernel, 0), count)
             self._workspaces[key] = guessed
             for kernel in found.kernels:
@@ -250,6 +250,7 @@ class CutProgram:
             max_bytes=cut.max_bytes,
             updates_on_host=cut.updates_on_host,
             kernels=kernels,
+            num_devices=self._request.num_devices,
             **limit,
         )
         graph = dataclasses.replace(
@@ -317,7 +318,9 @@ class CutProgram:
             known = self._backend.executables.known(captured.kernels)
         self.has_estimated |= None in known
         temp = [
-            guess if (executable := known[vertex.kernel]) is None else executable.temp_bytes
+            guess
+            if vertex.kernel < 0 or (executable := known[vertex.kernel]) is None
+            else executable.temp_bytes
             for vertex, guess in zip(captured.taskgraph.vertices, captured.workspace(), strict=True)
         ]
         return Captured(_with_workspace(captured.taskgraph, temp), ())
@@ -331,7 +334,7 @@ class CutProgram:
 
     def _with_known_workspace(self, captured: Captured) -> TaskGraph:
         """A cut's graph with the workspace of those kernels that have been compiled."""
-        temp = [self._temp.get(kernel.key, 0) for kernel in captured.kernels]
+        temp = [*(self._temp.get(kernel.key, 0) for kernel in captured.kernels), 0]
         graph = captured.taskgraph
         return _with_workspace(graph, [temp[v.kernel] for v in graph.vertices])
 
@@ -362,5 +365,7 @@ def _by_workspace(captured: Captured) -> list[int]:
     """Kernels, those first that seem to need most workspace, or then most traffic."""
     most = [(0, 0.0)] * len(captured.kernels)
     for vertex, count in zip(captured.taskgraph.vertices, captured.workspace(), strict=True):
+        if vertex.kernel < 0:
+            continue
         most[vertex.kernel] = max(most[vertex.kernel], (count, vertex.traffic))
     return sorted(range(len(most)), key=lambda kernel: most[kernel], reverse=True)

@@ -82,7 +82,7 @@ class Costs:
         """A TaskGraph with the seconds that its vertices should take by what is known now."""
         model = self.general * self.task_seconds(graph)
         seconds = [
-            self.known.get(id(executables[v.kernel]), float(expected))
+            self.known.get(id(executables[v.kernel]) if v.kernel >= 0 else -1, float(expected))
             for v, expected in zip(graph.vertices, model, strict=False)
         ]
         vertices = tuple(

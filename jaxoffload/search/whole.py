@@ -41,13 +41,20 @@ class Whole:
       jaxpr: closed, over arrays.
       donated: for each argument.
       name: for profiles.
+      shapes: of the arguments, with how they are spread; None: the jaxpr's.
 
     Attributes:
       run: the function, for arrays; donated ones are deleted.
       inline: the function, for tracers.
     """
 
-    def __init__(self, jaxpr: Any, donated: Sequence[bool], name: str):
+    def __init__(
+        self,
+        jaxpr: Any,
+        donated: Sequence[bool],
+        name: str,
+        shapes: Sequence[jax.ShapeDtypeStruct] | None = None,
+    ):
         # The jaxpr is traced once more, which is quick, and the user's function is not.
         body = jex.core.jaxpr_as_fun(jaxpr)
 
@@ -59,7 +66,7 @@ class Whole:
         self.run = jax.jit(function, donate_argnums=positions)
         self.inline = jax.jit(function) if positions else self.run
         self._jaxpr = jaxpr
-        self._shapes = [
+        self._shapes = shapes or [
             jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=bool(a.weak_type))
             for a in jaxpr.in_avals
         ]
@@ -270,6 +277,26 @@ def _refuse_what_the_backend_cannot(request: Request, backend: backends.Backend)
             f"{backend.name} devices have memory of their own. Pass device_memory, and host_memory "
             "for what lies beside it."
         )
+
+
+def whole_or_refused(
+    request: Request, whole: Whole | None, error: CaptureError, backend: Any = None
+) -> WholePlan:
+    """The plan of a function that cannot be cut: whole, where that fits.
+
+    Args:
+      error: says why it cannot be cut.
+
+    Raises:
+      CaptureError: it needs more than the budget as it is.
+    """
+    if whole is None:
+        raise error
+    budget = request.options.device_memory
+    assert budget is None or isinstance(budget, int)
+    if not whole.surely_fits(budget):
+        _refuse(request, whole, error)
+    return WholePlan(request, whole, backend)
 
 
 def _refuse(request: Request, whole: Whole, error: CaptureError) -> None:

@@ -36,7 +36,7 @@ def outside_of(leaves: Sequence[Any]) -> Outside | None:
         kind = type(leaf)
         if kind is compat.ArrayImpl:
             aval = leaf.aval
-            if aval.dtype not in _PLAIN or leaf.is_deleted():
+            if aval.dtype not in _PLAIN or leaf.is_deleted() or not aval.sharding.mesh.empty:
                 return None
             found.append((aval.shape, aval.dtype, aval.weak_type))
         elif kind is np.ndarray:

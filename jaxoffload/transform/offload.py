@@ -1,6 +1,6 @@
 """`offload`: a function that runs within a device memory budget."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxoffload import _jax_compat as compat
@@ -15,7 +15,7 @@ from jaxoffload.transform.signature import ArgumentSpec
 def offload(
     function: Callable[..., Any] | None = None,
     *,
-    device_memory: int | float | str | None = "auto",
+    device_memory: int | float | str | Sequence[int | float | str] | None = "auto",
     host_memory: int | float | str | None = None,
     memory: int | float | str | None = None,
     disk: Any = None,
@@ -44,7 +44,9 @@ def offload(
       function: takes and returns pytrees of arrays.
       device_memory: bytes of device memory that it may use: a number, or text such as "512MiB".
         "auto": what the device has free when the function is first planned, less a tenth (or less
-        what runs took beside their plans, if `profile` tells). None: no limit.
+        what runs took beside their plans, if `profile` tells). None: no limit. Of a function over
+        several devices (`jax.shard_map`) it is of each; a list has one for each, in the mesh's
+        order.
       host_memory: bytes of host memory that may hold what the device cannot; None for no limit.
         Arguments and results are the caller's and not counted.
       memory: on a CPU, in place of those two: bytes of RAM for all that a call takes beside its

@@ -18,7 +18,7 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.words import Code, code_of, decoded, encoded
 from jaxoffload.compile import callbacks
-from jaxoffload.errors import PlanError
+from jaxoffload.errors import CaptureError, PlanError
 from jaxoffload.identity import Key
 from jaxoffload.options import Options
 from jaxoffload.plan.cost.machines import Machine
@@ -118,6 +118,12 @@ class Offloaded:
             if whole is not None:
                 more = program.traced.captured_words()
                 flat = whole.inline(*program.as_given(call.leaves), *more)
+            elif program.is_over_devices:
+                raise CaptureError(
+                    f"offload({self._spec.name}) is over several devices, and is called inside "
+                    "jax.jit or another transformation, where it would be one custom call. Put "
+                    "the offload around all of it, offload(step), or call it outside."
+                )
             else:
                 leaves = [*call.leaves, *program.traced.captured_words()]
                 flat = bind(leaves, program.traced.jaxpr, **program.params())
@@ -294,7 +300,9 @@ class Offloaded:
                     f"offload({self._spec.name}) was called with a ShapeDtypeStruct, which has no "
                     "data. Pass arrays, or call .plan() or .explain() with shapes."
                 )
-        spread, device = placed(self._spec, call)
+        spread, device = None, None
+        if not program.is_over_devices:
+            spread, device = placed(self._spec, call)
         if spread is not None:
             flat, run = program.run_spread(call.leaves, self._spec.name_of(call, spread))
             self._note(run)

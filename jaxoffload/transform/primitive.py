@@ -240,7 +240,9 @@ def plan_request(
     try:
         return make_plan(request, whole, backend)
     except PlanError as error:
-        if backend.name != "cpu" or request.options.memory is not None:
+        if backend.name != "cpu" or request.num_devices > 1:
+            raise
+        if request.options.memory is not None:
             raise  # what loops carry would lie in the very memory that is named
         refusal = error
     found = loop_plan(

@@ -5,6 +5,7 @@ for each signature that it is called with.
 """
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.parts import has_loops
+from jaxoffload.capture.spread import Spread, is_spread, spread
 from jaxoffload.capture.trace import trace
 from jaxoffload.capture.whole import must_run_whole
 from jaxoffload.errors import CaptureError, PlanError, warn
@@ -33,11 +35,13 @@ from jaxoffload.search.whole import (
     WholeRun,
     is_always_cut,
     may_run_whole,
+    whole_or_refused,
 )
 from jaxoffload.transform import queued
 from jaxoffload.transform.loops import LoopPlan
 from jaxoffload.transform.primitive import Derived, plan_request
 from jaxoffload.transform.queued import QueuedCalls
+from jaxoffload.transform.shards import Shards, check_budgets, refuse_tiers
 from jaxoffload.transform.signature import Signature, shapes_of
 from jaxoffload.transform.verification import looks_for_special_values
 
@@ -63,14 +67,35 @@ class Program:
     ):
         self._profile, self._argument_names = profile, argument_names
         self._tuner = Tuner(profile, options)
-        self.traced = trace(call, shapes_of(signature), signature.codes, signature.tree)
+        shapes = shapes_of(signature)
+        self.traced = trace(call, shapes, signature.codes, signature.tree)
         self._derived = Derived()
+        self._spread: Spread | None = None
+        self._refusal: CaptureError | None = None
+        if is_spread(self.traced.jaxpr):
+            try:
+                meshes = [s.mesh for s in signature.shardings if s is not None]
+                self._spread = spread(self.traced.jaxpr, meshes)
+            except CaptureError as error:
+                self._refusal = error  # unless it runs whole
+        self._shards: Shards | None = None
+        if self._spread is not None:
+            refuse_tiers(name, signature.tiers, signature.donated, options)
+            results = [tuple(aval.shape) for aval in self.traced.out_avals]
+            self._shards = Shards(self._spread, results)
+            if not asked:  # devices of a CPU have one memory
+                assert isinstance(options.device_memory, int)
+                share = max(1, options.device_memory // self._spread.num_devices)
+                options = dataclasses.replace(options, device_memory=share)
+        check_budgets(name, options, self._spread)
         self.options, self._asked = options, asked
         self._name, self._signature = name, signature
         self._first = Once()
         self._whole: Whole | None = None
         if may_run_whole(options, signature.tiers):
-            self._whole = Whole(self.traced.jaxpr, self.params()["donated"], name)
+            is_typed = any(signature.shardings) and not self.traced.captured
+            own = shapes if is_typed else None
+            self._whole = Whole(self.traced.jaxpr, self.params()["donated"], name, own)
         self._plan: Plan | LoopPlan | None = None  # another one than the first, once that is known
         self._tuning = threading.Lock()
         self._calls = 0  # of the plan that stays
@@ -91,16 +116,26 @@ class Program:
 
     def request(self) -> Request:
         """What is planned for direct calls."""
-        params = self.params()
-        return make_request(
-            self.traced.jaxpr,
+        params, made = self.params(), self._spread
+        places = 0 if made is None else len(made.places)  # of a device in the mesh
+        request = make_request(
+            self.traced.jaxpr if made is None else made.jaxpr,
             self._name,
-            params["kinds"],
-            params["donated"],
+            (*params["kinds"], *[TensorKind.BATCH] * places),
+            (*params["donated"], *[False] * places),
             self.options,
             self._signature.tiers,
             self._argument_names,
         )
+        if made is None:
+            return request
+        # Nothing stays from call to call.
+        return dataclasses.replace(request, num_devices=made.num_devices, lasting=frozenset())
+
+    @property
+    def is_over_devices(self) -> bool:
+        """Whether it is planned for several devices together."""
+        return self._spread is not None
 
     def repeated(self) -> Request | None:
         """Of a function with loops that do not fit as they are, the part that holds most; None of
@@ -139,9 +174,12 @@ class Program:
         return [*self.plans_inside(), *(plan for plan in own if isinstance(plan, Plan))]
 
     def _make_plan(self) -> Plan | LoopPlan:
-        plan = plan_request(
-            self.request(), self._signature.tiers, self._derived, self._whole, backends.current()
-        )
+        if self._refusal is not None:
+            return whole_or_refused(self.request(), self._whole, self._refusal)
+        made = self._spread
+        backend = backends.current() if made is None else backends.several(made.num_devices)
+        tiers = self._signature.tiers
+        plan = plan_request(self.request(), tiers, self._derived, self._whole, backend)
         if isinstance(plan, LoopPlan):
             return plan
         self._say_if_idle(plan)
@@ -169,7 +207,10 @@ class Program:
             return list(plan.whole.run(*self.as_given(operands))), WholeRun()
         before = plan.backend.used_memory() if self._tuner.measures else None
         try:
-            results, run = run_plan(plan, operands, self.options, donated, device)
+            if self._shards is None:
+                results, run = run_plan(plan, operands, self.options, donated, device)
+            else:
+                results, run = self._shards.run(plan, operands, self.options, donated)
         except BaseException:
             with self._tuning:
                 if self.plan() is plan:
@@ -191,7 +232,7 @@ class Program:
 
     def _queue_next(self, plan: Plan, run: Run) -> None:
         """Has calls from now on be queued, where that is right and compiling the program pays."""
-        if self._tuner.measures or self.plan() is not plan:
+        if self._tuner.measures or self.plan() is not plan or self._shards is not None:
             return
         self._calls += 1
         if self._calls == queued.CALLS_BEFORE:

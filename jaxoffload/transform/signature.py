@@ -50,6 +50,8 @@ class Signature:
       donated: for each leaf.
       kinds: for each leaf.
       tiers: for each leaf "host", "disk", or "" for an array of JAX's or NumPy's.
+      shardings: for each leaf how it is spread, where that is part of its type (a mesh has explicit
+        axes); None for others.
       identity: of all these.
     """
 
@@ -60,13 +62,14 @@ class Signature:
     donated: tuple[bool, ...]
     kinds: tuple[TensorKind, ...]
     tiers: tuple[str, ...]
+    shardings: tuple[Any, ...]
 
     identity: Key = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         found = identity.intern(
             self.tree, static_keys(self.static), self.avals, self.codes, self.donated, self.kinds,
-            self.tiers,
+            self.tiers, self.shardings,
         )  # fmt: skip
         object.__setattr__(self, "identity", found)
 
@@ -214,6 +217,7 @@ class ArgumentSpec:
         positions = [i for i in range(len(args)) if i not in self.static_positions]
         paths, tree = jax.tree_util.tree_flatten_with_path((dynamic_args, dynamic_kwargs))
         leaves, avals, codes, donated, kinds, tiers = [], [], [], [], [], []
+        shardings = [compat.sharding_in_type(leaf) for _, leaf in paths]
         for path, leaf in paths:
             by_name = path[0].idx == 1
             where = path[1].key if by_name else positions[path[1].idx]
@@ -241,6 +245,7 @@ class ArgumentSpec:
                 tuple(donated),
                 tuple(kinds),
                 tuple(tiers),
+                tuple(shardings),
             ),  # fmt: skip
             leaves,
         )
@@ -355,7 +360,8 @@ class ArgumentSpec:
 def shapes_of(signature: Signature) -> list[Any]:
     """The leaves' shapes, to trace with."""
     return [
-        jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in signature.avals
+        jax.ShapeDtypeStruct(shape, dtype, weak_type=weak, sharding=sharding)
+        for (shape, dtype, weak), sharding in zip(signature.avals, signature.shardings, strict=True)
     ]
 
 

@@ -19,7 +19,7 @@ from tests.plan.test_optimum import random_graph
 @hypothesis.given(graph=taskgraphs())
 def test_chosen_places_are_kept_and_right(graph):
     capacity = max(resident_peak(graph), min_budget(graph)[0]) * 2 // 256 * 256
-    places = static_places(graph, capacity)
+    places = static_places(graph, [capacity])
     assert places is not None
     memgraph = build_memgraph(graph, capacity + 4096, in_place_io="always", places=places)
     check(graph, memgraph)
@@ -40,6 +40,6 @@ def test_more_is_kept_in_chosen_places():
         graph = random_graph(random.Random(seed))
         live = max(intermediates_peak(graph), min_budget(graph)[0])
         by_turns += is_kept(graph, live)
-        places = static_places(graph, live)
+        places = static_places(graph, [live])
         chosen += places is not None and is_kept(graph, live, places)
     assert chosen > by_turns

@@ -75,6 +75,11 @@ def reserved_workspace(graph: TaskGraph, num_devices: int) -> list[int]:
     return [align(count) for count in found.tolist()]
 
 
+def most_workspace(graph: TaskGraph) -> int:
+    """The most that is reserved on any device."""
+    return max(reserved_workspace(graph, num_devices(graph)))
+
+
 def num_devices(graph: TaskGraph) -> int:
     """One more than the highest device that the graph names."""
     columns = graph.columns

@@ -5,6 +5,8 @@ memory would just do, but fragments when tensors are placed one after another, p
 all tensors beforehand (static placement, placement.py).
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from jaxoffload import _native
@@ -15,6 +17,7 @@ from jaxoffload.plan.alloc.limits import (
     align,
     intermediates_peak,
     min_budget,
+    num_devices,
     reserved_workspace,
     resident_peak,
 )
@@ -51,22 +54,24 @@ def keep_in_chosen_places(graph: TaskGraph, room: int) -> MemGraph | None:
     do not fit; None where no places were found.
 
     Args:
-      room: bytes of the arena and of workspace.
+      room: bytes of the arena and of workspace, of each device.
     """
-    capacity = (room - reserved_workspace(graph, 1)[0]) // PLACE_ALIGNMENT * PLACE_ALIGNMENT
-    places = static_places(graph, capacity)
+    reserved = reserved_workspace(graph, num_devices(graph))
+    places = static_places(
+        graph, [(room - count) // PLACE_ALIGNMENT * PLACE_ALIGNMENT for count in reserved]
+    )
     if places is None:
         return None
     found = build_memgraph(graph, room, in_place_io="always", places=places)
     return None if (found.space == Space.HOST).any() else found
 
 
-def static_places(graph: TaskGraph, capacity: int) -> list[int] | None:
+def static_places(graph: TaskGraph, capacity: Sequence[int]) -> list[int] | None:
     """Offsets of all tensors that need a place when arguments are read and results written where
     the caller has them; -1 for the others. None if no placement was found.
 
     Args:
-      capacity: bytes of the arena of the one device that there is.
+      capacity: bytes of the arena of each device.
     """
     flags = _native.in_place(graph.columns, True)
     read_in_place, written_in_place = map(np.ndarray.tolist, flags)
@@ -87,16 +92,18 @@ def static_places(graph: TaskGraph, capacity: int) -> list[int] | None:
             elif not written_in_place[entry]:
                 first[t] = last[t] = v
     owners = [t for t in range(count) if first[t] >= 0 and graph.tensors[t].bytes]
-    offsets = place_intervals(
-        [first[t] for t in owners],
-        [last[t] + 1 for t in owners],
-        [align(graph.tensors[t].bytes) for t in owners],
-        capacity,
-        search=False,
-    )
-    if offsets is None:
-        return None
     found = [-1] * count
-    for t, offset in zip(owners, offsets.tolist(), strict=True):
-        found[t] = offset
+    for device, room in enumerate(capacity):
+        mine = [t for t in owners if graph.tensors[t].device == device]
+        offsets = place_intervals(
+            [first[t] for t in mine],
+            [last[t] + 1 for t in mine],
+            [align(graph.tensors[t].bytes) for t in mine],
+            room,
+            search=False,
+        )
+        if offsets is None:
+            return None
+        for t, offset in zip(mine, offsets.tolist(), strict=True):
+            found[t] = offset
     return found

@@ -1,0 +1,149 @@
+"""Tensors and vertices of several devices, made from those of one.
+
+Takes the TaskGraph of one device; gives each device's own of its tensors and vertices, copies
+between devices, and kernels of functions that the program itself does not have.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture import cost
+from jaxoffload.capture.cluster import Cluster
+from jaxoffload.capture.flat import Equation, Value
+from jaxoffload.capture.kernel import Kernel, kernel_of, sized
+from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
+
+
+class DeviceGraph:
+    """Makes the tensors, vertices and kernels of all devices.
+
+    Attributes:
+      tensors, vertices, kernels: of all devices, so far.
+      clusters: one for each vertex; an empty one for copies.
+    """
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        kernels: list[Kernel],
+        known: dict[object, int],
+        rates: cost.Rates,
+        num_devices: int,
+        with_kernels: bool,
+    ):
+        self._graph, self._rates = graph, rates
+        self._num_devices, self._with_kernels = num_devices, with_kernels
+        self.kernels, self._numbers = kernels, known
+        self.tensors: list[Tensor] = []
+        self.vertices: list[Vertex] = []
+        self.clusters: list[Cluster] = []
+        self._ids: dict[tuple[int, int], int] = {}
+
+    def tensor(self, tensor_id: int, device: int) -> int:
+        """A device's own of the one device's tensors."""
+        key = tensor_id, device
+        if key not in self._ids:
+            count, tensor = self._num_devices, self._graph.tensors[tensor_id]
+            span = tensor.argument
+            self._ids[key] = self._add(
+                dataclasses.replace(
+                    tensor,
+                    device=device,
+                    argument=None
+                    if span is None
+                    else Span(span.index * count + device, span.offset),
+                    results=tuple(Span(s.index * count + device, s.offset) for s in tensor.results),
+                )
+            )
+        return self._ids[key]
+
+    def _add(self, tensor: Tensor) -> int:
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def copies(self, vertex: Vertex, cluster: Cluster) -> None:
+        """One vertex, for each device."""
+        for device in range(self._num_devices):
+            self._put(
+                dataclasses.replace(
+                    vertex,
+                    device=device,
+                    inputs=tuple(self.tensor(t, device) for t in vertex.inputs),
+                    outputs=tuple(self.tensor(t, device) for t in vertex.outputs),
+                ),
+                cluster,
+            )
+
+    def _put(self, vertex: Vertex, cluster: Cluster) -> None:
+        self.vertices.append(vertex)
+        self.clusters.append(cluster)
+
+    def transfer(self, tensor_id: int, to: int, out: int | None, vertex: Vertex) -> int:
+        """A copy of a tensor on another device: the tensor `out`, or a new one."""
+        if out is None:
+            like = dataclasses.replace(self.tensors[tensor_id], argument=None, results=())
+            out = self._add(dataclasses.replace(like, device=to, source=vertex.source))
+        self._put(
+            Vertex(
+                VertexKind.TRANSFER, (tensor_id,), (out,), name=vertex.name, device=to,
+                source=vertex.source,
+            ),
+            Cluster([], [], []),
+        )  # fmt: skip
+        return out
+
+    def kernel(
+        self,
+        device: int,
+        inputs: Sequence[int],
+        values: Sequence[Value],
+        equations: Sequence[Equation],
+        outputs: Sequence[tuple[Value, int | None]],
+        vertex: Vertex,
+        overwrites: tuple[tuple[int, int], ...] = (),
+    ) -> list[int]:
+        """A kernel of a device's; returns the tensors that it writes.
+
+        Args:
+          inputs, values: the tensors that it reads, and what stands for them in the equations.
+          outputs: values, and for each the tensor that it is, or None: a new one.
+        """
+        cluster = Cluster(list(equations), list(values), [v for v, _ in outputs])
+        number = -1
+        if self._with_kernels:
+            kernel = kernel_of(cluster, cluster.outputs, overwrites)
+            key = kernel.key, VertexKind.KERNEL
+            number = self._numbers.setdefault(key, len(self.kernels))
+            if number == len(self.kernels):
+                self.kernels.append(sized(kernel, cluster))
+        written = []
+        for value, tensor_id in outputs:
+            if tensor_id is None:
+                shape, dtype = compat.physical(value.aval)
+                tensor_id = self._add(
+                    Tensor(
+                        value.num_bytes(), value.aval.str_short(short_dtypes=True), device,
+                        source=vertex.source, dtype=dtype.name, shape=shape,
+                    )
+                )  # fmt: skip
+            written.append(tensor_id)
+        traffic = sum(v.num_bytes() for v in (*values, *(v for v, _ in outputs)))
+        flops = sum(cost.flops(e) for e in equations)
+        self._put(
+            Vertex(
+                VertexKind.KERNEL,
+                tuple(inputs),
+                tuple(written),
+                name=vertex.name,
+                device=device,
+                overwrites=overwrites,
+                seconds=float(self._rates.kernel_seconds(flops, traffic)),
+                kernel=number,
+                source=vertex.source,
+                flops=flops,
+                traffic=float(traffic),
+            ),
+            cluster,
+        )
+        return written

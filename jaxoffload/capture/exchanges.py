@@ -1,0 +1,251 @@
+"""Collectives as copies between devices and kernels.
+
+Sums are made in the order of ranks, on one device for each part of the result: the same bits on
+every device, in every run, whatever comes first. Small ones are made whole on the group's first
+device; of a large one each device makes the part of its rank, and all get all parts.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.cluster import Cluster
+from jaxoffload.capture.collectives import Exchange
+from jaxoffload.capture.device_graph import DeviceGraph
+from jaxoffload.capture.flat import Equation, Operation, Value
+from jaxoffload.graphs.taskgraph import Vertex
+
+SMALL_SUM = 1 << 16
+"""Bytes below which one device makes a whole sum: copies of parts of it would be latency only."""
+_NARROW = frozenset(map(np.dtype, (jnp.bfloat16, np.float16)))
+
+
+class ExchangeMaker:
+    """One collective, made of copies and kernels in phases: all that reads operands comes before
+    anything that writes results, which may lie over them."""
+
+    def __init__(self, devices: DeviceGraph, vertex: Vertex, cluster: Cluster, exchange: Exchange):
+        self._devices, self._vertex, self._cluster = devices, vertex, cluster
+        self._exchange = exchange
+        self._equation = cluster.equations[-1]
+        self._views = cluster.equations[:-1]
+        self._eqn = self._equation.operation.eqn
+        (self._operand,) = self._equation.inputs
+        (self._result,) = self._equation.outputs
+
+    def run(self) -> None:
+        vertex, exchange = self._vertex, self._exchange
+        self._here = {d: self._whole(d) for group in exchange.groups for d in group}
+        self._out = {d: self._devices.tensor(vertex.outputs[0], d) for d in self._here}
+        {
+            "sum": self._reduce,
+            "max": self._reduce,
+            "min": self._reduce,
+            "gather": self._gather,
+            "scatter": self._scatter,
+            "permute": self._permute,
+            "switch": self._switch,
+        }[exchange.kind]()
+
+    def _whole(self, device: int) -> int:
+        """The operand of a device, written by a kernel where it is a view or a literal."""
+        vertex = self._vertex
+        inputs = [self._devices.tensor(t, device) for t in vertex.inputs]
+        if not self._views and isinstance(self._operand, Value):
+            return inputs[0]
+        value = Value(compat.ShapedArray(self._operand.aval.shape, self._operand.aval.dtype))
+        start = Operation.of_function("start", lambda x: jnp.asarray(x), self._eqn, "collective")
+        equations = [*self._views, Equation(start, (self._operand,), (value,))]
+        return self._devices.kernel(
+            device, inputs, self._cluster.inputs, equations, [(value, None)], vertex
+        )[0]
+
+    def _apply(
+        self,
+        name: str,
+        parts: tuple[Any, ...],
+        function: Callable[..., Any],
+        device: int,
+        inputs: Sequence[int],
+        outputs: Sequence[tuple[Any, int | None]],
+        overwrites: tuple[tuple[int, int], ...] = (),
+    ) -> list[int]:
+        """A kernel of one function over whole tensors.
+
+        Args:
+          parts: with the name, what tells the function from others.
+          outputs: abstract values, and the tensors that they are, or None.
+        """
+        values: list[Value] = []
+        first: dict[int, Value] = {}
+        for t in inputs:
+            if t not in first:
+                tensor = self._devices.tensors[t]
+                first[t] = Value(compat.ShapedArray(tensor.shape, self._result.aval.dtype))
+            values.append(first[t])
+        operation = Operation.of_function(name, function, self._eqn, *parts)
+        made = [(Value(aval), t) for aval, t in outputs]
+        equation = Equation(operation, tuple(values), tuple(v for v, _ in made))
+        return self._devices.kernel(
+            device, list(first), list(first.values()), [equation], made, self._vertex, overwrites
+        )
+
+    def _exchanged(self, parts: dict[int, list[int]]) -> dict[int, list[int]]:
+        """What each device has of each rank, once part `r` of all has been sent to rank `r`."""
+        found = {}
+        for group in self._exchange.groups:
+            for rank, device in enumerate(group):
+                found[device] = [
+                    parts[other][rank]
+                    if other == device
+                    else self._send(parts[other][rank], device)
+                    for other in group
+                ]
+        return found
+
+    def _send(self, tensor: int, to: int, out: int | None = None) -> int:
+        return self._devices.transfer(tensor, to, out, self._vertex)
+
+    def _split(
+        self, axis: int, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]], flat: bool
+    ):
+        """The operand of each device in parts along a dimension."""
+        dtype = self._result.aval.dtype
+        starts = np.cumsum([0, *sizes[:-1]]).tolist()
+
+        def split(x: Any) -> list[Any]:
+            x = lax.reshape(x, (x.size,)) if flat else x
+            cuts = (
+                lax.slice_in_dim(x, a, a + n, axis=axis) for a, n in zip(starts, sizes, strict=True)
+            )
+            return [lax.reshape(part, shape) for part, shape in zip(cuts, shapes, strict=True)]
+
+        outputs = [(compat.ShapedArray(shape, dtype), None) for shape in shapes]
+        about = axis, tuple(sizes), tuple(shapes), flat
+        return {
+            d: self._apply("parts", about, split, d, [t], outputs) for d, t in self._here.items()
+        }
+
+    def _fold(
+        self,
+        device: int,
+        parts: list[int],
+        shape: tuple[int, ...],
+        out: int | None,
+        over: int | None,
+    ) -> int:
+        """What the parts of all ranks are together, in their order."""
+        dtype, kind = self._result.aval.dtype, self._exchange.kind
+        join = {"max": jnp.maximum, "min": jnp.minimum}.get(kind, jnp.add)
+        wide = np.dtype(np.float32) if np.dtype(dtype) in _NARROW else dtype
+        is_bool = dtype == np.bool_
+
+        def fold(*xs: Any) -> Any:
+            if is_bool:
+                join_bits = lax.bitwise_and if kind == "min" else lax.bitwise_or
+                total = xs[0]
+                for x in xs[1:]:
+                    total = join_bits(total, x)
+                return total
+            total = lax.convert_element_type(xs[0], wide)
+            for x in xs[1:]:
+                total = join(total, lax.convert_element_type(x, wide))
+            return lax.convert_element_type(total, dtype)
+
+        aval = compat.ShapedArray(shape, dtype)
+        overwrites = () if over is None else ((over, 0),)
+        return self._apply("ranks", (kind,), fold, device, parts, [(aval, out)], overwrites)[0]
+
+    def _join(self, device: int, parts: list[int], axis: int, new: bool, shape: Any) -> None:
+        """Writes the result of a device from parts along a dimension, which may be new."""
+
+        def join(*xs: Any) -> Any:
+            pieces = [lax.expand_dims(x, (axis,)) if new else x for x in xs]
+            return lax.reshape(lax.concatenate(pieces, axis), shape)
+
+        aval = compat.ShapedArray(shape, self._result.aval.dtype)
+        self._apply("joined", (axis, new, shape), join, device, parts, [(aval, self._out[device])])
+
+    # The kinds ------------------------------------------------------------------------------------
+
+    def _reduce(self) -> None:
+        shape = tuple(self._result.aval.shape)
+        count = int(np.prod(shape, dtype=np.int64))
+        size = self._exchange.size
+        if self._result.num_bytes() < SMALL_SUM or count < size:
+            came = {
+                group[0]: [
+                    self._here[group[0]],
+                    *(self._send(self._here[d], group[0]) for d in group[1:]),
+                ]
+                for group in self._exchange.groups
+            }
+            for root, parts in came.items():
+                self._fold(root, parts, shape, self._out[root], None)
+            for group in self._exchange.groups:
+                for device in group[1:]:
+                    self._send(self._out[group[0]], device, self._out[device])
+            return
+        each = -(-count // size)
+        sizes = [max(0, min(each, count - rank * each)) for rank in range(size)]
+        parts = self._split(0, sizes, [(n,) for n in sizes], True)
+        mine = {}
+        came = self._exchanged(parts)
+        for group in self._exchange.groups:
+            for rank, device in enumerate(group):
+                mine[device] = self._fold(device, came[device], (sizes[rank],), None, rank)
+        self._give_all(mine, 0, False, shape)
+
+    def _give_all(self, mine: dict[int, int], axis: int, new: bool, shape: Any) -> None:
+        came = {
+            device: [
+                mine[other] if other == device else self._send(mine[other], device)
+                for other in group
+            ]
+            for group in self._exchange.groups
+            for device in group
+        }
+        for device, parts in came.items():
+            self._join(device, parts, axis, new, shape)
+
+    def _gather(self) -> None:
+        exchange, shape = self._exchange, tuple(self._result.aval.shape)
+        self._give_all(self._here, exchange.axis, not exchange.is_tiled, shape)
+
+    def _scatter(self) -> None:
+        exchange, shape = self._exchange, tuple(self._result.aval.shape)
+        size = self._operand.aval.shape[exchange.axis] // exchange.size
+        parts = self._split(exchange.axis, [size] * exchange.size, [shape] * exchange.size, False)
+        came = self._exchanged(parts)
+        for group in exchange.groups:
+            for rank, device in enumerate(group):
+                over = None if exchange.size == 1 else rank
+                self._fold(device, came[device], shape, self._out[device], over)
+
+    def _permute(self) -> None:
+        shape, dtype = tuple(self._result.aval.shape), self._result.aval.dtype
+        source = {b: a for a, b in self._exchange.pairs}
+        aval = compat.ShapedArray(shape, dtype)
+        for device, out in self._out.items():
+            origin = source.get(device)
+            if origin is None:
+                zeros = lambda: lax.full(shape, 0, dtype)  # noqa: E731
+                self._apply("zeros", (shape, np.dtype(dtype)), zeros, device, [], [(aval, out)])
+            elif origin == device:
+                copy = lambda x: x  # noqa: E731
+                self._apply("copy", (), copy, device, [self._here[device]], [(aval, out)])
+            else:
+                self._send(self._here[origin], device, out)
+
+    def _switch(self) -> None:
+        exchange, shape = self._exchange, tuple(self._result.aval.shape)
+        whole, count = list(self._operand.aval.shape), exchange.size
+        whole[exchange.axis] //= count
+        sizes = [whole[exchange.axis]] * count
+        parts = self._split(exchange.axis, sizes, [tuple(whole)] * count, False)
+        for device, came in self._exchanged(parts).items():
+            self._join(device, came, exchange.to_axis, False, shape)

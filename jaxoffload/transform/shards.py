@@ -1,0 +1,132 @@
+"""Calls of functions over several devices: arguments to what each device has of them, and back.
+
+Takes a `Spread` (capture/spread.py) and global arrays; gives the flat arguments of all devices as a
+plan has them, and after the run global arrays with the shardings that jit would give them.
+
+On CPU what a device has of an array that is on one device, or in host memory, is read where it is.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxoffload.capture.spread import Spread
+from jaxoffload.options import Options
+from jaxoffload.runtime.arrays import DiskArray
+from jaxoffload.runtime.plan import Plan
+from jaxoffload.runtime.run import Run, run_plan
+
+
+class Shards:
+    """The parts of a function's arguments and results.
+
+    Args:
+      spread: the function.
+      out_shapes: the shape of each result, of all devices together.
+    """
+
+    def __init__(self, spread: Spread, out_shapes: Sequence[tuple[int, ...]]):
+        self._devices = tuple(spread.mesh.devices.flat)
+        self._in = [NamedSharding(spread.mesh, spec) for spec in spread.in_specs]
+        self._out = [NamedSharding(spread.mesh, spec) for spec in spread.out_specs]
+        self._out_shapes = out_shapes
+        self._places = [np.array(at, np.int32) for row in spread.places for at in row]
+
+    def run(
+        self, plan: Plan, operands: Sequence[Any], options: Options, donated: Sequence[bool]
+    ) -> tuple[list[Any], Run]:
+        """Runs a plan on global arrays.
+
+        Args:
+          donated: which operands may be overwritten; they are deleted.
+
+        Returns:
+          The flat results, global, and the `Run`.
+
+        Raises:
+          ValueError: an operand is where no part of it can be read. RunError: as `run_plan`.
+        """
+        parts = [
+            part
+            for operand, sharding in zip(operands, self._in, strict=True)
+            for part in self._parts(operand, sharding)
+        ]
+        given = [*plan.request.each(donated), *[False] * len(self._places)]
+        flat, run = run_plan(plan, [*parts, *self._places], options, given, self._devices)
+        parts.clear()
+        for operand, is_given in zip(operands, donated, strict=True):
+            if is_given and isinstance(operand, jax.Array) and not operand.is_deleted():
+                operand.delete()
+        return self._whole(flat), run
+
+    def _parts(self, array: Any, sharding: NamedSharding) -> list[Any]:
+        """What each device has of an array."""
+        if isinstance(array, DiskArray):
+            raise ValueError(
+                f"offload: {array!r} is on disk, and what functions over several devices take is "
+                "in memory so far. Pass it through jaxoffload.host_put."
+            )
+        if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1:
+            if not array.sharding.is_equivalent_to(sharding, array.ndim):
+                array = jax.device_put(array, sharding)
+            found = {shard.device: shard.data for shard in array.addressable_shards}
+            return [found[device] for device in self._devices]
+        whole = np.asarray(array)
+        where = sharding.devices_indices_map(whole.shape)
+        return [whole[where[device]] for device in self._devices]
+
+    def _whole(self, flat: Sequence[Any]) -> list[Any]:
+        """The global results."""
+        count = len(self._devices)
+        return [
+            jax.make_array_from_single_device_arrays(
+                shape, sharding, list(flat[j * count : (j + 1) * count])
+            )
+            for j, (shape, sharding) in enumerate(zip(self._out_shapes, self._out, strict=True))
+        ]
+
+
+def refuse_tiers(
+    name: str, tiers: Sequence[str], donated: Sequence[bool], options: Options
+) -> None:
+    """Refuses what is not done for functions over several devices.
+
+    Args:
+      tiers: of each argument.
+
+    Raises:
+      ValueError: with the remedy.
+    """
+    if options.memory is not None:
+        raise ValueError(
+            f"offload({name}): memory={options.memory} is for one device whose memory is the "
+            "host's, and the function is over several devices. Pass device_memory, of each device."
+        )
+    if options.results != "device":
+        raise ValueError(
+            f"offload({name}): results={options.results!r} for a function over several devices, "
+            "whose results are spread over them. Leave it out."
+        )
+    if any(tier and given for tier, given in zip(tiers, donated, strict=True)):
+        raise ValueError(
+            f"offload({name}): an array in a lower tier is donated to a function over several "
+            "devices, which cannot hand it back in its tier. Take it out of donate_argnums."
+        )
+
+
+def check_budgets(name: str, options: Options, made: Spread | None) -> None:
+    """Checks that a budget for each device names as many as there are.
+
+    Raises:
+      ValueError: it names others.
+    """
+    count = 1 if made is None else made.num_devices
+    if options.budgets and len(options.budgets) != count:
+        raise ValueError(
+            f"offload({name}): device_memory={list(options.budgets)} names {len(options.budgets)} "
+            f"devices, and the function is over {count}. Pass one amount for all, or one for each "
+            "in the order of mesh.devices.flat."
+        )

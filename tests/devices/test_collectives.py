@@ -1,0 +1,139 @@
+"""Each collective against JAX's own: dtypes, shapes, dimensions, axes of a mesh; small, large."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxoffload as jo
+from jaxoffload.graphs.taskgraph import VertexKind
+from tests.devices.programs import mesh_of
+from tests.foreign import judge
+
+X = P("x")
+BOTH = ("x", "y")
+RING = [(0, 1), (1, 2), (2, 3), (3, 0)]
+
+# name: (function of what a device has, sizes of the mesh, spec of the argument, of the result)
+COLLECTIVES = {
+    "psum": (lambda x: lax.psum(x, "x"), (4,), X, P()),
+    "psum of several": (lambda x: sum(lax.psum((x, x * 2), "x")), (4,), X, P()),
+    "pmean": (lambda x: lax.pmean(x, "x"), (4,), X, P()),
+    "pmax": (lambda x: lax.pmax(x, "x"), (4,), X, P()),
+    "pmin": (lambda x: lax.pmin(x, "x"), (4,), X, P()),
+    "psum of a view": (lambda x: lax.psum(jnp.transpose(x), "x"), (4,), X, P()),
+    "psum of one": (lambda x: lax.psum(1, "x") * x, (4,), X, X),
+    "all_gather": (lambda x: lax.all_gather(x, "x") * 1, (4,), X, P("x")),
+    "all_gather tiled": (lambda x: lax.all_gather(x, "x", axis=1, tiled=True), (4,), X, X),
+    "all_gather, new last": (lambda x: lax.all_gather(x, "x", axis=2), (4,), X, X),
+    "psum_scatter": (lambda x: lax.psum_scatter(x, "x", tiled=True), (4,), X, X),
+    "psum_scatter, columns": (
+        lambda x: lax.psum_scatter(x, "x", scatter_dimension=1, tiled=True), (4,), X, X,
+    ),
+    "psum_scatter, untiled": (
+        lambda x: lax.psum_scatter(x[:4].reshape(4, -1), "x"), (4,), X, X,
+    ),
+    "all_to_all": (lambda x: lax.all_to_all(x, "x", 0, 1, tiled=True), (4,), X, X),
+    "all_to_all back": (lambda x: lax.all_to_all(x, "x", 1, 0, tiled=True), (4,), X, X),
+    "all_to_all, untiled": (
+        lambda x: lax.all_to_all(x.reshape(4, -1, x.shape[1]), "x", 0, 1), (4,), X, X,
+    ),
+    "ppermute round": (lambda x: lax.ppermute(x, "x", RING), (4,), X, X),
+    "ppermute, zeros": (lambda x: lax.ppermute(x, "x", [(0, 2), (3, 3)]), (4,), X, X),
+    "axis_index": (lambda x: x * lax.axis_index("x").astype(x.dtype), (4,), X, X),
+    "rows, two axes": (lambda x: lax.psum(x, "x"), (2, 2), P("x", "y"), P(None, "y")),
+    "columns, two axes": (lambda x: lax.psum(x, "y"), (2, 2), P("x", "y"), P("x")),
+    "both axes": (lambda x: lax.psum(x, BOTH), (2, 2), P("x", "y"), P()),
+    "axes the other way": (
+        lambda x: lax.all_gather(x, ("y", "x"), tiled=True), (2, 2), P(BOTH), P(BOTH),
+    ),
+    "places of both": (
+        lambda x: x + (10 * lax.axis_index("x") + lax.axis_index("y")).astype(x.dtype),
+        (2, 4), P(BOTH), P(BOTH),
+    ),
+    "rank among both": (
+        lambda x: x + lax.axis_index(("y", "x")).astype(x.dtype), (2, 4), P(BOTH), P(BOTH),
+    ),
+    "an axis of one": (lambda x: lax.psum(lax.all_gather(x, "y"), "y"), (4, 1), X, P(None, "x")),
+    "in a scan": (
+        lambda x: lax.scan(lambda c, _: (lax.ppermute(c, "x", RING) + x, None), x, None, 3)[0],
+        (4,), X, X,
+    ),
+    "in a fori_loop": (
+        lambda x: lax.fori_loop(0, 3, lambda i, c: lax.psum(c, "x") / 4 + x, x), (4,), X, X,
+    ),
+    "in a checkpoint": (jax.checkpoint(lambda x: jnp.sin(lax.psum(x, "x"))), (4,), X, P()),
+    "in nested calls": (
+        jax.jit(lambda x: jax.jit(lax.pmax, static_argnums=1)(x, "x")), (4,), X, P(),
+    ),
+}  # fmt: skip
+
+
+def numbers(shape, dtype):
+    source = np.random.default_rng(sum(shape))
+    if np.dtype(dtype) == np.bool_:
+        return source.random(shape) > 0.5
+    values = source.standard_normal(shape) * 8
+    return values.astype(dtype)
+
+
+@pytest.mark.parametrize("rows", [16, 16 * 1024], ids=["small", "large"])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_is_that_of_jax(name, rows):
+    function, sizes, spec, out = COLLECTIVES[name]
+    mesh = mesh_of(*sizes)
+    f = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=out, check_vma=False)
+    x = numbers((rows, 16), np.float32)
+    want, exact = np.asarray(jax.jit(f)(x)), judge.in_float64(f, (x,))
+    step = jo.offload(f, device_memory=None)
+    got = step(x)
+    assert not judge.disagreement(want, np.asarray(got), exact[0], ulps=2)
+    assert got.sharding.is_equivalent_to(jax.jit(f)(x).sharding, got.ndim)
+    kinds = {v.kind for v in step.plan(x).taskgraph.vertices}
+    assert kinds <= {VertexKind.KERNEL, VertexKind.TRANSFER}
+    tight = jo.offload(f, device_memory=max(1, step.plan(x).min_device_memory))
+    assert not judge.disagreement(want, np.asarray(tight(x)), exact[0], ulps=2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "int32", "uint32", "complex64"])
+@pytest.mark.parametrize("name", ["psum", "psum_scatter", "all_gather tiled", "all_to_all"])
+def test_dtypes(name, dtype):
+    function, sizes, spec, out = COLLECTIVES[name]
+    f = jax.shard_map(function, mesh=mesh_of(*sizes), in_specs=spec, out_specs=out, check_vma=False)
+    x = numbers((64, 16), jnp.dtype(dtype))
+    want, got = jax.jit(f)(x), jo.offload(f, device_memory=None)(x)
+    assert not judge.disagreement(np.asarray(want), np.asarray(got), ulps=4)
+
+
+def test_sums_of_narrow_numbers_are_rounded_once():
+    f = jax.shard_map(lambda x: lax.psum(x, "x"), mesh=mesh_of(8), in_specs=X, out_specs=P())
+    x = numbers((8 * 512, 4), jnp.bfloat16)
+    got = np.asarray(jo.offload(f, device_memory=None)(x))
+    want = x.astype(np.float64).reshape(8, 512, 4).sum(0)
+    np.testing.assert_array_equal(got, want.astype(np.float32).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("rows", [2, 16 * 1024], ids=["small", "large"])
+def test_sums_are_in_the_order_of_ranks(rows):
+    f = jax.shard_map(lambda x: lax.psum(x, "x"), mesh=mesh_of(4), in_specs=X, out_specs=P())
+    scale = np.random.default_rng(rows).integers(-3, 4, (4 * rows, 16)).astype(np.float32)
+    x = numbers((4 * rows, 16), np.float32) * np.float32(10) ** scale
+    a, b, c, d = x.reshape(4, rows, 16)
+    for launch in ("work-conserving", jo.policies.random(3, delays=1e-3)):
+        got = np.asarray(jo.offload(f, device_memory=None, launch=launch)(x))
+        np.testing.assert_array_equal(got, ((a + b) + c) + d)
+    assert not np.array_equal(((a + b) + c) + d, (a + b) + (c + d)), "the numbers tell orders apart"
+
+
+def test_a_gather_of_what_nobody_computes_comes_from_the_arguments():
+    """Where all fits the copies between devices read arguments where the caller has them."""
+    f = jax.shard_map(
+        lambda w, x: x @ lax.all_gather(w, "x", tiled=True),
+        mesh=mesh_of(4), in_specs=(X, X), out_specs=X,
+    )  # fmt: skip
+    w, x = numbers((64, 64), np.float32), numbers((32, 64), np.float32)
+    step = jo.offload(f, device_memory=None)
+    np.testing.assert_allclose(step(w, x), x @ w, rtol=1e-4, atol=1e-3)
+    assert step.last_run.bytes_reloaded == 0

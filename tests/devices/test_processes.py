@@ -1,0 +1,33 @@
+"""Runs this folder's other files, each in a process with eight CPU devices.
+
+How many devices JAX has is settled once a process, and with many of them its own compiler divides
+work among more threads, so that other tests have two.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+DEVICES = 8
+HERE = pathlib.Path(__file__).resolve().parent
+FILES = sorted(path.name for path in HERE.glob("test_*.py") if path != pathlib.Path(__file__))
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(len(jax.devices()) >= DEVICES, reason="this is such a process")
+@pytest.mark.parametrize("name", FILES)
+def test_in_a_process_with_more_devices(name):
+    environment = {**os.environ, "JAXOFFLOAD_TEST_DEVICES": str(DEVICES)}
+    environment["XLA_FLAGS"] = ""
+    for key in [key for key in environment if key.startswith("PYTEST_")]:
+        del environment[key]  # of the worker that this runs in
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / name)]
+    found = subprocess.run(
+        command, env=environment, cwd=HERE.parent.parent, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
+    assert " passed" in found.stdout and " skipped" not in found.stdout, found.stdout[-2000:]
