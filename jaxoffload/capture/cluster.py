@@ -13,7 +13,7 @@ from collections.abc import Sequence, Set
 
 from jaxoffload.capture import cost, operations
 from jaxoffload.capture.flat import Equation, Value
-from jaxoffload.capture.views import apart, roots
+from jaxoffload.capture.views import Apart
 
 MAX_EQUATIONS = 16
 """Operations of a cluster, views not counted. On the training step of benchmarks/ratios.py 6 to 16
@@ -52,7 +52,7 @@ class Cluster:
 
 
 def cut(
-    equations: Sequence[Equation],
+    program: Apart,
     parents: Sequence[int],
     results: set[Value],
     updates: Set[int] = frozenset(),
@@ -65,7 +65,7 @@ def cut(
     """Clusters that together compute every result; and the least `max_bytes` that gives the same.
 
     Args:
-      equations: in serial order.
+      program: its equations in serial order.
       parents: the enclosing segment of each segment.
       results: values that must reach memory.
       updates: see `Program.updates`. A cluster has equations of one update at most, so that those
@@ -78,8 +78,8 @@ def cut(
         three times this.
       max_equations: the most operations of a cluster.
     """
-    solid, view_of = apart(equations, results)
-    reads = [roots(e.values(), view_of) for e in solid]
+    equations, solid = program.equations, program.solid
+    view_of, reads = program.view_of, program.reads
     if max_equations == 1:
         runs = [(i, i + 1) for i in range(len(solid))]
         return _assemble(equations, solid, reads, view_of, runs, results), 0.0

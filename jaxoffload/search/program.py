@@ -173,7 +173,7 @@ class CutProgram:
         key = self.key(cut)
         if key not in self._guessed:
             found = self._looked_at(cut)
-            self._guessed[key] = _with_workspace(found.taskgraph, found.workspace())
+            self._guessed[key] = _with_workspace(found.taskgraph, found.workspace)
         return self._guessed[key]
 
     def expected_workspace(self, cut: Cut) -> int:
@@ -201,7 +201,7 @@ class CutProgram:
         key = self.key(cut)
         if key not in self._workspaces:
             found, guessed = self._looked_at(cut), {}
-            for vertex, count in zip(found.taskgraph.vertices, found.workspace(), strict=True):
+            for vertex, count in zip(found.taskgraph.vertices, found.workspace, strict=True):
                 kernel = found.kernels[vertex.kernel].key if found.kernels else None
                 if vertex.kind is VertexKind.HOST_KERNEL:
                     continue  # it takes none of the device's
@@ -318,7 +318,7 @@ class CutProgram:
         self.has_estimated |= None in known
         temp = [
             guess if (executable := known[vertex.kernel]) is None else executable.temp_bytes
-            for vertex, guess in zip(captured.taskgraph.vertices, captured.workspace(), strict=True)
+            for vertex, guess in zip(captured.taskgraph.vertices, captured.workspace, strict=True)
         ]
         return Captured(_with_workspace(captured.taskgraph, temp), ())
 
@@ -361,6 +361,6 @@ def _tiles(kernel: Kernel) -> Any:
 def _by_workspace(captured: Captured) -> list[int]:
     """Kernels, those first that seem to need most workspace, or then most traffic."""
     most = [(0, 0.0)] * len(captured.kernels)
-    for vertex, count in zip(captured.taskgraph.vertices, captured.workspace(), strict=True):
+    for vertex, count in zip(captured.taskgraph.vertices, captured.workspace, strict=True):
         most[vertex.kernel] = max(most[vertex.kernel], (count, vertex.traffic))
     return sorted(range(len(most)), key=lambda kernel: most[kernel], reverse=True)
