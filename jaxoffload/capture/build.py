@@ -17,7 +17,7 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload import identity
 from jaxoffload.capture import cost
 from jaxoffload.capture.alike import make_alike
-from jaxoffload.capture.cluster import MAX_EQUATIONS, Cluster, cut
+from jaxoffload.capture.cluster import MAX_EQUATIONS, Cluster, Known, cut
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
 from jaxoffload.capture.in_place import elementwise_ancestors, is_like
 from jaxoffload.capture.kernel import Kernel, kernel_of, main_source, sized
@@ -39,8 +39,9 @@ class Captured:
     """A TaskGraph with what its kernels compute.
 
     Attributes:
-      kernels: indexed by `Vertex.kernel`.
-      clusters: one for each vertex, to estimate from; empty where nobody needs them.
+      kernels: indexed by `Vertex.kernel`; empty where they were not asked for.
+      clusters: one for each vertex, its outputs in the vertex's order; empty where nobody needs
+        them.
       least_max_bytes: the smallest `max_bytes` with which the same vertices are cut.
     """
 
@@ -53,6 +54,21 @@ class Captured:
     def workspace(self) -> list[int]:
         """Bytes that each vertex takes, as far as can be told before it is compiled."""
         return list(map(estimated_workspace, self.clusters))
+
+    @functools.cached_property
+    def with_kernels(self) -> "Captured":
+        """The same with its kernels, and their numbers in the graph."""
+        graph, kernels = self.taskgraph, []
+        known: dict[object, int] = {}
+        vertices = []
+        for vertex, cluster in zip(graph.vertices, self.clusters, strict=True):
+            kernel = kernel_of(cluster, cluster.outputs, vertex.overwrites)
+            number = known.setdefault((kernel.key, vertex.kind), len(kernels))
+            if number == len(kernels):
+                kernels.append(sized(kernel, cluster))
+            vertices.append(dataclasses.replace(vertex, kernel=number))
+        graph = dataclasses.replace(graph, vertices=tuple(vertices))
+        return Captured(graph, tuple(kernels), self.clusters, self.least_max_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +115,7 @@ def build_taskgraph(
     max_equations: int = MAX_EQUATIONS,
     updates_on_host: bool = False,
     kernels: bool = True,
+    known: Known | None = None,
 ) -> Captured:
     """Cuts an ordered program into vertices.
 
@@ -110,6 +127,7 @@ def build_taskgraph(
       updates_on_host: whether vertices of nothing but updates (`Program.updates`) are the host's,
         beside those that the user wants there (`compute_on`).
       kernels: False: only the graph is wanted, and every `Vertex.kernel` is -1.
+      known: see `cluster.cut`.
     """
     program = ordered.program
     results: dict[Value, list[Span]] = {}
@@ -126,12 +144,14 @@ def build_taskgraph(
         rates=program.rates,
         max_bytes=max_bytes,
         max_equations=max_equations,
+        known=known,
     )
     make_alike(clusters)
     has_host = bool(on_host) or any(e.operation.on_host for e in ordered.equations)
     builder = _Builder(program, results, kinds, clusters, on_host if has_host else None)
-    found = builder.build(tuple(donated), kernels)
-    return dataclasses.replace(found, least_max_bytes=least_max_bytes)
+    graph = builder.build(tuple(donated))
+    found = Captured(graph, (), tuple(clusters), least_max_bytes)
+    return found.with_kernels if kernels else found
 
 
 class _Builder:
@@ -177,22 +197,15 @@ class _Builder:
             found = self.same[value] = self.first.setdefault(bytes_of, value)
         return found
 
-    def build(self, donated: tuple[tuple[int, int], ...], with_kernels: bool) -> Captured:
+    def build(self, donated: tuple[tuple[int, int], ...]) -> TaskGraph:
         donated = self._safe_pairs(donated)
         partner = {result: argument for argument, result in donated}
-        kernels: list[Kernel] = []
-        known: dict[object, int] = {}
         vertices = []
         for i, cluster in enumerate(self.clusters):
             self._merge(cluster)
-            kind, number = self._kind(cluster), -1
+            kind = self._kind(cluster)
             keeps = kind is VertexKind.HOST_KERNEL
-            outputs, overwrites = self._overwrites(i, cluster, partner, keeps)
-            if with_kernels:
-                kernel = kernel_of(cluster, outputs, overwrites)
-                number = known.setdefault((kernel.key, kind), len(kernels))
-                if number == len(kernels):
-                    kernels.append(sized(kernel, cluster))
+            cluster.outputs, overwrites = self._overwrites(i, cluster, partner, keeps)
             seconds = [cost.seconds(e, self.program.rates) for e in cluster.equations]
             dearest = seconds.index(max(seconds))
             read = bytes_read(cluster.inputs, cluster.equations)
@@ -201,11 +214,10 @@ class _Builder:
                 Vertex(
                     kind,
                     tuple(self.tensor(v, "") for v in cluster.inputs),
-                    tuple(self.tensor(v, source) for v in outputs),
+                    tuple(self.tensor(v, source) for v in cluster.outputs),
                     name=cluster.equations[dearest].operation.name,
                     overwrites=overwrites,
                     seconds=sum(seconds),
-                    kernel=number,
                     source=source,
                     gathered=few_rows(cluster.inputs, read),
                     flops=sum(cost.flops(e) for e in cluster.equations),
@@ -216,8 +228,7 @@ class _Builder:
         for parts in self.program.results:
             for value, _ in parts:
                 self.tensor(value, "")
-        graph = TaskGraph(tuple(self.tensors), tuple(vertices), donated)
-        return Captured(graph, tuple(kernels), tuple(self.clusters))
+        return TaskGraph(tuple(self.tensors), tuple(vertices), donated)
 
     def _kind(self, cluster: Cluster) -> VertexKind:
         if self.on_host is None:

@@ -10,6 +10,7 @@ Only contiguous runs of the given order are considered.
 
 import dataclasses
 from collections.abc import Sequence, Set
+from typing import Any
 
 from jaxoffload.capture import cost, operations
 from jaxoffload.capture.flat import Equation, Value
@@ -37,6 +38,10 @@ SEGMENT_SECONDS = 100e-6
 """A scan iteration estimated below this is not worth a vertex of its own."""
 
 
+Known = dict[Any, list[tuple[float, float, Sequence[tuple[int, int]]]]]
+"""For stretches of one structure: from which `max_bytes` to which they are cut into some runs."""
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Cluster:
     """Equations of one vertex, in order, views of other clusters' values included.
@@ -61,6 +66,7 @@ def cut(
     rates: cost.Rates,
     max_bytes: float = float("inf"),
     max_equations: int = MAX_EQUATIONS,
+    known: Known | None = None,
 ) -> tuple[list[Cluster], float]:
     """Clusters that together compute every result; and the least `max_bytes` that gives the same.
 
@@ -77,6 +83,7 @@ def cut(
         fuse into one loop, which has no temporaries, may have that of the largest of them, up to
         three times this.
       max_equations: the most operations of a cluster.
+      known: what was found by the same rates in other cuts of a program; takes what is found now.
     """
     equations, solid = program.equations, program.solid
     view_of, reads = program.view_of, program.reads
@@ -92,17 +99,19 @@ def cut(
     runs: list[tuple[int, int]] = []
     least = 0.0
     bytes_of_a_cut = SECONDS_OF_A_CUT * rates.memory_bytes_per_second
-    start, memo = 0, {}
+    start, known = 0, {} if known is None else known
     for i in range(1, len(solid) + 1):
         here = segments[start], on_host[start]
         if i == len(solid) or (segments[i], on_host[i]) != here:
             stretch = _Stretch(solid, reads, last_reader, start, i)
             most = max(max_equations, MAX_UPDATE if segments[start] in updates else 0)
             limit = float("inf") if on_host[start] else max_bytes
-            if (stretch.key, most, limit) not in memo:
-                found = _best_cuts(stretch, bytes_of_a_cut, limit, most)
-                memo[stretch.key, most, limit] = found
-            found, needed = memo[stretch.key, most, limit]
+            alike = known.setdefault((stretch.key, most), [])
+            fits = (x for x in alike if x[0] <= limit <= x[1])
+            needed, _, found = next(fits, (-1.0, limit, ()))
+            if needed < 0:
+                found, needed = _best_cuts(stretch, bytes_of_a_cut, limit, most)
+                alike.append((needed, limit, found))
             runs += [(start + a, start + b) for a, b in found]
             if limit == max_bytes:
                 least = max(least, needed)

@@ -223,7 +223,7 @@ def test_cut_that_needs_too_much_is_not_compiled_to_the_end(work):
     function, args = _transformer(1)
     step = jo.offload(function, device_memory=None)
     planner = searching.Planner(step._program(step._spec.bind(args, {})).request())
-    kernels = len(planner._program._looked_at(FINEST).kernels)
+    kernels = len(planner._program._looked_at(FINEST).with_kernels.kernels)
     bare = min_budget(planner.graph(FINEST))[0]
     assert planner._program.within(FINEST, bare) is None
     assert 0 < work["compiled"] < kernels / 2
@@ -373,7 +373,10 @@ def test_loops_as_they_were_written_are_another_graph_only_where_a_product_left_
         parts = Cut(2.0**20, piece_bytes=2.0**20)
         whole = dataclasses.replace(parts, whole_loops=True)
         assert (planner.graph(whole) is not planner.graph(parts)) == differ
-        keys = [[k.key for k in planner._program._looked_at(way).kernels] for way in (parts, whole)]
+        keys = [
+            [k.key for k in planner._program._looked_at(way).with_kernels.kernels]
+            for way in (parts, whole)
+        ]
         assert (keys[0] != keys[1]) == differ
 
 
@@ -384,7 +387,7 @@ def test_limits_that_cut_the_same_vertices_are_one_graph(work):
     graph = planner.graph(Cut(1e9))
     least = planner._program._looked_at(Cut(1e9)).least_max_bytes
     assert planner.graph(Cut(least)) is graph and work["taskgraphs"] == 1
-    assert planner._program._captured(Cut(least), True).taskgraph == graph
+    assert planner._program._captured(Cut(least)).taskgraph == graph
     finer = planner.graph(Cut(least - 1))
     assert finer != graph and planner.graph(Cut(least - 1)) is finer
 
