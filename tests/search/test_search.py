@@ -316,6 +316,15 @@ def test_rules_are_tried_for_as_long_as_a_cut_may_be_the_best(monkeypatch):
     assert drafts.asked == {"first": 3, "far": 3, "hopeless": 1, "bound": 1}
 
 
+def test_nothing_is_recomputed_for_its_promise_once_a_cut_is_fast_enough(monkeypatch):
+    ranking, _ = _ranking(monkeypatch, {"fast": (1.0,)})
+    ranking._try(Cut(0), "fast")
+    vars(ranking)["_enough"] = 1.0
+    (base,) = ranking._tried
+    ranking._try_recomputing(base)  # its program, which is None, is asked nothing
+    assert ranking._tried == [base]
+
+
 def test_a_cut_without_a_plan_is_not_among_those_to_compile(monkeypatch):
     ranking, _ = _ranking(monkeypatch, {"none": (float("inf"),), "some": (1.0,)})
     for size, name in enumerate(("none", "some")):
