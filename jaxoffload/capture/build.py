@@ -5,6 +5,7 @@ that dies at the vertex when it has that operand's shape and grows out of it ele
 by an update in place (accumulators, carries, scatter, dynamic_update_slice, donated arguments).
 """
 
+import bisect
 import dataclasses
 import functools
 from collections.abc import Sequence, Set
@@ -14,35 +15,34 @@ import numpy as np
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import identity
-from jaxoffload.capture import cost, operations
+from jaxoffload.capture import cost
 from jaxoffload.capture.alike import make_alike
-from jaxoffload.capture.cluster import MAX_EQUATIONS, Cluster, cut
+from jaxoffload.capture.cluster import MAX_EQUATIONS, Cluster, Known, cut
 from jaxoffload.capture.devices import collective_of, of_all_devices
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
+from jaxoffload.capture.in_place import elementwise_ancestors, is_like
 from jaxoffload.capture.kernel import Kernel, kernel_of, main_source, sized
-from jaxoffload.capture.loops import Loop
 from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.order import live_equations, serial_order
 from jaxoffload.capture.products import with_small_transpositions
-from jaxoffload.capture.rows import bytes_read, gathered_inputs
+from jaxoffload.capture.rows import bytes_read, few_rows
 from jaxoffload.capture.sinking import sunk
+from jaxoffload.capture.views import Apart
 from jaxoffload.capture.workspace import estimated_workspace
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, TensorKind, Vertex, VertexKind
 
-_LARGE_CARRY = 2**16
-"""Smaller carries of a scan are not written in place: that may hold for one chunk and not for the
-next, and chunks are to share an executable."""
 _ACTIVATION_DISTANCE = 0.1
 """A tensor that lives through more than this share of the vertices is called an activation."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Captured:
     """A TaskGraph with what its kernels compute.
 
     Attributes:
-      kernels: indexed by `Vertex.kernel`.
-      clusters: one for each vertex, to estimate from; empty where nobody needs them.
+      kernels: indexed by `Vertex.kernel`; empty where they were not asked for.
+      clusters: one for each vertex, its outputs in the vertex's order; empty where nobody needs
+        them.
       least_max_bytes: the smallest `max_bytes` with which the same vertices are cut.
     """
 
@@ -51,17 +51,51 @@ class Captured:
     clusters: tuple[Cluster, ...] = ()
     least_max_bytes: float = float("inf")
 
+    @functools.cached_property
     def workspace(self) -> list[int]:
         """Bytes that each vertex takes, as far as can be told before it is compiled."""
         return list(map(estimated_workspace, self.clusters))
 
+    @functools.cached_property
+    def with_kernels(self) -> "Captured":
+        """The same with its kernels, and their numbers in the graph; collectives have none."""
+        if self.kernels:
+            return self
+        graph, kernels = self.taskgraph, []
+        known: dict[object, int] = {}
+        vertices = []
+        for vertex, cluster in zip(graph.vertices, self.clusters, strict=True):
+            if collective_of(cluster) is not None:
+                vertices.append(vertex)
+                continue
+            kernel = kernel_of(cluster, cluster.outputs, vertex.overwrites)
+            number = known.setdefault((kernel.key, vertex.kind), len(kernels))
+            if number == len(kernels):
+                kernels.append(sized(kernel, cluster))
+            vertices.append(dataclasses.replace(vertex, kernel=number))
+        graph = dataclasses.replace(graph, vertices=tuple(vertices))
+        return Captured(graph, tuple(kernels), self.clusters, self.least_max_bytes)
 
-@dataclasses.dataclass(frozen=True, slots=True)
+    def on_devices(self, num_devices: int, rates: cost.Rates) -> "Captured":
+        """The graph of several devices of which each runs this one, with its kernels."""
+        one = self.with_kernels
+        graph, clusters, kernels = of_all_devices(
+            one.taskgraph, one.clusters, one.kernels, rates, num_devices
+        )
+        return Captured(graph, tuple(kernels), tuple(clusters), self.least_max_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
 class Ordered:
     """A Program whose equations stand in serial order, ready to be cut at any granularity."""
 
     equations: list[Equation]
     program: Program
+
+    @functools.cached_property
+    def apart(self) -> Apart:
+        """What writes memory, and what it reads there."""
+        return Apart(self.equations, self.program.result_values())
 
 
 def order_program(program: Program) -> Ordered:
@@ -95,6 +129,7 @@ def build_taskgraph(
     max_equations: int = MAX_EQUATIONS,
     updates_on_host: bool = False,
     kernels: bool = True,
+    known: Known | None = None,
     num_devices: int = 1,
 ) -> Captured:
     """Cuts an ordered program into vertices.
@@ -107,7 +142,9 @@ def build_taskgraph(
       updates_on_host: whether vertices of nothing but updates (`Program.updates`) are the host's,
         beside those that the user wants there (`compute_on`).
       kernels: False: only the graph is wanted, and every `Vertex.kernel` is -1.
-      num_devices: that each run the program; arguments, results and pairs are one device's.
+      known: see `cluster.cut`.
+      num_devices: that each run the program; arguments, results and pairs are one device's. Of
+        several the kernels are always made.
     """
     program = ordered.program
     results: dict[Value, list[Span]] = {}
@@ -116,7 +153,7 @@ def build_taskgraph(
             results.setdefault(value, []).append(Span(index, offset))
     on_host = program.updates if updates_on_host else frozenset()
     clusters, least_max_bytes = cut(
-        ordered.equations,
+        ordered.apart,
         program.parents,
         {v for v in results if v.argument is None},
         program.updates,
@@ -124,11 +161,16 @@ def build_taskgraph(
         rates=program.rates,
         max_bytes=max_bytes,
         max_equations=max_equations,
+        known=known,
     )
     make_alike(clusters)
-    builder = _Builder(program, results, kinds, clusters, on_host)
-    found = builder.build(tuple(donated), kernels, num_devices)
-    return dataclasses.replace(found, least_max_bytes=least_max_bytes)
+    has_host = bool(on_host) or any(e.operation.on_host for e in ordered.equations)
+    builder = _Builder(program, results, kinds, clusters, on_host if has_host else None)
+    graph = builder.build(tuple(donated))
+    found = Captured(graph, (), tuple(clusters), least_max_bytes)
+    if num_devices > 1:
+        return found.on_devices(num_devices, program.rates)
+    return found.with_kernels if kernels else found
 
 
 class _Builder:
@@ -138,17 +180,19 @@ class _Builder:
         results: dict[Value, list[Span]],
         kinds: Sequence[TensorKind],
         clusters: list[Cluster],
-        on_host: Set[int],
+        on_host: Set[int] | None,
     ):
         self.program, self.kinds, self.clusters = program, kinds, clusters
-        self.on_host = on_host  # segments
+        self.on_host = on_host  # segments; None: nothing at all is the host's
+        self.same: dict[Value, Value] = {}  # of each argument's part the first one that is equal
+        self.first: dict[object, Value] = {}
         self.tensors: list[Tensor] = []
-        self.ids: dict[object, int] = {}
-        self.results: dict[object, list[Span]] = {}
+        self.ids: dict[Value, int] = {}
+        self.results: dict[Value, list[Span]] = {}
         for value, spans in results.items():
             self.results.setdefault(self._identity(value), []).extend(spans)
-        self.last_reader: dict[object, int] = {}
-        self.writer: dict[object, int] = {}
+        self.last_reader: dict[Value, int] = {}
+        self.writer: dict[Value, int] = {}
         self.argument_reads: dict[int, list[tuple[int, int, int]]] = {}
         for i, cluster in enumerate(clusters):
             for v in cluster.inputs:
@@ -162,62 +206,52 @@ class _Builder:
                 read = (span.offset, stop, self.last_reader[same])
                 self.argument_reads.setdefault(span.index, []).append(read)
 
-    @staticmethod
-    def _identity(value: Value) -> object:
-        """Equal for values that are the same bytes."""
+    def _identity(self, value: Value) -> Value:
+        """The same for values that are the same bytes."""
         if value.argument is None:
             return value
-        return (value.argument, value.aval.shape, value.aval.dtype)
+        found = self.same.get(value)
+        if found is None:
+            bytes_of = value.argument, value.aval.shape, value.aval.dtype
+            found = self.same[value] = self.first.setdefault(bytes_of, value)
+        return found
 
-    def build(
-        self, donated: tuple[tuple[int, int], ...], with_kernels: bool, num_devices: int
-    ) -> Captured:
+    def build(self, donated: tuple[tuple[int, int], ...]) -> TaskGraph:
         donated = self._safe_pairs(donated)
         partner = {result: argument for argument, result in donated}
-        kernels: list[Kernel] = []
-        known: dict[object, int] = {}
         vertices = []
         for i, cluster in enumerate(self.clusters):
             self._merge(cluster)
-            kind, number = self._kind(cluster), -1
+            kind = self._kind(cluster)
             keeps = kind is VertexKind.HOST_KERNEL
-            outputs, overwrites = self._overwrites(i, cluster, partner, keeps)
-            if with_kernels and collective_of(cluster) is None:
-                kernel = kernel_of(cluster, outputs, overwrites)
-                number = known.setdefault((kernel.key, kind), len(kernels))
-                if number == len(kernels):
-                    kernels.append(sized(kernel, cluster))
+            cluster.outputs, overwrites = self._overwrites(i, cluster, partner, keeps)
             seconds = [cost.seconds(e, self.program.rates) for e in cluster.equations]
-            dearest = max(range(len(seconds)), key=seconds.__getitem__)
+            dearest = seconds.index(max(seconds))
+            read = bytes_read(cluster.inputs, cluster.equations)
             source = main_source(cluster.equations, seconds)
             vertices.append(
                 Vertex(
                     kind,
                     tuple(self.tensor(v, "") for v in cluster.inputs),
-                    tuple(self.tensor(v, source) for v in outputs),
+                    tuple(self.tensor(v, source) for v in cluster.outputs),
                     name=cluster.equations[dearest].operation.name,
                     overwrites=overwrites,
                     seconds=sum(seconds),
-                    kernel=number,
                     source=source,
-                    gathered=gathered_inputs(cluster.inputs, cluster.equations),
+                    gathered=few_rows(cluster.inputs, read),
                     flops=sum(cost.flops(e) for e in cluster.equations),
-                    traffic=float(_traffic(cluster)),
+                    traffic=float(sum(read) + sum(v.num_bytes() for v in cluster.outputs)),
                     recomputed=_share_recomputed(cluster.equations, seconds),
                 )
             )
         for parts in self.program.results:
             for value, _ in parts:
                 self.tensor(value, "")
-        graph = TaskGraph(tuple(self.tensors), tuple(vertices), donated)
-        clusters = self.clusters
-        if num_devices > 1:
-            graph, clusters, kernels = of_all_devices(
-                graph, clusters, kernels, known, self.program.rates, num_devices, with_kernels
-            )
-        return Captured(graph, tuple(kernels), tuple(clusters))
+        return TaskGraph(tuple(self.tensors), tuple(vertices), donated)
 
     def _kind(self, cluster: Cluster) -> VertexKind:
+        if self.on_host is None:
+            return VertexKind.KERNEL
         there = {
             e.operation.on_host or e.segment in self.on_host
             for e in cluster.equations
@@ -227,7 +261,7 @@ class _Builder:
 
     def _merge(self, cluster: Cluster) -> None:
         """Reads each argument part once where several values name it."""
-        first: dict[object, Value] = {}
+        first: dict[Value, Value] = {}
         swap = {v: first.setdefault(self._identity(v), v) for v in cluster.inputs}
         if len(first) == len(swap):
             return
@@ -242,7 +276,8 @@ class _Builder:
     def tensor(self, value: Value, source: str) -> int:
         """The id of a value's tensor, made when first asked for."""
         identity = self._identity(value)
-        if identity not in self.ids:
+        found = self.ids.get(identity)
+        if found is None:
             shape, dtype, name = _described(value.aval)
             kind = TensorKind.TEMPORARY
             if value.argument is not None:
@@ -251,7 +286,7 @@ class _Builder:
                 life = self.last_reader.get(value, self.writer[value]) - self.writer[value]
                 if life > _ACTIVATION_DISTANCE * len(self.clusters):
                     kind = TensorKind.ACTIVATION
-            self.ids[identity] = len(self.tensors)
+            found = self.ids[identity] = len(self.tensors)
             self.tensors.append(
                 Tensor(
                     bytes=value.num_bytes(),
@@ -264,13 +299,14 @@ class _Builder:
                     shape=shape,
                 )
             )
-        return self.ids[identity]
+        return found
 
     def _safe_pairs(self, donated: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
         """The pairs that obey the law of `TaskGraph.donated`."""
         safe = []
         for argument, result in donated:
-            mine = self.argument_reads.get(argument, ())
+            mine = sorted(self.argument_reads.get(argument, ()))
+            longest = max((b - a for a, b, _ in mine), default=0)
             ok = True
             for value, offset in self.program.results[result]:
                 if value.argument is not None:
@@ -278,7 +314,8 @@ class _Builder:
                     continue
                 stop = offset + value.num_bytes()
                 made = self.writer[value]
-                ok &= not any(a < stop and offset < b and i > made for a, b, i in mine)
+                near = mine[bisect.bisect(mine, (offset - longest,)) : bisect.bisect(mine, (stop,))]
+                ok &= not any(offset < b and i > made for _, b, i in near)
             returned = [
                 (index, value, offset)
                 for index, parts in enumerate(self.program.results)
@@ -310,10 +347,15 @@ class _Builder:
         # The argument that the result takes the place of first: it may stay where it is, call after
         # call.
         dying.sort(key=lambda v: v.argument is None)
+        made: dict[Value, Equation] = {}
         for out in cluster.outputs if dying else ():
-            reached = _elementwise_ancestors(cluster, out)
-            for v in dying:
-                if v not in reached or v in taken:
+            alike = [v for v in dying if v not in taken and is_like(v, out)]
+            if not alike:
+                continue
+            made = made or {v: e for e in cluster.equations for v in e.outputs}
+            reached = elementwise_ancestors(made, out)
+            for v in alike:
+                if v not in reached:
                     continue
                 if v.argument is None and keeps_results and out in self.results:
                     continue
@@ -340,46 +382,6 @@ def _described(aval: Any) -> tuple[tuple[int, ...], str, str]:
     return shape, dtype.name, aval.str_short(short_dtypes=True)
 
 
-def _traffic(cluster: Cluster) -> int:
-    """Bytes of memory that a cluster reads and writes, as one kernel."""
-    read = sum(bytes_read(cluster.inputs, cluster.equations))
-    return read + sum(v.num_bytes() for v in cluster.outputs)
-
-
 def _share_recomputed(equations: Sequence[Equation], seconds: Sequence[float]) -> float:
     recomputed = sum(s for e, s in zip(equations, seconds, strict=True) if e.recomputed)
     return recomputed / sum(seconds) if recomputed else 0.0
-
-
-def _carried_into(equation: Equation, out: Value) -> Sequence[Any]:
-    """What a scan's carry starts from."""
-    loop, number = equation.operation, equation.outputs.index(out)
-    assert isinstance(loop, Loop)
-    if number >= loop.num_carry or out.num_bytes() < _LARGE_CARRY:
-        return ()
-    first = loop.num_consts + number
-    return equation.inputs[first : first + 1]
-
-
-def _elementwise_ancestors(cluster: Cluster, out: Value) -> set[Value]:
-    """Values of out's shape and dtype from which it grows in place."""
-    made = {v: e for e in cluster.equations for v in e.outputs}
-    found: set[Value] = set()
-    stack = [out]
-    while stack:
-        value = stack.pop()
-        if value in found or value.aval.dtype != out.aval.dtype or value.shape != out.shape:
-            continue
-        found.add(value)
-        equation = made.get(value)
-        if equation is None:
-            continue
-        overwrites = operations.of(equation).overwrites
-        if overwrites == "first":
-            stack.extend(x for x in equation.inputs[:1] if isinstance(x, Value))
-        elif overwrites == "all":
-            stack.extend(equation.values())
-        elif isinstance(equation.operation, Loop):
-            stack.extend(x for x in _carried_into(equation, value) if isinstance(x, Value))
-    found.discard(out)
-    return found

@@ -10,11 +10,12 @@ Only contiguous runs of the given order are considered.
 
 import dataclasses
 from collections.abc import Sequence, Set
+from typing import Any
 
 from jaxoffload.capture import cost, operations
 from jaxoffload.capture.collectives import exchange_of
 from jaxoffload.capture.flat import Equation, Value
-from jaxoffload.capture.views import apart, roots
+from jaxoffload.capture.views import Apart
 
 MAX_EQUATIONS = 16
 """Operations of a cluster, views not counted. On the training step of benchmarks/ratios.py 6 to 16
@@ -38,6 +39,10 @@ SEGMENT_SECONDS = 100e-6
 """A scan iteration estimated below this is not worth a vertex of its own."""
 
 
+Known = dict[Any, list[tuple[float, float, Sequence[tuple[int, int]]]]]
+"""For stretches of one structure: from which `max_bytes` to which they are cut into some runs."""
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Cluster:
     """Equations of one vertex, in order, views of other clusters' values included.
@@ -53,7 +58,7 @@ class Cluster:
 
 
 def cut(
-    equations: Sequence[Equation],
+    program: Apart,
     parents: Sequence[int],
     results: set[Value],
     updates: Set[int] = frozenset(),
@@ -62,11 +67,12 @@ def cut(
     rates: cost.Rates,
     max_bytes: float = float("inf"),
     max_equations: int = MAX_EQUATIONS,
+    known: Known | None = None,
 ) -> tuple[list[Cluster], float]:
     """Clusters that together compute every result; and the least `max_bytes` that gives the same.
 
     Args:
-      equations: in serial order.
+      program: its equations in serial order.
       parents: the enclosing segment of each segment.
       results: values that must reach memory.
       updates: see `Program.updates`. A cluster has equations of one update at most, so that those
@@ -78,9 +84,10 @@ def cut(
         fuse into one loop, which has no temporaries, may have that of the largest of them, up to
         three times this.
       max_equations: the most operations of a cluster.
+      known: what was found by the same rates in other cuts of a program; takes what is found now.
     """
-    solid, view_of = apart(equations, results)
-    reads = [roots(e.values(), view_of) for e in solid]
+    equations, solid = program.equations, program.solid
+    view_of, reads = program.view_of, program.reads
     if max_equations == 1:
         runs = [(i, i + 1) for i in range(len(solid))]
         return _assemble(equations, solid, reads, view_of, runs, results), 0.0
@@ -95,17 +102,19 @@ def cut(
     runs: list[tuple[int, int]] = []
     least = 0.0
     bytes_of_a_cut = SECONDS_OF_A_CUT * rates.memory_bytes_per_second
-    start, memo = 0, {}
+    start, known = 0, {} if known is None else known
     for i in range(1, len(solid) + 1):
         here = segments[start], on_host[start], alone[start]
         if i == len(solid) or (segments[i], on_host[i], alone[i]) != here:
             stretch = _Stretch(solid, reads, last_reader, start, i)
             most = max(max_equations, MAX_UPDATE if segments[start] in updates else 0)
             limit = float("inf") if on_host[start] else max_bytes
-            if (stretch.key, most, limit) not in memo:
-                found = _best_cuts(stretch, bytes_of_a_cut, limit, most)
-                memo[stretch.key, most, limit] = found
-            found, needed = memo[stretch.key, most, limit]
+            alike = known.setdefault((stretch.key, most), [])
+            fits = (x for x in alike if x[0] <= limit <= x[1])
+            needed, _, found = next(fits, (-1.0, limit, ()))
+            if needed < 0:
+                found, needed = _best_cuts(stretch, bytes_of_a_cut, limit, most)
+                alike.append((needed, limit, found))
             runs += [(start + a, start + b) for a, b in found]
             if limit == max_bytes:
                 least = max(least, needed)

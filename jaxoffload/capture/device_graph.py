@@ -27,14 +27,14 @@ class DeviceGraph:
         self,
         graph: TaskGraph,
         kernels: list[Kernel],
-        known: dict[object, int],
         rates: cost.Rates,
         num_devices: int,
-        with_kernels: bool,
     ):
-        self._graph, self._rates = graph, rates
-        self._num_devices, self._with_kernels = num_devices, with_kernels
-        self.kernels, self._numbers = kernels, known
+        self._graph, self._rates, self._num_devices = graph, rates, num_devices
+        self.kernels = kernels
+        self._numbers: dict[object, int] = {
+            (kernels[v.kernel].key, v.kind): v.kernel for v in graph.vertices if v.kernel >= 0
+        }
         self.tensors: list[Tensor] = []
         self.vertices: list[Vertex] = []
         self.clusters: list[Cluster] = []
@@ -110,13 +110,10 @@ class DeviceGraph:
           outputs: values, and for each the tensor that it is, or None: a new one.
         """
         cluster = Cluster(list(equations), list(values), [v for v, _ in outputs])
-        number = -1
-        if self._with_kernels:
-            kernel = kernel_of(cluster, cluster.outputs, overwrites)
-            key = kernel.key, VertexKind.KERNEL
-            number = self._numbers.setdefault(key, len(self.kernels))
-            if number == len(self.kernels):
-                self.kernels.append(sized(kernel, cluster))
+        kernel = kernel_of(cluster, cluster.outputs, overwrites)
+        number = self._numbers.setdefault((kernel.key, VertexKind.KERNEL), len(self.kernels))
+        if number == len(self.kernels):
+            self.kernels.append(sized(kernel, cluster))
         written = []
         for value, tensor_id in outputs:
             if tensor_id is None:

@@ -30,20 +30,17 @@ def of_all_devices(
     graph: TaskGraph,
     clusters: Sequence[Cluster],
     kernels: Sequence[Kernel],
-    known: dict[object, int],
     rates: cost.Rates,
     num_devices: int,
-    with_kernels: bool,
 ) -> tuple[TaskGraph, list[Cluster], list[Kernel]]:
     """The TaskGraph, clusters and kernels of all devices.
 
     Args:
       graph: of one device; a collective is a vertex of its own.
       clusters: one for each vertex.
-      kernels, known: the kernels so far, and their numbers by (key, kind).
-      with_kernels: False: every `Vertex.kernel` is -1.
+      kernels: of one device.
     """
-    made = DeviceGraph(graph, list(kernels), known, rates, num_devices, with_kernels)
+    made = DeviceGraph(graph, list(kernels), rates, num_devices)
     read_together: set[tuple[int, int]] = set()  # (argument, result) of one collective
     for vertex, cluster in zip(graph.vertices, clusters, strict=True):
         exchange = collective_of(cluster)

@@ -55,7 +55,7 @@ class Operation:
       held_bytes: what it holds in any case while it runs, beside operands and results.
     """
 
-    __slots__ = ("_function", "_key", "_source", "eqn", "name", "params")
+    __slots__ = ("_function", "_key", "_on_host", "_source", "eqn", "name", "params")
     equations: Any = None
     repeats: int | None = None
     held_bytes: int = 0
@@ -63,6 +63,7 @@ class Operation:
     def __init__(self, eqn: Any, params: dict[str, Any] | None = None):
         self.eqn = eqn
         self._function = None
+        self._on_host: bool | None = None
         self._source: str | None = None
         self.name = eqn.primitive.name
         self.params = eqn.params if params is None else params
@@ -74,13 +75,16 @@ class Operation:
         name and parts, which are hashable, must tell it apart."""
         self = cls.__new__(cls)
         self.eqn, self._function, self._source, self.params = eqn, function, None, {}
+        self._on_host = False
         self.name, self._key = name, identity.intern("function", name, parts)
         return self
 
     @property
     def on_host(self) -> bool:
         """Whether the user wants it on the host's cores (`compute_on`)."""
-        return self._function is None and self.eqn is not None and compat.is_on_host(self.eqn)
+        if self._on_host is None:
+            self._on_host = self.eqn is not None and compat.is_on_host(self.eqn)
+        return self._on_host
 
     @property
     def source(self) -> str:
@@ -113,6 +117,7 @@ class Equation:
       segment: id of the innermost scan iteration or update that it belongs to, 0 outside all.
       recomputed: whether it repeats another one, so that its result need not be kept until here.
       flops, traffic: kept by `cost`; below 0 until it is asked.
+      seconds: kept by `cost`, too, with the rates that it was asked for last.
     """
 
     operation: Operation
@@ -122,6 +127,7 @@ class Equation:
     recomputed: bool = False
     flops: float = dataclasses.field(default=-1.0, init=False, repr=False)
     traffic: int = dataclasses.field(default=-1, init=False, repr=False)
+    seconds: tuple[Any, float] | None = dataclasses.field(default=None, init=False, repr=False)
     _values: tuple[Value, ...] | None = dataclasses.field(default=None, init=False, repr=False)
 
     def values(self) -> tuple[Value, ...]:

@@ -13,7 +13,6 @@ from jaxoffload.capture import cost
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.cluster import MAX_EQUATIONS, MAX_UPDATE
 from jaxoffload.capture.flat import Equation, Value
-from jaxoffload.capture.views import apart, roots
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
 
 
@@ -46,7 +45,7 @@ def floor_of(
     """
     program = ordered.program
     results = {v for v in program.result_values() if v.argument is None}
-    solid, view_of = apart(ordered.equations, results)
+    solid, reads = ordered.apart.solid, ordered.apart.reads
     made = {v: i for i, e in enumerate(solid) for v in e.outputs}
     here = [not e.operation.on_host and e.segment not in on_host for e in solid]
     longest = max_equations or MAX_EQUATIONS
@@ -54,8 +53,8 @@ def floor_of(
         longest = max(longest, MAX_UPDATE)
     last: dict[Value, int] = {}
     read_afar = [0] * len(solid)
-    for i, equation in enumerate(solid):
-        for v in roots(equation.values(), view_of) if here[i] else ():
+    for i in range(len(solid)):
+        for v in reads[i] if here[i] else ():
             last[v] = i
             if v not in results and i - made.get(v, i) >= longest:
                 read_afar[i] += _place(v)
@@ -73,9 +72,9 @@ def floor_of(
     for i, equation in enumerate(solid):
         if not here[i]:
             continue
-        written = (v for v in equation.outputs if v not in results and _is_fresh(v, equation))
-        afar = (_place(v) for v in written if last.get(v, i) - i >= longest)
-        vertex = max(vertex, read_afar[i] + sum(afar))
+        afar = [v for v in equation.outputs if last.get(v, i) - i >= longest and v not in results]
+        written = sum(_place(v) for v in afar if _is_fresh(v, equation))
+        vertex = max(vertex, read_afar[i] + written)
     recomputes = any(e.recomputed for e in solid)
     flops = sum(map(cost.flops, solid))
     return Floor(most, vertex, flops, recomputes, len(ordered.equations))

@@ -144,14 +144,14 @@ class Group:
         if member.position is None:
             needs = bits.needs | sources
             for p in made:
-                needs |= _shifted(where.before[p], p - self.seed)
+                needs |= _shifted(where.before(p), p - self.seed)
             self.bits = _Bits(bits.members, bits.behind, needs, sources)
             return
         bit = self._bit(member.position)
         self.bits = _Bits(
             bits.members | bit,
-            bits.behind | where.after[member.position] * bit,
-            bits.needs | _shifted(where.before[member.position], member.position - self.seed),
+            bits.behind | where.after(member.position) * bit,
+            bits.needs | _shifted(where.before(member.position), member.position - self.seed),
             sources,
         )
 
@@ -260,8 +260,8 @@ class Group:
         if max(place, taken.bit_length() - 1) - min(place, first) > SPAN:
             return []
         bits = self.bits
-        behind = bits.behind | self.where.after[position] << place
-        needs = bits.needs | _shifted(self.where.before[position], position - self.seed)
+        behind = bits.behind | self.where.after(position) << place
+        needs = bits.needs | _shifted(self.where.before(position), position - self.seed)
         # All that leads from member to member has to join.
         if behind & needs & ~(taken | 1 << place) & ~self.joinable:
             return []

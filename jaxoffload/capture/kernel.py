@@ -24,6 +24,7 @@ _ORDERLESS = frozenset(
     """.split()
 )
 """Operations that compute nothing, or the same in any order."""
+_PARTS = frozenset(("concatenate", "pad", "slice", "split"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class Kernel:
         how often, and of elements of less than a byte.
       adds, reduces: whether it may add several elements of an array, and whether in a reduction,
         which is fused with what makes its operand: in an order that is the compiler's.
+      elementwise: whether it does nothing but elementwise operations, views, and putting arrays
+        together or taking parts of them.
     """
 
     inputs: tuple[Any, ...]
@@ -66,6 +69,7 @@ class Kernel:
     traffic: float = math.inf
     adds: bool = True
     reduces: bool = True
+    elementwise: bool = False
 
     def apply(self, operands: Sequence[Any]) -> list[Any]:
         """Evaluates the kernel on arrays or tracers."""
@@ -102,6 +106,7 @@ def sized(kernel: Kernel, cluster: Cluster) -> Kernel:
         traffic=sum(map(_traffic, cluster.equations)),
         adds=any(map(_adds, equations)),
         reduces=any(map(_reduces, equations)),
+        elementwise=all(map(_is_elementwise, cluster.equations)),
     )
 
 
@@ -152,6 +157,11 @@ def _with_steps(equations: Sequence[Equation]) -> Iterator[Equation]:
 def _adds(equation: Equation) -> bool:
     known, name = operations.of(equation), equation.operation.name.partition("[")[0]
     return not (known.is_elementwise or operations.is_view(equation) or name in _ORDERLESS)
+
+
+def _is_elementwise(equation: Equation) -> bool:
+    known = operations.of(equation)
+    return known.is_elementwise or operations.is_view(equation) or equation.operation.name in _PARTS
 
 
 def _reduces(equation: Equation) -> bool:

@@ -23,7 +23,7 @@ class Positions:
       of: positions by the identity of an equation.
       producer, readers: of a value, by position.
       inside: what makes a value within a loop over tiles.
-      before, after, open: bits, see `_note_paths`.
+      open: by segment; bit i: equation i may join a group.
     """
 
     def __init__(self, equations: Iterable[Equation]):
@@ -33,7 +33,9 @@ class Positions:
         self.producer: dict[Value, int] = {}
         self.readers: dict[Value, list[int]] = {}
         self.inside: dict[Value, Equation] = {}
-        self.before, self.after = [0] * count, [0] * count
+        self._before, self._after = [0] * count, [0] * count
+        # First and last position of which these are to be found anew.
+        self._stale_before = self._stale_after = 0, -1
         self.open: dict[int, int] = {}
         if count:
             self._note(0, count - 1, set())
@@ -96,34 +98,68 @@ class Positions:
         self._note_paths(first, last)
 
     def _note_paths(self, first: int, last: int) -> None:
-        """Who depends on whom within a span, as bits: what makes a group a block is asked for at
-        every step of its growth.
+        """Notes that who depends on whom between two positions is another now, and who may join.
 
-        Bit k of `after[i]`: equation i + k depends on equation i; of `before[i]`: equation i
-        depends on equation i - SPAN + k. Bit i of `open[segment]`: equation i may join a group.
+        Bits say it, within a span, as what makes a group a block is asked for at every step of its
+        growth; they are found when somebody asks (`before`, `after`).
         """
-        window = (2 << SPAN) - 1
         block = (1 << (last + 1)) - (1 << first)
-        for segment in self.open:
-            self.open[segment] &= ~block
         found: dict[int, int] = {}
         for i in range(first, last + 1):
             equation = self.equations[i]
-            if equation is not None and not _is_apart(equation.operation):
-                found[equation.segment] = found.get(equation.segment, 0) | 1 << (i - first)
-        for segment, bits in found.items():
-            self.open[segment] = self.open.get(segment, 0) | bits << first
-        for i in range(first, min(last + SPAN + 1, len(self.equations))):
-            equation, bits = self.equations[i], 0
+            if equation is not None:
+                bit = 0 if _is_apart(equation.operation) else 1 << (i - first)
+                found[equation.segment] = found.get(equation.segment, 0) | bit
+        for segment, bits in found.items():  # those of before, too: one of them has gone on
+            self.open[segment] = self.open.get(segment, 0) & ~block | bits << first
+        count = len(self.equations)
+        begin, end = self._stale_before
+        if first > end or last + SPAN < begin:  # far from what is to be found anew already
+            self._find_before(end)
+            begin, end = first, last
+        self._stale_before = min(begin, first), min(max(end, last + SPAN), count - 1)
+        begin, end = self._stale_after
+        if first - SPAN > end or last < begin:
+            self._find_after(begin)
+            begin, end = first, last
+        self._stale_after = max(min(begin, first - SPAN), 0), max(end, last)
+
+    def before(self, position: int) -> int:
+        """What an equation depends on: bit k, whether on the one SPAN - k before it."""
+        begin, end = self._stale_before
+        if begin <= position <= end:
+            self._find_before(position)
+        return self._before[position]
+
+    def after(self, position: int) -> int:
+        """What depends on an equation: bit k, whether the one k behind it does."""
+        begin, end = self._stale_after
+        if begin <= position <= end:
+            self._find_after(position)
+        return self._after[position]
+
+    def _find_before(self, until: int) -> None:
+        begin, end = self._stale_before
+        known, equations, producer = self._before, self.equations, self.producer.get
+        nowhere, itself = -len(equations) - SPAN, 1 << SPAN
+        for i in range(begin, until + 1):
+            equation, bits = equations[i], 0
             for v in equation.values() if equation is not None else ():
-                p = self.producer.get(v, -1)
-                if p >= 0 and i - p <= SPAN:
-                    bits |= (self.before[p] >> (i - p)) | 1 << (SPAN + p - i)
-            self.before[i] = bits
-        for i in range(last, max(first - SPAN - 1, -1), -1):
-            equation, bits = self.equations[i], 0
+                far = i - producer(v, nowhere)
+                if far <= SPAN:
+                    bits |= (known[i - far] | itself) >> far
+            known[i] = bits
+        self._stale_before = until + 1, end
+
+    def _find_after(self, since: int) -> None:
+        begin, end = self._stale_after
+        known, equations, readers = self._after, self.equations, self.readers.get
+        window = (2 << SPAN) - 1
+        for i in range(end, since - 1, -1):
+            equation, bits = equations[i], 0
             for v in equation.outputs if equation is not None else ():
-                for r in self.readers.get(v, ()):
+                for r in readers(v, ()):
                     if 0 < r - i <= SPAN:
-                        bits |= (self.after[r] | 1) << (r - i)
-            self.after[i] = bits & window
+                        bits |= (known[r] | 1) << (r - i)
+            known[i] = bits & window
+        self._stale_after = begin, since - 1

@@ -21,7 +21,6 @@ from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.loops import Loop
 from jaxoffload.capture.order import live_equations
-from jaxoffload.capture.views import apart, roots
 
 MOST_OPERATIONS = 24
 """Operations that are repeated for the sake of one value, at most."""
@@ -88,13 +87,14 @@ class Recomputer:
         self.equations = ordered.equations
         self.producer = {v: i for i, e in enumerate(self.equations) for v in e.outputs}
         self.results = self.program.result_values()
-        _, self.view_of = apart(self.equations, self.results)
+        self.view_of = ordered.apart.view_of
         self.traffic = [0.0]
         self.reads: list[list[Value]] = []  # of each equation, in memory; of views none
         self.uses: dict[Value, list[int]] = {}
+        reads = iter(ordered.apart.reads)
         for i, e in enumerate(self.equations):
             is_solid = e.outputs[0] not in self.view_of
-            read = roots(e.values(), self.view_of) if is_solid else []
+            read = next(reads) if is_solid else []
             moved = sum(v.num_bytes() for v in (*read, *e.outputs)) if is_solid else 0
             self.traffic.append(self.traffic[-1] + moved)
             self.reads.append(read)

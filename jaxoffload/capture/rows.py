@@ -36,9 +36,14 @@ def takes_few_rows(equation: Equation) -> bool:
 
 def gathered_inputs(inputs: Sequence[Value], equations: Sequence[Equation]) -> tuple[int, ...]:
     """Positions of a cluster's inputs that are arguments and read by rows alone."""
+    return few_rows(inputs, bytes_read(inputs, equations))
+
+
+def few_rows(inputs: Sequence[Value], bytes_of: Sequence[int]) -> tuple[int, ...]:
+    """The same by what is read of each, as `bytes_read` gives it."""
     return tuple(
         i
-        for i, (v, read) in enumerate(zip(inputs, bytes_read(inputs, equations), strict=True))
+        for i, (v, read) in enumerate(zip(inputs, bytes_of, strict=True))
         if v.argument is not None
         and v.num_bytes() >= MIN_BYTES
         and read <= MAX_SHARE * v.num_bytes()
@@ -48,6 +53,8 @@ def gathered_inputs(inputs: Sequence[Value], equations: Sequence[Equation]) -> t
 def bytes_read(inputs: Sequence[Value], equations: Sequence[Equation]) -> list[int]:
     """Of each of a cluster's inputs the bytes that it reads: of one that is read by rows alone
     those of the rows."""
+    if not any(operations.of(equation).takes_rows for equation in equations):
+        return [v.num_bytes() for v in inputs]
     taken: dict[Value, int] = {}
     whole: set[Value] = set()
     for equation in equations:

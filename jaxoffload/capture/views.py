@@ -6,7 +6,7 @@ information than its operand, and XLA fuses it into whatever reads it.
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from jaxoffload import _jax_compat as compat
@@ -32,12 +32,30 @@ def apart(
     return solid, view_of
 
 
-def roots(values: Iterable[Value], view_of: Mapping[Value, Equation]) -> list[Value]:
+class Apart:
+    """A program's equations, apart.
+
+    Attributes:
+      equations: all of them.
+      solid, view_of: see `apart`.
+      reads: of each equation that writes memory what it reads there (`roots`).
+    """
+
+    def __init__(self, equations: Sequence[Equation], results: Set[Value]):
+        self.equations = equations
+        self.solid, self.view_of = apart(equations, results)
+        self.reads = [roots(e.values(), self.view_of) for e in self.solid]
+
+
+def roots(values: Sequence[Value], view_of: Mapping[Value, Equation]) -> list[Value]:
     """The values in memory that some values are, or are views of; in order, without repeats.
 
     Args:
+      values: no two of them the same.
       view_of: the view that makes each value which is not in memory.
     """
+    if not any(v in view_of for v in values):
+        return list(values)
     found: dict[Value, None] = {}
     stack = list(values)[::-1]
     while stack:

@@ -18,12 +18,13 @@ def estimated_workspace(cluster: Cluster) -> int:
     last: dict[Value, int] = {}
     unfused: set[Value] = set()
     for i, equation in enumerate(cluster.equations):
-        fuses = _fuses(equation)
+        view = is_view(equation)
+        fuses = view or _fuses(equation)
         for v in equation.values():
             last[v] = i
             if not fuses:
                 unfused.add(v)
-        if not (fuses or is_view(equation)):
+        if not fuses:
             unfused.update(equation.outputs)
     held = most = 0
     free: dict[int, int] = {}
@@ -39,15 +40,17 @@ def estimated_workspace(cluster: Cluster) -> int:
 
 def _fuses(equation: Equation) -> bool:
     known = operations.of(equation)
-    return known.is_elementwise or known.joins is not None or operations.is_view(equation)
+    return known.is_elementwise or known.joins is not None
 
 
 def _inside(equation: Equation) -> int:
     """Bytes that one operation holds by itself."""
-    inner = getattr(equation.operation, "equations", None) or ()
-    tiles = getattr(equation.operation, "count", 1)
-    largest = max((_bytes((*e.values(), *e.outputs)) for e in inner), default=0)
-    return largest // tiles + getattr(equation.operation, "held_bytes", 0)
+    operation = equation.operation
+    if operation.equations is None:
+        return operation.held_bytes
+    tiles = getattr(operation, "count", 1)
+    largest = max((_bytes((*e.values(), *e.outputs)) for e in operation.equations), default=0)
+    return largest // tiles + operation.held_bytes
 
 
 def _bytes(values: Sequence[Value]) -> int:

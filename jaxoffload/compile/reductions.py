@@ -30,6 +30,9 @@ ROW = 512
 """Terms of a block along the minor dimension; a loop of so many has 64 accumulators."""
 SHORTEST_ROW, LONGEST_ROW = 256, 2048
 """Terms along the minor dimension that stay two loops, which XLA fuses with what makes them."""
+_TREE = 16
+"""Sums of blocks up to which all are added half by half: XLA makes one expression of them all, and
+takes longer to compile it than the loop."""
 COLUMN = 8
 """Terms of a block along any other dimension, which are added one after another."""
 
@@ -128,14 +131,20 @@ def _blocks(x: Any, axis: int, block: int) -> Any:
 
 
 def _pairwise(x: Any, axis: int) -> Any:
-    """The sum along a dimension: its halves are added until one row is left."""
-    odd = []
+    """The sum along a dimension: its halves are added until one row is left, or, of many, once:
+    what is left is a loop again, or such blocks."""
+    odd, is_minor = [], axis == x.ndim - 1
+    is_long = x.shape[axis] > _TREE
     while (terms := x.shape[axis]) > 1:
         half = terms // 2
         if terms % 2:
             odd.append(lax.slice_in_dim(x, terms - 1, terms, axis=axis))
         first = lax.slice_in_dim(x, 0, half, axis=axis)
         x = first + lax.slice_in_dim(x, half, 2 * half, axis=axis)
+        if is_long:
+            one_loop = half <= (ROW if is_minor else FEW)
+            x = lax.reduce_sum(x, (axis,)) if one_loop else _sum_along(x, axis)
+            x = lax.expand_dims(x, (axis,))
     for row in odd:
         x = x + row
     return lax.squeeze(x, (axis,))

@@ -299,6 +299,8 @@ class Ranking:
     def _try_recomputing(self, base: Tried) -> None:
         """Recomputes shares of what is read much later, so that less is moved: those first that
         may be fastest, and no larger ones than one that is slow."""
+        if self._is_enough():
+            return  # before anything is recomputed only to see what it promises
         found = {(REUSE_DISTANCES[0], 0.0): base.seconds}
         waiting = self._by_promise(base.cut)
         while waiting:

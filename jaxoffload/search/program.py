@@ -14,6 +14,7 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload import identity
 from jaxoffload.capture import cost
 from jaxoffload.capture.build import Captured, Ordered, build_taskgraph, order_program
+from jaxoffload.capture.cluster import Known
 from jaxoffload.capture.flat import Equation
 from jaxoffload.capture.floor import Floor, floor_of
 from jaxoffload.capture.inline import Constant
@@ -92,6 +93,7 @@ class CutProgram:
         self._tiles_of: dict[Any, Any] = {}
         self._tiled: dict[Any, dict[identity.Key, int]] = {}
         self._floors: dict[tuple[int, int | None, bool], Floor] = {}
+        self._known_runs: Known = {}
 
     def forget_all_but(self, executables: list[Any]) -> None:
         """Forgets the cuts that were only tried: their kernels need not stay compiled while a plan
@@ -103,6 +105,7 @@ class CutProgram:
             self._graphs.clear()
             self._guessed.clear()
             self._workspaces.clear()
+            self._known_runs.clear()
 
     def ordered(self, cut: Cut) -> Ordered:
         """The program, with large intermediates split and values recomputed as the cut asks."""
@@ -173,7 +176,7 @@ class CutProgram:
         key = self.key(cut)
         if key not in self._guessed:
             found = self._looked_at(cut)
-            self._guessed[key] = _with_workspace(found.taskgraph, found.workspace())
+            self._guessed[key] = _with_workspace(found.taskgraph, found.workspace)
         return self._guessed[key]
 
     def expected_workspace(self, cut: Cut) -> int:
@@ -201,7 +204,8 @@ class CutProgram:
         key = self.key(cut)
         if key not in self._workspaces:
             found, guessed = self._looked_at(cut), {}
-            for vertex, count in zip(found.taskgraph.vertices, found.workspace(), strict=True):
+            found = found.with_kernels if self._compiles else found
+            for vertex, count in zip(found.taskgraph.vertices, found.workspace, strict=True):
                 if vertex.kind is not VertexKind.KERNEL:
                     continue  # it takes none of the device's
                 kernel = found.kernels[vertex.kernel].key if found.kernels else None
@@ -216,7 +220,7 @@ class CutProgram:
     def _looked_at(self, cut: Cut) -> Captured:
         key = self.key(cut)
         if key not in self._graphs:
-            self._graphs[key] = found = self._captured(cut, self._compiles)
+            self._graphs[key] = found = self._captured(cut)
             same = self._same.setdefault((key[0], *key[2:]), [])
             same.append((found.least_max_bytes, cut.max_bytes))
         return self._graphs[key]
@@ -241,7 +245,7 @@ class CutProgram:
             self._floors[key] = floor_of(ordered, cut.max_equations, on_host)
         return self._floors[key]
 
-    def _captured(self, cut: Cut, kernels: bool) -> Captured:
+    def _captured(self, cut: Cut) -> Captured:
         limit = {} if cut.max_equations is None else {"max_equations": cut.max_equations}
         captured = build_taskgraph(
             self.ordered(cut),
@@ -249,7 +253,8 @@ class CutProgram:
             donated=self._request.donated,
             max_bytes=cut.max_bytes,
             updates_on_host=cut.updates_on_host,
-            kernels=kernels,
+            kernels=False,
+            known=self._known_runs,
             num_devices=self._request.num_devices,
             **limit,
         )
@@ -282,7 +287,7 @@ class CutProgram:
         if not self._compiles:
             self._cuts[cut] = CompiledCut(self._imagined(cut), [], NOTHING)
             return self.within(cut, budget, needs)
-        captured = self._looked_at(cut)
+        captured = self._looked_at(cut).with_kernels
         kernels = captured.kernels
         tried = []  # stays, so that nothing is compiled twice
         waiting = _by_workspace(captured) if budget is not None else []
@@ -313,7 +318,7 @@ class CutProgram:
         if not self._backend.executables.has_some():
             self.has_estimated = True
             return Captured(self.estimated(cut), ())
-        captured = self._captured(cut, kernels=True)
+        captured = self._captured(cut).with_kernels
         with self._settings.restored():
             known = self._backend.executables.known(captured.kernels)
         self.has_estimated |= None in known
@@ -321,7 +326,7 @@ class CutProgram:
             guess
             if vertex.kernel < 0 or (executable := known[vertex.kernel]) is None
             else executable.temp_bytes
-            for vertex, guess in zip(captured.taskgraph.vertices, captured.workspace(), strict=True)
+            for vertex, guess in zip(captured.taskgraph.vertices, captured.workspace, strict=True)
         ]
         return Captured(_with_workspace(captured.taskgraph, temp), ())
 
@@ -364,7 +369,7 @@ def _tiles(kernel: Kernel) -> Any:
 def _by_workspace(captured: Captured) -> list[int]:
     """Kernels, those first that seem to need most workspace, or then most traffic."""
     most = [(0, 0.0)] * len(captured.kernels)
-    for vertex, count in zip(captured.taskgraph.vertices, captured.workspace(), strict=True):
+    for vertex, count in zip(captured.taskgraph.vertices, captured.workspace, strict=True):
         if vertex.kernel < 0:
             continue
         most[vertex.kernel] = max(most[vertex.kernel], (count, vertex.traffic))

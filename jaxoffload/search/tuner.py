@@ -61,8 +61,9 @@ class Tuner:
     """Changes one program's plan as its runs are measured. Not thread-safe.
 
         state    the run that has ended             the plan for the next one, and the next state
-        FIRST    the first of the plan              one with another cut, if that promises far
-                                                    less: RECUT; else the same: MEASURE
+        FIRST    the first of the plan, and the     one with another cut, if that promises far
+                 second where compiling took        less: RECUT; else the same: MEASURE
+                 longer than the first
         RECUT    the first of the other cut         the faster of the two: MEASURE
         MEASURE  the second to `WARM_UP`th of one   after the last, one that should be faster:
                                                     TRIAL; if there is none the same: WAIT
@@ -88,6 +89,7 @@ class Tuner:
         self._rival: tuple[Plan, float] | None = None  # in RECUT, TRIAL, RIVAL: the plan before
         self._others: Iterator[Plan] | None = None  # with another cut, that were not tried yet
         self._spent = 0.0  # seconds of all runs
+        self._has_waited = False  # for the second run, as the first was short
 
     @property
     def measures(self) -> bool:
@@ -111,24 +113,23 @@ class Tuner:
         self._spent += run.seconds
         match self._state:
             case State.FIRST:
+                # The first finds cold memory. Where it was shorter than what another cut costs, it
+                # is cheaper to see whether the second is as slow.
+                if not self._has_waited and self._spent < plan.compiling_seconds:
+                    self._has_waited = True
+                    return plan
                 self._state = State.MEASURE
                 other = other_cut(plan, run)
                 if other is not None and other.disk_bytes == 0:
                     self._state, self._rival = State.RECUT, (plan, run.seconds)
                     return other
+                if self._has_waited:
+                    return self._measured(plan, run)
             case State.RECUT:
                 self._state = State.MEASURE
                 return self._faster(plan, run.seconds, "another cut")
             case State.MEASURE:
-                self._profile.add(run, plan.backend.machine)
-                self._times.append(run.seconds)
-                if len(self._times) >= WARM_UP - 1:
-                    better = self._better(plan)
-                    if better is not None:
-                        self._state, self._rival = State.TRIAL, (plan, min(self._times))
-                        self._times = []
-                        return better
-                    self._wait(plan, run)
+                return self._measured(plan, run)
             case State.TRIAL:
                 self._times.append(run.seconds)
                 if len(self._times) == TRIAL:
@@ -147,6 +148,19 @@ class Tuner:
                     self._state = State.MEASURE if faster is plan else State.WAIT
                     self._times = []
                     return faster
+        return plan
+
+    def _measured(self, plan: Plan, run: Run) -> Plan:
+        """The plan for the next call, after a run that tells what its vertices take."""
+        self._profile.add(run, plan.backend.machine)
+        self._times.append(run.seconds)
+        if len(self._times) >= WARM_UP - 1:
+            better = self._better(plan)
+            if better is not None:
+                self._state, self._rival = State.TRIAL, (plan, min(self._times))
+                self._times = []
+                return better
+            self._wait(plan, run)
         return plan
 
     def give_up(self, plan: Plan) -> Plan:

@@ -27,7 +27,7 @@ def _cut(ordered, max_bytes):
     program = ordered.program
     results = {v for v in program.result_values() if v.argument is None}
     clusters, least = cluster.cut(
-        ordered.equations,
+        ordered.apart,
         program.parents,
         results,
         program.updates,

@@ -40,11 +40,19 @@ UNOPTIMIZED = FLAGS | {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimi
 FORMER = FLAGS | {"xla_cpu_use_fusion_emitters": False}
 
 
-@pytest.mark.parametrize(
-    "count, flags", [(2048, UNOPTIMIZED), (2049, FORMER), (2**17, FORMER), (2**17 + 1, FLAGS)]
-)
+ELEMENTWISE = [(2048, UNOPTIMIZED), (2049, FORMER), (2**27, FORMER), (2**27 + 1, FLAGS)]
+OTHERS = [(2**12 - 1, UNOPTIMIZED), (2**12, FORMER), (2**18 - 1, FORMER), (2**18, FLAGS)]
+
+
+@pytest.mark.parametrize("count, flags", ELEMENTWISE)
 def test_flags_follow_what_a_kernel_reads_and_writes(count, flags):
-    assert options_of(lambda x: x + 1, numbers(count))[0] == compile_options(flags)
+    x = np.broadcast_to(np.float32(1), count)
+    assert options_of(lambda x: x + 1, x)[0] == compile_options(flags)
+
+
+@pytest.mark.parametrize("count, flags", OTHERS)
+def test_what_is_not_elementwise_is_optimized_sooner(count, flags):
+    assert options_of(lambda x: x.max(), numbers(count))[0] == compile_options(flags)
 
 
 ADDS = {

@@ -118,7 +118,7 @@ def test_a_fixed_cut_stays():
 @pytest.mark.parametrize("seconds, kept", [(0.9, True), (1.1, False)])
 def test_the_faster_cut_is_kept(monkeypatch, seconds, kept):
     fields = {"resident": False, "budget": 1, "disk_bytes": 0, "taskgraph": None, "settled": False}
-    fields["backend"] = backends.current()
+    fields |= {"backend": backends.current(), "compiling_seconds": 0.5}
     first, other = (types.SimpleNamespace(name=n, **fields) for n in ("first", "other"))
     asked = []
     monkeypatch.setattr(tuner, "other_cut", lambda plan, run: asked.append(plan) or other)
@@ -134,6 +134,26 @@ def test_the_faster_cut_is_kept(monkeypatch, seconds, kept):
     assert set(map(id, seen[1:])) == {id(other if kept else first)}
 
 
+@pytest.mark.parametrize("compiling, number", [(0.9, 1), (1.1, 2), (99.0, 2)])
+def test_a_first_run_that_is_short_does_not_decide(monkeypatch, compiling, number):
+    """Another cut costs more than it could have won in that run, which finds cold memory."""
+    fields = {"resident": False, "budget": 1, "disk_bytes": 0, "taskgraph": None, "settled": False}
+    fields |= {"backend": backends.current(), "compiling_seconds": compiling}
+    plan, asked, added = types.SimpleNamespace(name="first", **fields), [], []
+    monkeypatch.setattr(tuner, "other_cut", lambda plan, run: asked.append(len(runs)) or None)
+    monkeypatch.setattr(tuner.Tuner, "_better", lambda self, plan: None)
+    profile = types.SimpleNamespace(
+        add=lambda run, like: added.append(len(runs)), knows=lambda graph: False
+    )
+    mine, runs = tuner.Tuner(profile, Options(device_memory=1)), []
+    mine.start(plan)
+    while mine.measures:
+        runs.append(1)
+        assert mine.next(plan, fake_run(1.0)) is plan
+    assert asked == [number]
+    assert added == list(range(2, tuner.WARM_UP + 1))
+
+
 @pytest.mark.plain_runs
 def test_results_stay_right_and_the_new_cut_stays(monkeypatch):
     def as_if_slow(plan, run):
@@ -142,11 +162,13 @@ def test_results_stay_right_and_the_new_cut_stays(monkeypatch):
     monkeypatch.setattr(tuner, "other_cut", as_if_slow)
     expected = jax.jit(gradients)(*ARGS)
     once, step = offloaded(policy="once"), offloaded()
-    plans = []
-    for _ in range(4):
+    plans = [step.plan(*ARGS)]
+    for _ in range(5):
         for function in (once, step):
             for a, b in zip(function(*ARGS), expected, strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
         plans.append(step.plan(*ARGS))
     assert once.plan(*ARGS).taskgraph == offloaded(policy="once").plan(*ARGS).taskgraph
-    assert plans[0] is not offloaded().plan(*ARGS) and plans[1] is plans[2] is plans[3]
+    first = plans[0].taskgraph  # the second run decides at the latest
+    assert any(plan.taskgraph is not first for plan in plans[1:3])
+    assert plans[3].taskgraph is plans[4].taskgraph is plans[5].taskgraph

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
-from jaxoffload.capture import group, operations
+from jaxoffload.capture import group, operations, positions
 from jaxoffload.capture import split as splitting
 from jaxoffload.capture.build import order_program
 from jaxoffload.capture.positions import SPAN, Positions
@@ -153,24 +153,35 @@ def test_a_group_that_reads_too_much_of_the_callers_is_given_up(monkeypatch):
     assert few < 0.7 * len(steps)
 
 
-def test_what_a_split_notes_about_the_program_is_what_is_there(monkeypatch):
-    """Noted anew only where a group has been put in the place of its members."""
-    ordered = _ordered(*_transformer(2))
+@pytest.mark.parametrize("span, every", [(SPAN, 1), (SPAN, 2), (12, 1), (12, 3)])
+def test_what_a_split_notes_about_the_program_is_what_is_there(monkeypatch, span, every):
+    """Noted anew only where a group has been put in the place of its members, and when somebody
+    asks."""
+    monkeypatch.setattr(group, "SPAN", span)
+    monkeypatch.setattr(positions, "SPAN", span)
+    ordered = _ordered(*_transformer(3))
     plain, replaced = Positions.replace, []
 
     def replace(noted, members, behind, made):
         plain(noted, members, behind, made)
+        replaced.append(made)
+        if len(replaced) % every:
+            return
         fresh = Positions(e for e in noted.equations if e is not None)
         number = {i: fresh.of[id(e)] for i, e in enumerate(noted.equations) if e}
+        place = {now: i for i, now in number.items()}
         assert {v: number[i] for v, i in noted.producer.items()} == fresh.producer
         found = {v: [number[r] for r in rs] for v, rs in noted.readers.items() if rs}
         assert found == {v: rs for v, rs in fresh.readers.items() if rs}
         for i, now in number.items():
-            after = {number[i + k] - now for k in number_bits(noted.after[i])}
-            assert after == number_bits(fresh.after[now])
-            before = {now - number[i - SPAN + k] for k in number_bits(noted.before[i])}
-            assert before == {SPAN - k for k in number_bits(fresh.before[now])}
-        replaced.append(made)
+            # Holes count in the one, and not in the other.
+            after = {number[i + k] - now for k in number_bits(noted.after(i))}
+            assert after <= number_bits(fresh.after(now))
+            assert after >= {k for k in number_bits(fresh.after(now)) if place[now + k] - i <= span}
+            before = {now - number[i - span + k] for k in number_bits(noted.before(i))}
+            near = {span - k for k in number_bits(fresh.before(now))}
+            assert before <= near
+            assert before >= {k for k in near if i - place[now - k] <= span}
 
     def number_bits(bits):
         return {k for k in range(bits.bit_length()) if bits >> k & 1}
@@ -190,8 +201,8 @@ def test_what_leads_from_member_to_member_is_what_depends_on_one():
             depends = any(v in made for v in later.values())
             if depends:
                 made.update(later.outputs)
-            assert bool(noted.after[i] >> k & 1) == depends
-            assert bool(noted.before[i + k] >> (SPAN - k) & 1) == depends
+            assert bool(noted.after(i) >> k & 1) == depends
+            assert bool(noted.before(i + k) >> (SPAN - k) & 1) == depends
 
 
 def test_budget_below_the_largest_result_is_refused_without_a_search(work):
@@ -212,7 +223,7 @@ def test_cut_that_needs_too_much_is_not_compiled_to_the_end(work):
     function, args = _transformer(1)
     step = jo.offload(function, device_memory=None)
     planner = searching.Planner(step._program(step._spec.bind(args, {})).request())
-    kernels = len(planner._program._looked_at(FINEST).kernels)
+    kernels = len(planner._program._looked_at(FINEST).with_kernels.kernels)
     bare = min_budget(planner.graph(FINEST))[0]
     assert planner._program.within(FINEST, bare) is None
     assert 0 < work["compiled"] < kernels / 2
@@ -305,6 +316,15 @@ def test_rules_are_tried_for_as_long_as_a_cut_may_be_the_best(monkeypatch):
     assert drafts.asked == {"first": 3, "far": 3, "hopeless": 1, "bound": 1}
 
 
+def test_nothing_is_recomputed_for_its_promise_once_a_cut_is_fast_enough(monkeypatch):
+    ranking, _ = _ranking(monkeypatch, {"fast": (1.0,)})
+    ranking._try(Cut(0), "fast")
+    vars(ranking)["_enough"] = 1.0
+    (base,) = ranking._tried
+    ranking._try_recomputing(base)  # its program, which is None, is asked nothing
+    assert ranking._tried == [base]
+
+
 def test_a_cut_without_a_plan_is_not_among_those_to_compile(monkeypatch):
     ranking, _ = _ranking(monkeypatch, {"none": (float("inf"),), "some": (1.0,)})
     for size, name in enumerate(("none", "some")):
@@ -362,7 +382,10 @@ def test_loops_as_they_were_written_are_another_graph_only_where_a_product_left_
         parts = Cut(2.0**20, piece_bytes=2.0**20)
         whole = dataclasses.replace(parts, whole_loops=True)
         assert (planner.graph(whole) is not planner.graph(parts)) == differ
-        keys = [[k.key for k in planner._program._looked_at(way).kernels] for way in (parts, whole)]
+        keys = [
+            [k.key for k in planner._program._looked_at(way).with_kernels.kernels]
+            for way in (parts, whole)
+        ]
         assert (keys[0] != keys[1]) == differ
 
 
@@ -373,7 +396,7 @@ def test_limits_that_cut_the_same_vertices_are_one_graph(work):
     graph = planner.graph(Cut(1e9))
     least = planner._program._looked_at(Cut(1e9)).least_max_bytes
     assert planner.graph(Cut(least)) is graph and work["taskgraphs"] == 1
-    assert planner._program._captured(Cut(least), True).taskgraph == graph
+    assert planner._program._captured(Cut(least)).taskgraph == graph
     finer = planner.graph(Cut(least - 1))
     assert finer != graph and planner.graph(Cut(least - 1)) is finer
 

@@ -245,12 +245,15 @@ def another_processor(patch, _):
 
 
 def an_edit(patch, _):
-    real = pathlib.Path.read_bytes
+    real = os.stat
 
     def edited(path):
-        return real(path).replace(b"1", b"2", 1) if path.name == "limits.py" else real(path)
+        found = real(path)
+        if not str(path).endswith("limits.py"):
+            return found
+        return types.SimpleNamespace(st_size=found.st_size, st_mtime_ns=found.st_mtime_ns + 1)
 
-    patch.setattr(pathlib.Path, "read_bytes", edited)
+    patch.setattr(platform.os, "stat", edited)
 
 
 def another_build(patch, plugin):
