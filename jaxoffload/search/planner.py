@@ -331,6 +331,9 @@ class Planner:
         return found
 
     def _least_on_devices(self) -> CompiledCut:
+        if self._compiles and self.backend.is_elsewhere:
+            looks = Planner(self.request, self.backend, self.machine, False, estimates=True)
+            return self._program.compiled(looks._program.cut_of(looks._least_on_devices()))
         if not self._compiles:
             equations = self._program.ordered(FINEST).equations
             if sum(not is_view(e) for e in equations) > _LONG:
@@ -370,7 +373,7 @@ class Planner:
                     best, least, workspace = compiled, took, taken
                     assumed = reserved_workspace(graphs(cut), 1)[0]
                 number += 1
-                if number == _COMPILED:
+                if number == (1 if self.backend.is_elsewhere else _COMPILED):
                     break
             if best is not None and workspace - assumed <= _LITTLE * budget:
                 break
