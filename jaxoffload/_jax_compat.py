@@ -465,6 +465,19 @@ def compile_only_device(description: str) -> Any:
     return found.devices[0]
 
 
+def gpu_description(device: Any) -> str:
+    """The text of the GpuTargetConfigProto of a device of a CUDA client, there or not.
+
+    Raises:
+      RuntimeError: the client does not tell it.
+    """
+    topology = _xla_client.get_topology_for_devices([device])
+    found = getattr(topology, "target_config", None)
+    if not found:
+        raise RuntimeError(f"{device} does not tell what its compiler has to know of it")
+    return str(found)
+
+
 def compile_only(device: Any, code: bytes) -> Any:
     """A portable StableHLO artifact, compiled for a device that is not there.
 

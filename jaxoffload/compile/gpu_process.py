@@ -7,6 +7,7 @@ does not answer is an error with its cause, and the next program has a new one.
 
 import atexit
 import contextlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -184,12 +185,24 @@ def _environment() -> dict[str, str]:
     flags = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
     package = pathlib.Path(__file__).parents[2]  # wherever this process has it from
     return os.environ | {
+        "PATH": os.pathsep.join([*_tools(), os.environ.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH")))),
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "JAX_ENABLE_COMPILATION_CACHE": "0",
         "XLA_FLAGS": flags,
     }
+
+
+def _tools() -> list[str]:
+    """Folders of the assembler that was installed with the plugin. That of another CUDA, if it is
+    on the path, need not know the GPU."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = (spec.submodule_search_locations or ()) if spec else ()
+    found = [
+        os.path.join(root, folder, "bin") for root in roots for folder in ("cu13", "cuda_nvcc")
+    ]
+    return [folder for folder in found if os.path.exists(os.path.join(folder, "ptxas"))]
 
 
 def settings() -> list[tuple[str, str]]:

@@ -95,3 +95,13 @@ def test_the_other_process_has_the_users_flags_and_tries_no_kernels(monkeypatch)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     found = dict(gpu_process.settings())
     assert found["XLA_FLAGS"] == "--xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0"
+
+
+def test_the_assembler_of_the_plugins_own_cuda_comes_first(monkeypatch, tmp_path):
+    bin = tmp_path / "nvidia" / "cuda_nvcc" / "bin"
+    bin.mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    before = gpu_process._environment()["PATH"]
+    (bin / "ptxas").touch()
+    assert gpu_process._environment()["PATH"] == f"{bin}{os.pathsep}{before}"
