@@ -82,7 +82,10 @@ def test_nothing_is_left_when_processes_are_closed(processes):
 def test_a_worker_whose_parent_is_stuck_ends_itself():
     command = [sys.executable, "-m", gpu_worker.__name__, "1"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
-        assert worker.wait(timeout=60) == -signal.SIGALRM
+        try:
+            assert worker.wait(timeout=30) == -signal.SIGALRM
+        finally:
+            worker.kill()
 
 
 def test_a_worker_ends_with_its_input():
