@@ -10,6 +10,7 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload.compile import gpu_compiler, gpu_process, gpu_targets
 from jaxoffload.plan.alloc.limits import reserved_workspace
 from jaxoffload.runtime import elsewhere
+from jaxoffload.search.elsewhere import planner_on
 from tests.gpu_plans import pretends
 from tests.helpers import capture
 
@@ -146,6 +147,16 @@ def test_a_budget_that_workspace_makes_too_small_is_refused(kept, monkeypatch):
     found = offloaded(least).predict(*SHAPES, machine="H200")
     assert found.peak_device_bytes + found.workspace_bytes <= least
     assert found.workspace_bytes > 0
+
+
+@needs_plugin
+def test_the_least_budget_is_of_compiled_kernels(kept):
+    step = offloaded("1GiB")
+    request = step._program(step._spec.bind(SHAPES, {})).request()
+    least = planner_on(request, "H200", "a test").planner._least
+    assert least.executables
+    for vertex in least.graph.vertices:
+        assert vertex.workspace_bytes == least.executables[vertex.kernel].temp_bytes
 
 
 @needs_plugin
