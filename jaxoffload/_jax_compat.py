@@ -443,6 +443,58 @@ def cuda_plugin_path() -> str:
     raise ImportError("JAX's CUDA plugin is not installed. Run: pip install 'jaxoffload[cuda]'")
 
 
+def cuda_version(path: str) -> int:
+    """The major version of CUDA that a plugin is for."""
+    return next(int(name[-2:]) for name in CUDA_PLUGINS if name.rpartition(".")[2] in path)
+
+
+def compile_only_device(description: str) -> Any:
+    """A device that is not there, for which the CUDA plugin compiles.
+
+    Args:
+      description: the text of a GpuTargetConfigProto.
+
+    Raises:
+      RuntimeError: it is not understood, or the plugin cannot be used.
+    """
+    from jax.experimental import topologies
+
+    found = topologies.get_topology_desc(
+        platform="cuda", target_config=description, topology="1x1x1"
+    )
+    return found.devices[0]
+
+
+def gpu_description(device: Any) -> str:
+    """The text of the GpuTargetConfigProto of a device of a CUDA client, there or not.
+
+    Raises:
+      RuntimeError: the client does not tell it.
+    """
+    topology = _xla_client.get_topology_for_devices([device])
+    found = getattr(topology, "target_config", None)
+    if not found:
+        raise RuntimeError(f"{device} does not tell what its compiler has to know of it")
+    return str(found)
+
+
+def compile_only(device: Any, code: bytes) -> Any:
+    """A portable StableHLO artifact, compiled for a device that is not there.
+
+    Returns:
+      An executable that can be looked at: `get_compiled_memory_stats`, `hlo_modules`, `serialize`.
+
+    Raises:
+      RuntimeError: XLA refuses it.
+    """
+    options = _xla_client.CompileOptions()
+    options.num_replicas = options.num_partitions = 1
+    devices = _xla_client.DeviceList((device,))
+    with _make_ir_context() as context:
+        module = _stablehlo.deserialize_portable_artifact(context, code)
+        return device.client.compile(module, devices, options)
+
+
 def client_pointer(device: Any) -> int:
     """The PJRT_Client behind a device.
 

@@ -24,6 +24,8 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
 )
 # What is kept between processes would hide what is compiled; tests of that have their own folders.
 os.environ["JAXOFFLOAD_CACHE"] = "off"
+# Plans for other machines are the same with the extra gpu-plans and without; tests/gpu_plans asks.
+os.environ["JAXOFFLOAD_GPU_PLANS"] = "off"
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -8,11 +8,13 @@ from benchmarks import run
 from benchmarks.gpu import run as gpu_run
 from jaxoffload.compile import cache
 
+ELSEWHERE = ("soak", "plans", "gpu_plans")
+"""Those that have tests of their own."""
 pytestmark = [pytest.mark.plain_runs, pytest.mark.optimized]  # what is measured is what users get
 
 
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
-@pytest.mark.parametrize("name", [name for name in run.NAMES if name not in ("soak", "plans")])
+@pytest.mark.parametrize("name", [name for name in run.NAMES if name not in ELSEWHERE])
 def test_benchmark_runs(name, tmp_path, capsys):
     run.main([name, "--small", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]

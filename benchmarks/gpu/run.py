@@ -11,7 +11,10 @@ is written after each, so that a visit that ends early leaves what it has found:
     order    work-conserving against fixed order, 20 runs each on one MemGraph
     long     many steps; what is left behind
 
-`--only launch,llama` chooses. `--small` takes seconds and runs on CPU too, for trying the script.
+`--only launch,llama` chooses. A visit that ended early goes on: sections that the file in `--out`
+has for this device, and that did not fail, stay as they are. Last comes which claims of
+docs/cuda.md were confirmed or refuted (claims.py). `--small` takes seconds and runs on CPU too, for
+trying the script; `--rehearse` runs it on the imitated GPU of the tests.
 """
 
 import argparse
@@ -28,7 +31,7 @@ import jax
 import numpy as np
 
 import jaxoffload as jo
-from benchmarks.gpu import llama, probe
+from benchmarks.gpu import claims, llama, probe
 from benchmarks.measure import interleaved, machine
 from jaxoffload import _native
 from jaxoffload.finetune import model
@@ -43,6 +46,8 @@ CASES = [
 ]
 BUDGETS = (8 * GB, 16 * GB, 24 * GB)
 LIMIT_SECONDS = 540
+LIMITS = {"probe": 900, "tests": 900, "llama": 5400}
+"""Seconds that a section may take, where that is not `LIMIT_SECONDS`."""
 SMALL = model.Config(64, 32, 2, 2, 1, 64)
 
 
@@ -262,6 +267,8 @@ def markdown(found: dict[str, Any]) -> str:
                 if budget.isdigit():
                     lines.append(_line(case, int(budget), ours))
         lines += ["", f"Failures and baselines: see the JSON. Link: {section.get('link')}", ""]
+    lines += ["## Claims of docs/cuda.md", ""]
+    lines += [f"- {verdict}: {claim}" for claim, verdict in found.get("claims", {}).items()]
     return "\n".join(lines)
 
 
@@ -275,28 +282,61 @@ def _line(case: str, budget: int, ours: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def earlier(out: str | None, about: dict[str, Any]) -> dict[str, Any]:
+    """Sections of an earlier visit to the same device that did not fail."""
+    path = None if out is None else pathlib.Path(out) / "gpu.json"
+    if path is None or not path.exists():
+        return {}
+    found = json.loads(path.read_text())
+    if found["machine"] != about:
+        return {}
+    return {name: section for name, section in found["sections"].items() if "failed" not in section}
+
+
+def write(found: dict[str, Any], out: str | None) -> None:
+    """Writes what is known so far, where a folder is given."""
+    if out:
+        folder = pathlib.Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
+        (folder / "gpu.md").write_text(markdown(found) + "\n")
+
+
+def rehearse() -> None:
+    """Has calls outside `jax.jit` go to the imitated GPU."""
+    from tests.cuda import fake
+
+    backend = fake.backend()
+    backends.current = lambda: backend  # pyrefly: ignore[bad-assignment]
+
+
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(SECTIONS))
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--out", help="folder for gpu.json and gpu.md")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.section:
+        if args.rehearse:
+            rehearse()
         print(json.dumps(SECTIONS[args.section](args.small)))
         return {}
     cuda = jo.backends()[1]
     device = cuda.detail if cuda.available else "no GPU: figures are the CPU's"
-    found: dict[str, Any] = {"machine": machine() | {"device": device}, "sections": {}}
+    about = machine() | {"device": "imitated" if args.rehearse else device.partition(";")[0]}
+    found: dict[str, Any] = {"machine": about, "sections": earlier(args.out, about)}
+    flags = ["--small"] * args.small + ["--rehearse"] * args.rehearse
     for name in args.only.split(","):
-        command = ["-m", "benchmarks.gpu.run", "--section", name, *["--small"] * args.small]
-        found["sections"][name] = _in_process(command, LIMIT_SECONDS)
+        if name not in found["sections"]:
+            command = ["-m", "benchmarks.gpu.run", "--section", name, *flags]
+            found["sections"][name] = _in_process(command, LIMITS.get(name, LIMIT_SECONDS))
         print(name, json.dumps(found["sections"][name], indent=1), flush=True)
-        if args.out:
-            folder = pathlib.Path(args.out)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
-            (folder / "gpu.md").write_text(markdown(found) + "\n")
+        found["claims"] = claims.verdicts(found["sections"])
+        write(found, args.out)
+    for claim, verdict in found["claims"].items():
+        print(f"{verdict:>9}: {claim}")
     return found
 
 

@@ -1,5 +1,6 @@
 """`jaxoffload doctor`: what is installed, at what rates, what will be used, what is missing."""
 
+import pathlib
 import tempfile
 import time
 from collections.abc import Callable
@@ -9,9 +10,11 @@ import jax
 import numpy as np
 from absl import flags
 
+from jaxoffload import _jax_compat as compat
 from jaxoffload import doctor
 from jaxoffload.command import subject
 from jaxoffload.command.base import UsageError, new_flags, print_json, progress
+from jaxoffload.compile import gpu_targets
 from jaxoffload.errors import OffloadError
 from jaxoffload.options import format_bytes
 from jaxoffload.plan.cost.machines import Link
@@ -19,13 +22,17 @@ from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import disk_put
 
 USAGE = """
-usage: jaxoffload doctor [--disk=FOLDER] [--nomeasure] [--json]
+usage: jaxoffload doctor [--disk=FOLDER] [--nomeasure] [--save-target=FILE] [--json]
 
 What this machine has for jaxoffload: versions, devices, rates of memory, links and disk as measured
 now beside those that plans assume, and for what is missing how to get it.
 
   jaxoffload doctor
   jaxoffload doctor --disk=/scratch --size=1GiB
+  jaxoffload doctor --save-target=mine.txtpb
+
+--save-target writes what XLA's compiler has to know of the GPU that is here. Where the file is and
+the extra gpu-plans, Machine(..., gpu="mine.txtpb") is planned for with kernels compiled for it.
 
 Exit code: 0 functions can be offloaded here, 1 they cannot, 2 the command was not understood.
 """
@@ -36,6 +43,9 @@ flags.DEFINE_string(
     "default.", flag_values=FLAGS,
 )  # fmt: skip
 flags.DEFINE_string("size", "128MiB", "What is copied to measure rates.", flag_values=FLAGS)
+flags.DEFINE_string(
+    "save_target", None, "Write the description of this GPU here, *.txtpb.", flag_values=FLAGS
+)
 _REPEATS = 3
 
 
@@ -44,6 +54,8 @@ def main(arguments: list[str]) -> int:
     if arguments:
         raise UsageError(f"{arguments} were named, and nothing is to be. Use --flags.")
     size = subject.amount(FLAGS.size, "size")
+    if FLAGS.save_target is not None:
+        save_target(FLAGS.save_target)
     reports = doctor.backends()
     lines = list(doctor.diagnose(FLAGS.disk))
     rates: dict[str, float | str] = {}
@@ -79,6 +91,26 @@ def main(arguments: list[str]) -> int:
     if rates:
         print("Plans take what runs measure in place of what is assumed; Profile keeps it.")
     return 0 if usable else 1
+
+
+def save_target(path: str) -> None:
+    """Writes the description of the GPU that JAX uses.
+
+    Raises:
+      UsageError: there is none, it tells nothing, or the file cannot be written.
+    """
+    if not path.endswith(gpu_targets.ENDING):
+        raise UsageError(f"--save-target={path!r} does not end in {gpu_targets.ENDING}.")
+    try:
+        text = compat.gpu_description(backends.cuda_device())
+        pathlib.Path(path).write_text(text)
+    except (RuntimeError, IndexError) as error:
+        raise UsageError(
+            f"--save-target={path!r}: there is no NVIDIA GPU here that JAX can use: {error}. Call "
+            "it where the GPU is."
+        ) from error
+    except OSError as error:
+        raise UsageError(f"--save-target={path!r} cannot be written: {error.strerror}.") from error
 
 
 def measured(size: int, disk: str | None = None) -> dict[str, float | str]:

@@ -23,11 +23,13 @@ from jaxoffload.plan.alloc.limits import (
     reserved_workspace,
     resident_peak,
 )
+from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.report.advice import advice
 from jaxoffload.report.subjects import format_seconds
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request
+from jaxoffload.search.elsewhere import planner_on
 from jaxoffload.search.kept import KeptPlan
 from jaxoffload.search.one_memory import planner_for
 from jaxoffload.search.planner import Planner
@@ -121,6 +123,8 @@ class Explanation:
       plan: the plan for that budget, None where it cannot work.
       has_estimates: whether executables' workspace is estimated where it counts, as something has
         not been compiled yet.
+      machine: the name of the machine that it is for, "" for this one.
+      workspace_words: for another machine, how its workspace is known.
       verdict: one line.
       advice: what would lower the memory that is needed, and what is held for nothing.
     """
@@ -136,18 +140,33 @@ class Explanation:
     has_estimates: bool
     verdict: str
     advice: tuple[str, ...]
+    machine: str = ""
+    workspace_words: str = ""
 
     @classmethod
     @garbage.paused()
-    def of(cls, request: Request, asked: Any, leaves: Sequence[Any] = ()) -> "Explanation":
+    def of(
+        cls,
+        request: Request,
+        asked: Any,
+        leaves: Sequence[Any] = (),
+        machine: Machine | str | None = None,
+    ) -> "Explanation":
         """Explains one signature of an offloaded function.
 
         Args:
           asked: the user's own `device_memory`.
           leaves: the call's flat arguments, to tell which are the same array.
+          machine: one that is not here; None: this one.
         """
+        there = None
+        if machine is None:
+            planner = planner_for(request, compiles=False, estimates=True)
+        else:
+            there = planner_on(request, machine, "explain", estimates=True)
+            planner = there.planner
+        request = planner.request
         options = request.options
-        planner = planner_for(request, compiles=False, estimates=True)
         kept = KeptPlan(planner, may_run_whole=False)
         same = _same(leaves)
         found, plan = kept.beside(request.argument_names, same), None
@@ -177,12 +196,15 @@ class Explanation:
             has_estimates=found["has_estimates"],
             verdict=_verdict(budget, asked, peak, least, plan, options.memory is not None),
             advice=tuple(found["advice"]),
+            machine="" if there is None else there.machine.name,
+            workspace_words="" if there is None else there.words,
         )
 
     def __str__(self) -> str:
         found = self.usage
+        on = f" on {self.machine}" if self.machine else ""
         lines = [
-            f"{self.name}: {self.verdict}",
+            f"{self.name}{on}: {self.verdict}",
             "",
             f"Peak with everything on the device: {format_bytes(self.peak_bytes)}, at vertex "
             f"{found.peak_vertex + 1} of {len(found.live)} ({self.peak_source})",
@@ -230,6 +252,11 @@ class Explanation:
                     f"{format_bytes(self.plan.bytes_stored)}; {format_bytes(self.plan.disk_bytes)} "
                     "are reserved"
                 )
+        if self.workspace_words and not self.has_estimates:
+            lines.append(
+                f"Workspace of executables, {self.workspace_words}: "
+                f"{format_bytes(self.usage.by_kind['workspace'])} with everything on the device"
+            )
         if self.has_estimates:
             lines.append(
                 "Workspace is estimated, as not all kernels have been compiled yet: what a call "

@@ -4,17 +4,18 @@ Takes a request and a model of a machine; gives a `Prediction`: planned from sha
 """
 
 import dataclasses
+from typing import Any
 
 from jaxoffload import garbage
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.options import format_bytes
-from jaxoffload.plan.cost.machines import MACHINES, Machine
+from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.plan.cost.simulate import Timeline, simulate
-from jaxoffload.runtime.plan import Carried
+from jaxoffload.runtime.plan import Carried, Plan
 from jaxoffload.runtime.request import Request
+from jaxoffload.search.elsewhere import Elsewhere, planner_on
 from jaxoffload.search.kept import KeptPlan
-from jaxoffload.search.one_memory import planner_for
 from jaxoffload.showing import ShownMemory
 
 
@@ -22,8 +23,9 @@ from jaxoffload.showing import ShownMemory
 class Prediction(ShownMemory):
     """A simulated run.
 
-    Nothing is compiled, so executables' workspace is not known and counts as nothing; times of
-    kernels are the longer of operations and traffic at the machine's rates.
+    Times of kernels are the longer of operations and traffic at the machine's rates. Where XLA's
+    compiler for its GPU is installed, every kernel has been compiled for it, and workspace is what
+    those executables take; where it is not, workspace is not known and counts as nothing.
 
     Attributes:
       name: the user's function.
@@ -35,6 +37,8 @@ class Prediction(ShownMemory):
       reserved_bytes: device bytes beside the arena: arguments and results that are in place.
       argument_names: what the user calls each flat argument, as far as that is known.
       carried: where one memory is for everything, what made it fit.
+      kernels: what each kernel became, by `Vertex.kernel`; empty where nothing was compiled.
+      workspace_words: how workspace is known: "compiled for H200 (sm_90a)", or why it is not.
     """
 
     name: str
@@ -46,6 +50,8 @@ class Prediction(ShownMemory):
     reserved_bytes: int = 0
     argument_names: tuple[str, ...] = ()
     carried: Carried | None = None
+    kernels: tuple[Any, ...] = ()
+    workspace_words: str = ""
 
     @property
     def seconds(self) -> float:
@@ -66,6 +72,11 @@ class Prediction(ShownMemory):
     def peak_device_bytes(self) -> int:
         """Highest address in use in the arena."""
         return int(self.memgraph.peak_arena_bytes().max())
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes beside the arena that are kept free for what executables take while they run."""
+        return int(self.memgraph.workspace.max())
 
     @property
     def bytes_reloaded(self) -> int:
@@ -89,44 +100,56 @@ class Prediction(ShownMemory):
             f"{self.seconds:.3g} s, {self.seconds / max(self.compute_seconds, 1e-12):.2f} of its "
             "kernels' time alone, "
             f"{self.seconds / max(self.bound_seconds, 1e-12):.2f} of the bound; peak "
-            f"{format_bytes(self.peak_device_bytes)}; moves {format_bytes(self.bytes_reloaded)} to "
-            f"the device, {format_bytes(self.bytes_offloaded)} away from it"
+            f"{format_bytes(self.peak_device_bytes)}{self._workspace()}; moves "
+            f"{format_bytes(self.bytes_reloaded)} to the device, "
+            f"{format_bytes(self.bytes_offloaded)} away from it"
             + ("" if self.carried is None else f"; {self.carried}")
         )
 
+    def _workspace(self) -> str:
+        if self.kernels:
+            return f", workspace {format_bytes(self.workspace_bytes)}, {self.workspace_words}"
+        return f" ({self.workspace_words})" if self.workspace_words else ""
+
 
 @garbage.paused()
-def predict(request: Request, machine: Machine | str, policy: str, jitter: float) -> Prediction:
-    """Plans a request without compiling, and simulates it.
+def predict(
+    request: Request, machine: Machine | str, policy: str, jitter: float, compiles: bool = True
+) -> Prediction:
+    """Plans a request for a machine, and simulates it.
 
     Args:
       request: with a budget, or None for all of the machine's device memory.
       machine: a model, or the name of one of `MACHINES`.
+      compiles: whether kernels are compiled for its GPU, where that can be done.
 
     Raises:
       ValueError: the machine's name is not known. PlanError: the budget is too small.
+      BackendError: XLA refuses a kernel; names the line.
     """
-    if isinstance(machine, str):
-        if machine not in MACHINES:
-            raise ValueError(
-                f"predict: machine={machine!r} is not known. Pass a Machine, or one of "
-                f"{', '.join(map(repr, MACHINES))}."
-            )
-        machine = MACHINES[machine]
-    budget = request.options.device_memory
-    if not isinstance(budget, int):
-        budget = machine.device_bytes
-    planner = planner_for(
-        request.with_options(device_memory=budget), machine=machine, compiles=False
-    )
-    kept = KeptPlan(planner, may_run_whole=False)
+    there = planner_on(request, machine, "predict", compiles)
+    plan = plan_on(there)
+    timeline = simulate(plan.memgraph, machine=there.machine, policy=policy, jitter=jitter)
+    budget = there.planner.request.options.device_memory
+    assert isinstance(budget, int)
+    return Prediction(
+        request.name, there.machine, budget, plan.memgraph, timeline, policy,
+        plan.bytes_outside_the_arena, request.argument_names, plan.carried,
+        plan.executables if there.is_compiled else (), there.words,
+    )  # fmt: skip
+
+
+def plan_on(there: Elsewhere) -> Plan:
+    """The plan of a planner for another machine, found or made.
+
+    Raises:
+      PlanError: the budget is too small; says how workspace is known.
+    """
+    kept = KeptPlan(there.planner, may_run_whole=False)
     try:
         plan = kept.find() or kept.made()
     except PlanError as error:
-        least = error.min_device_memory
-        raise PlanError(f"{error} (planned without executables' workspace)", least) from None
-    timeline = simulate(plan.memgraph, machine=machine, policy=policy, jitter=jitter)
-    return Prediction(
-        request.name, machine, budget, plan.memgraph, timeline, policy,
-        plan.bytes_outside_the_arena, request.argument_names, plan.carried,
-    )  # fmt: skip
+        words = there.words or "without executables' workspace"
+        raise PlanError(f"{error} (planned {words})", error.min_device_memory) from None
+    plan.workspace_words = there.words
+    return plan

@@ -133,7 +133,7 @@ def tradeoff(request: Request, machine: Machine | str, shares: Sequence[float]) 
 
     def planned(budget: int, recompute: str) -> Prediction:
         wanted = request.with_options(device_memory=budget, recompute=recompute, memory=None)
-        return predict(wanted, machine, "work-conserving", 0.0)
+        return predict(wanted, machine, "work-conserving", 0.0, compiles=False)
 
     whole = planned(1 << 62, "auto")
     peak = resident_peak(whole.memgraph.taskgraph)

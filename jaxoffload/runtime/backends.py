@@ -37,6 +37,7 @@ class Backend:
       machine: the model for which plans are chosen.
       has_own_memory: whether `used_memory` does not count what is in host memory.
       has_host_compute: whether kernels can run on the host's cores beside the device's.
+      is_elsewhere: whether it is not there, and its executables are only looked at.
     """
 
     name = ""
@@ -46,6 +47,7 @@ class Backend:
     machine: Machine = SMALL_SERVER
     has_own_memory = False
     has_host_compute = False
+    is_elsewhere = False
 
     def free_memory(self) -> int:
         """Bytes of device memory that nobody uses."""

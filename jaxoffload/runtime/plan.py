@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxoffload.compile.cache import CompileReport
+from jaxoffload.errors import BackendError
 from jaxoffload.graphs.laws import VerifyError
 from jaxoffload.graphs.memgraph import Kind, MemGraph, Space
 from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
@@ -120,9 +121,11 @@ class Plan(ShownMemory):
       pairs: (argument, result) that share a tier, and memory if `taskgraph.donated` has them too.
       backend: where its vertices run.
       carried: of a plan for one `memory`, what made it fit; None of others.
+      workspace_words: of a plan for another machine, how its workspace is known; "" of others.
     """
 
     carried: Carried | None = None
+    workspace_words: str = ""
     settled: bool = False
     _native: Any = None
 
@@ -297,7 +300,16 @@ class Plan(ShownMemory):
 
     @property
     def native(self) -> Any:
-        """The plan loaded into the C++ runtime (loaded when first asked for)."""
+        """The plan loaded into the C++ runtime (loaded when first asked for).
+
+        Raises:
+          BackendError: it is for a machine that is not here.
+        """
+        if self.backend.is_elsewhere:
+            raise BackendError(
+                f"The plan of {self.name} is for {self.machine.name}, which is not here: it can be "
+                "looked at, and not run."
+            )
         with self._lock:
             if self._native is None:
                 self._settle_allocator()

@@ -336,6 +336,9 @@ class Planner:
         return found
 
     def _least_on_devices(self) -> CompiledCut:
+        if self._compiles and self.backend.is_elsewhere:
+            looks = Planner(self.request, self.backend, self.machine, False, estimates=True)
+            return self._program.compiled(looks._program.cut_of(looks._least_on_devices()))
         if not self._compiles:
             equations = self._program.ordered(FINEST).equations
             if sum(not is_view(e) for e in equations) > _LONG:
@@ -375,7 +378,7 @@ class Planner:
                     best, least, workspace = compiled, took, taken
                     assumed = most_workspace(graphs(cut))
                 number += 1
-                if number == _COMPILED:
+                if number == (1 if self.backend.is_elsewhere else _COMPILED):
                     break
             if best is not None and workspace - assumed <= _LITTLE * budget:
                 break

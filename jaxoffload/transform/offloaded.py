@@ -23,13 +23,15 @@ from jaxoffload.identity import Key
 from jaxoffload.options import Options
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.report.explain import Explanation
-from jaxoffload.report.predict import Prediction, predict
+from jaxoffload.report.predict import Prediction, plan_on, predict
 from jaxoffload.report.tradeoff import Tradeoff, tradeoff
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.profile import Profile
+from jaxoffload.runtime.request import Request
 from jaxoffload.runtime.run import Run, make_run
+from jaxoffload.search.elsewhere import planner_on
 from jaxoffload.search.whole import (
     WholePlan,
     WholeRun,
@@ -147,26 +149,39 @@ class Offloaded:
             **options,
         )
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, *args: Any, machine: Machine | str | None = None, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes (arrays, or `jax.ShapeDtypeStruct`).
 
         Of a function with a `while_loop` that does not fit as it is, what the loop repeats is
         planned: the plan of that.
 
+        Args:
+          machine: as for `predict`: the plan for a machine that is not here, to be looked at.
+
         Raises:
           PlanError: the budget is too small; says the smallest that can work, and why.
         """
+        if machine is not None:
+            return self._on(args, kwargs, lambda r: plan_on(planner_on(r, machine, "plan")))
         plan = self._program(self._spec.bind(args, kwargs)).plan()
         return plan.main if isinstance(plan, LoopPlan) else plan
 
-    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+    def explain(
+        self, *args: Any, machine: Machine | str | None = None, **kwargs: Any
+    ) -> Explanation:
         """Where the memory goes and whether it fits, from shapes alone; print it.
 
         A budget that is too small is explained, not raised.
+
+        Args:
+          machine: as for `predict`: one that is not here.
         """
         call = self._spec.bind(args, kwargs)
         program = self._program(call)
         asked = self._options.device_memory
+        if machine is not None:
+            request = self._request_on(program.request())
+            return Explanation.of(request, asked, call.leaves, machine)
         found = Explanation.of(program.request(), asked, call.leaves)
         if found.plan is None and (part := program.repeated()) is not None:
             return Explanation.of(part, asked)
@@ -190,17 +205,27 @@ class Offloaded:
         Raises:
           ValueError: machine or policy is not known. PlanError: the budget is too small.
         """
+        return self._on(args, kwargs, lambda r: predict(r, machine, policy, jitter))
+
+    def _on(self, args: Any, kwargs: Any, asked: Callable[[Request], Any]) -> Any:
+        """What is asked of a call on another machine; of what its loop repeats, where it does not
+        fit as it is."""
         program = self._program(self._spec.bind(args, kwargs))
-        request = program.request()
-        if self._options.device_memory in ("auto", None):
-            return predict(request.with_options(device_memory=None), machine, policy, jitter)
+        request = self._request_on(program.request())
         try:
-            return predict(request, machine, policy, jitter)
+            return asked(request)
         except PlanError:
-            part = program.repeated()
+            no_limit = request.options.device_memory is None
+            part = None if no_limit else program.repeated()
             if part is None:
                 raise
-        return predict(part, machine, policy, jitter)
+        return asked(part)
+
+    def _request_on(self, request: Request) -> Request:
+        """The same on another machine: "auto" is what that one has."""
+        if self._options.device_memory in ("auto", None):
+            return request.with_options(device_memory=None)
+        return request
 
     def tradeoff(
         self,

@@ -50,6 +50,8 @@ class Machine:
       duplex: whether both directions of a link work at once.
       host_flops_per_second, host_memory_bytes_per_second: of the host's cores, for kernels there.
       is_host: whether these are the device's cores too, so that kernels of both take turns.
+      gpu: which GPU the device is to XLA's compiler (a name in compile/gpus, or a file that
+        `jaxoffload doctor --save-target` has written); "" where it is none, or not known.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Machine:
     host_flops_per_second: float = 1e12
     host_memory_bytes_per_second: float = 100e9
     is_host: bool = False
+    gpu: str = ""
 
     def with_rates(self, rates: Iterable[tuple[str, float]]) -> "Machine":
         """The same with some rates as measured: of a link in bytes a second, by its name here; or
@@ -153,12 +156,13 @@ class Machine:
 _GIB = 2**30
 
 P100_SERVER = Machine(
-    "4 x P100", 9.3e12, 732e9, 16 * _GIB, Link(12e9), Link(12e9), num_devices=4, peer=Link(12e9)
-)
+    "4 x P100", 9.3e12, 732e9, 16 * _GIB, Link(12e9), Link(12e9), num_devices=4, peer=Link(12e9),
+    gpu="P100",
+)  # fmt: skip
 """TURNIP's smaller server: PCIe 3, float32."""
 A100_SERVER_40 = Machine(
     "8 x A100 40 GB", 19.5e12, 1555e9, 40 * _GIB, Link(25e9), Link(25e9), num_devices=8,
-    peer=Link(250e9),
+    peer=Link(250e9), gpu="A100 40 GB",
 )  # fmt: skip
 """TURNIP's larger server: PCIe 4, NVLink, float32."""
 A100_SERVER_80 = dataclasses.replace(
@@ -167,18 +171,32 @@ A100_SERVER_80 = dataclasses.replace(
     memory_bytes_per_second=2039e9,
     device_bytes=80 * _GIB,
     flops_per_second=312e12,
+    gpu="A100",
 )
 """The same with more memory, bfloat16."""
 RTX_4090 = Machine(
     "RTX 4090, 12 SSDs", 165e12, 1008e9, 24 * _GIB, Link(21e9), Link(21e9),
-    Link(12 * 6.5e9, 100e-6), Link(12 * 3.4e9, 100e-6),
+    Link(12 * 6.5e9, 100e-6), Link(12 * 3.4e9, 100e-6), gpu="RTX 4090",
 )  # fmt: skip
 """Fuyou's machine: bfloat16, twelve P5510 drives."""
 H200 = Machine(
     "H200", 989e12, 4800e9, 141 * 10**9, Link(55e9), Link(55e9), Link(6e9, 100e-6),
-    Link(4e9, 100e-6),
+    Link(4e9, 100e-6), gpu="H200",
 )  # fmt: skip
 """bfloat16, PCIe 5."""
+H100 = dataclasses.replace(
+    H200, name="H100", memory_bytes_per_second=3350e9, device_bytes=80 * _GIB, gpu="H100"
+)
+"""The same with 80 GB of HBM3 (SXM)."""
+B200 = dataclasses.replace(
+    H200,
+    name="B200",
+    flops_per_second=2250e12,
+    memory_bytes_per_second=7670e9,
+    device_bytes=180 * 10**9,
+    gpu="B200",
+)
+"""bfloat16 without sparsity, HBM3e (HGX B200), PCIe 5."""
 SMALL_SERVER = Machine(
     "2 cores of an EPYC", 2e11, 1e10, 24 * _GIB, Link(8e9, 1e-6), Link(8e9, 1e-6),
     Link(1.78e9, 100e-6), Link(3.55e9, 100e-6), launch=1e-6, host_flops_per_second=2e11,
@@ -187,10 +205,27 @@ SMALL_SERVER = Machine(
 """The machine on which this is developed, as measured (benchmarks/RESULTS.md)."""
 
 MACHINES = {
-    m.name: m for m in (P100_SERVER, A100_SERVER_40, A100_SERVER_80, RTX_4090, H200, SMALL_SERVER)
+    m.name: m
+    for m in (
+        P100_SERVER,
+        A100_SERVER_40,
+        A100_SERVER_80,
+        RTX_4090,
+        H100,
+        H200,
+        B200,
+        SMALL_SERVER,
+    )
 }
 
-_GPUS = {"H200": H200, "A100": A100_SERVER_80, "4090": RTX_4090, "P100": P100_SERVER}
+_GPUS = {
+    "B200": B200,
+    "H200": H200,
+    "H100": H100,
+    "A100": A100_SERVER_80,
+    "4090": RTX_4090,
+    "P100": P100_SERVER,
+}
 """Models of one device by a word of the name that its driver gives it."""
 
 

@@ -1,0 +1,80 @@
+"""The first visit to a GPU, rehearsed: benchmarks/gpu/run.py end to end on the fakes, and how it
+goes on after one that ended early."""
+
+import json
+
+import pytest
+
+from benchmarks.gpu import claims, run
+from tests.cuda import fake
+
+SECTIONS = ["launch", "llama", "order", "long"]
+pytestmark = [pytest.mark.plain_runs, pytest.mark.optimized]
+
+
+@pytest.fixture(scope="module")
+def visit(tmp_path_factory):
+    """What one visit finds, and its folder."""
+    folder = tmp_path_factory.mktemp("visit")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXOFFLOAD_CACHE", str(folder / "kept"))
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        found = run.main(
+            ["--small", "--rehearse", "--only", ",".join(SECTIONS), "--out", str(folder)]
+        )
+    return found, folder
+
+
+def test_every_section_ends_on_the_imitated_gpu(visit):
+    found, folder = visit
+    assert found["machine"]["device"] == "imitated"
+    assert list(found["sections"]) == SECTIONS
+    assert not {n: s for n, s in found["sections"].items() if "failed" in s}
+    rows = [row for row in found["sections"]["llama"].values() if isinstance(row, dict)]
+    ours = [row for case in rows for key, row in case.items() if key.isdigit()]
+    assert ours and all(row["bytes_reloaded"] > 0 == row["copied_outputs"] for row in ours)
+    free = found["sections"]["long"]["before"]["free_device_bytes"]
+    assert free == fake.backend().free_memory(), "it ran somewhere else"
+    assert found == json.loads((folder / "gpu.json").read_text())
+
+
+def test_claims_are_told(visit):
+    found, folder = visit
+    said = found["claims"]
+    assert said["no output is copied into its place (LLaMA)"] == "confirmed"
+    assert said["minutes of steps leave nothing behind"] == "confirmed"
+    assert said["tests/cuda/test_gpu.py passes"] == "open", "it was left out"
+    text = (folder / "gpu.md").read_text()
+    assert "- confirmed: no output is copied into its place (LLaMA)" in text
+
+
+def test_a_visit_goes_on_where_one_ended(visit, monkeypatch, tmp_path):
+    found, folder = visit
+    sections = dict(found["sections"], launch={"failed": "no end in 540 s"})
+    (tmp_path / "gpu.json").write_text(json.dumps(dict(found, sections=sections)))
+    asked = []
+
+    def answer(arguments, limit_seconds):
+        asked.append(arguments[arguments.index("--section") + 1])
+        return {"compute_idle_share": 0.5}
+
+    monkeypatch.setattr(run, "_in_process", answer)
+    again = run.main(
+        ["--small", "--rehearse", "--only", ",".join(SECTIONS), "--out", str(tmp_path)]
+    )
+    assert asked == ["launch"], "the others did not fail"
+    assert again["sections"]["long"] == found["sections"]["long"]
+    idle = next(claim for claim in claims.CLAIMS if "idles" in claim)
+    assert again["claims"][idle] == "refuted"
+    # Of another device nothing is taken.
+    other = dict(again, machine=dict(again["machine"], device="another"))
+    (tmp_path / "gpu.json").write_text(json.dumps(other))
+    run.main(["--small", "--rehearse", "--only", "launch,long", "--out", str(tmp_path)])
+    assert asked == ["launch", "launch", "long"]
+
+
+def test_every_section_has_a_limit_of_its_own(monkeypatch):
+    limits = {}
+    monkeypatch.setattr(run, "_in_process", lambda a, limit: limits.setdefault(a[3], limit) and {})
+    run.main(["--small"])
+    assert limits == {name: run.LIMITS.get(name, run.LIMIT_SECONDS) for name in run.SECTIONS}
