@@ -170,8 +170,9 @@ class _Runs:
     def __init__(self, memgraph: MemGraph, machine: Machine | None):
         self._lane_of, self._lanes = lanes_of(memgraph, machine)
         self._successors = successors(memgraph)
-        is_shared = machine is not None and machine.is_host
-        self._at_once = (memgraph.kind == Kind.HOST_KERNEL) if is_shared else None
+        at_once = memgraph.kind == Kind.HOST_KERNEL
+        is_shared = machine is not None and machine.is_host and at_once.any()
+        self._at_once = at_once if is_shared else None
 
     def run(self, seconds: np.ndarray, priority: np.ndarray, fixed: bool = False) -> Timeline:
         """One run.
