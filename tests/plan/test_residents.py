@@ -57,6 +57,23 @@ def next_arguments(graph, arguments, results):
     return found
 
 
+def check_one_run_after_another(rng, memgraph, seed):
+    """A cold run, and two that find what the ones before have left, each given their results."""
+    graph = memgraph.taskgraph
+    arguments = arguments_of(graph)
+    memories, cold = Memories(memgraph, arguments), memgraph.idle()
+    cold[memgraph.kind != Kind.OFFLOAD] = False
+    for idle in (cold, memgraph.idle(), memgraph.idle()):
+        want = straightforward(graph, arguments)
+        memories.run(random.Random(rng.random()), idle=idle)
+        memories.pay()
+        got = memories.results()
+        for key, data in want.items():
+            assert np.array_equal(got[key], data), (seed, key)
+        arguments = next_arguments(graph, arguments, want)
+        memories.spoil(rng)
+
+
 @pytest.mark.parametrize("first", range(0, 300, 50))
 def test_runs_find_what_the_ones_before_have_left(first):
     stayed = owed = 0
@@ -66,18 +83,7 @@ def test_runs_find_what_the_ones_before_have_left(first):
         verify(memgraph)
         stayed += len(memgraph.residents)
         owed += int((memgraph.owed >= 0).sum())
-        arguments = arguments_of(graph)
-        memories, cold = Memories(memgraph, arguments), memgraph.idle()
-        cold[memgraph.kind != Kind.OFFLOAD] = False
-        for idle in (cold, memgraph.idle(), memgraph.idle()):
-            want = straightforward(graph, arguments)
-            memories.run(random.Random(rng.random()), idle=idle)
-            memories.pay()
-            got = memories.results()
-            for key, data in want.items():
-                assert np.array_equal(got[key], data), (seed, key)
-            arguments = next_arguments(graph, arguments, want)
-            memories.spoil(rng)
+        check_one_run_after_another(rng, memgraph, seed)
     assert stayed > 15
     assert owed > 0
 

@@ -15,11 +15,10 @@ from jaxoffload.plan.alloc.limits import least_room
 from jaxoffload.plan.cost.machines import Link
 from jaxoffload.plan.cost.simulate import simulate
 from jaxoffload.search.returning import first_in_place, returning, with_returns
-from tests.plan.execute import Memories, arguments_of, straightforward
 from tests.plan.test_residents import (
     SLOW,
     broken_laws,
-    next_arguments,
+    check_one_run_after_another,
     random_plan,
     sweep,
     with_entry,
@@ -43,20 +42,10 @@ def test_runs_find_what_was_brought_back(first):
         verify(memgraph)
         returned += len(chosen)
         updated += sum(memgraph.space[each.source] == Space.RESULT for each in chosen)
-        arguments = arguments_of(graph)
-        memories, cold = Memories(memgraph, arguments), memgraph.idle()
-        assert cold[memgraph.writer[[first.version for first in chosen]]].all()
-        assert not cold[memgraph.writer[memgraph.returned[memgraph.returned >= 0]]].any()
-        cold[memgraph.kind != Kind.OFFLOAD] = False
-        for idle in (cold, memgraph.idle(), memgraph.idle()):
-            want = straightforward(graph, arguments)
-            memories.run(random.Random(rng.random()), idle=idle)
-            memories.pay()
-            got = memories.results()
-            for key, data in want.items():
-                assert np.array_equal(got[key], data), (seed, key)
-            arguments = next_arguments(graph, arguments, want)
-            memories.spoil(rng)
+        idle = memgraph.idle()
+        assert idle[memgraph.writer[[first.version for first in chosen]]].all()
+        assert not idle[memgraph.writer[memgraph.returned[memgraph.returned >= 0]]].any()
+        check_one_run_after_another(rng, memgraph, seed)
     assert returned > 5
     assert updated > 1
 
