@@ -40,10 +40,6 @@ offload_p.multiple_results = True
 
 _NOT_FIXED = Fixed()
 
-TierLeaves = tuple[tuple[int, TierArray], ...]
-"""Leaves that are in a lower tier, with their positions. They are no operands: XLA never sees
-them, as it never sees what a jitted function closes over."""
-
 
 class Derived:
     """What was made from one offloaded jaxpr: plans, the jaxpr batched, and its derivatives.
