@@ -103,12 +103,12 @@ class Cutting:
             cuts = self._ranked.simulated() if self._ranked else []
         return cuts[:COMPILED]
 
-    def _best_or_least_cut(self, budget: int) -> CompiledCut:
-        """The best cut for a budget; where none works the one that needs least."""
+    def _best_cut_if_any(self, budget: int, gives_up: bool) -> CompiledCut | None:
+        """See `_best_cut`; where none can work, nothing is simulated."""
         # Any cut needs room for the largest operand or result that cannot be split. The coarse cut
         # is looked at first: it has all of them, and is soon made.
         is_hopeless = all(least_whole(self.graph(cut)) > budget for cut in (WHOLE, FINEST))
-        return (None if is_hopeless else self._best_cut(budget, gives_up=True)) or self._least
+        return None if is_hopeless else self._best_cut(budget, gives_up)
 
     def _whole(self) -> CompiledCut:
         """The program as it is cut if memory does not matter."""

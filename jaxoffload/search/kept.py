@@ -19,7 +19,7 @@ from jaxoffload import garbage
 from jaxoffload.graphs.laws import VerifyError
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.search.cut import Cut
-from jaxoffload.search.planner import Planner
+from jaxoffload.search.planner import NoCutFound, Planner
 from jaxoffload.store import columns, place, platform
 from jaxoffload.store.folder import Folder
 from jaxoffload.store.program import Encoder, UnknownError
@@ -64,9 +64,16 @@ class KeptPlan:
             logger.warning("A kept plan is made anew: %s: %s", type(error).__name__, error)
             return None
 
-    def made(self) -> Plan:
-        """The plan, made and kept."""
-        plan = self._planner.plan()
+    def made(self, has_other_ways: bool = False) -> Plan:
+        """The plan, made and kept. Args and Raises: as `Planner.plan`."""
+        try:
+            plan = self._planner.plan(has_other_ways)
+        except NoCutFound as error:
+            search_on = error.search_on
+            raise NoCutFound(lambda: self._kept(search_on())) from None
+        return self._kept(plan)
+
+    def _kept(self, plan: Plan) -> Plan:
         self._keep(plan, settled=False)
         return plan
 

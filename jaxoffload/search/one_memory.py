@@ -70,7 +70,7 @@ class OneMemoryPlanner(Planner):
     """
 
     @garbage.paused()
-    def plan(self) -> Plan:
+    def plan(self, has_other_ways: bool = False) -> Plan:
         memory = self.request.options.memory
         assert memory is not None
         plan = self._kept(memory) or self._shared(memory) or self._smallest(memory)

@@ -11,7 +11,8 @@ Takes a `Request`; gives a `Plan`, or refuses the budget. One search is inside a
        │     ├─ Ranking.by_time (cuts.py): candidate cuts, planned by several rules of allocation,
        │     │     by their simulated seconds; nothing is compiled
        │     └─ the first `COMPILED` of them that work once compiled (program.py): the fastest
-       │  or, if none works, the cut that needs least memory (least.py)
+       │  or, if none works, parts that loops repeat (transform/loops.py), else the cut that needs
+       │  least memory (least.py)
        └─ fastest (fastest.py): of that cut each rule of allocation, then each serial order by the
              best rule; the MemGraph that ends first in simulation
 
@@ -54,6 +55,18 @@ _A_KERNEL = 0.1
 """Seconds that compiling a kernel takes, about: of one that was loaded instead."""
 _WAITS = 1.5
 """A plan that takes so many times its kernels waits for copies."""
+
+
+class NoCutFound(Exception):
+    """No cut was found soon.
+
+    Attributes:
+      search_on: gives the plan by the cut that needs least, or raises PlanError.
+    """
+
+    def __init__(self, search_on: Callable[[], Plan]):
+        super().__init__()
+        self.search_on = search_on
 
 
 class Planner(Cutting):
@@ -105,11 +118,15 @@ class Planner(Cutting):
         ).proven()
 
     @garbage.paused()
-    def plan(self) -> Plan:
+    def plan(self, has_other_ways: bool = False) -> Plan:
         """The plan for the request's budget.
 
+        Args:
+          has_other_ways: where no cut is found soon, something else is tried before the cut that
+            needs least is searched for.
+
         Raises:
-          PlanError: the budget is below the smallest that can work.
+          PlanError: the budget is below the smallest that can work. NoCutFound: with other ways.
         """
         budget = self.request.options.device_memory
         assert budget is None or isinstance(budget, int)
@@ -124,7 +141,12 @@ class Planner(Cutting):
                 if kept is not None:
                     return self._finish(cut, kept, budget, resident=True)
         assert budget is not None, "without a limit everything is kept"
-        found = self._fixed_cut() or self._best_or_least_cut(budget)
+        found = self._fixed_cut() or self._best_cut_if_any(budget, gives_up=not has_other_ways)
+        if has_other_ways and (found is None or found.needs > budget):
+            raise NoCutFound(lambda: self._plan_of_cut(found or self._least, budget))
+        return self._plan_of_cut(found or self._least, budget)
+
+    def _plan_of_cut(self, found: CompiledCut, budget: int) -> Plan:
         if found.needs > budget:
             raise self._refusal(budget)
         best = self._fastest_with_or_without_recomputing(found, budget)

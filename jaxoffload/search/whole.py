@@ -216,23 +216,27 @@ def is_always_cut(options: Options) -> bool:
 
 
 def make_plan(
-    request: Request, whole: Whole | None, backend: backends.Backend | None = None
+    request: Request,
+    whole: Whole | None,
+    backend: backends.Backend | None = None,
+    has_other_ways: bool = False,
 ) -> Plan:
     """The plan for a request: whole where that fits, else cut.
 
     Args:
       whole: the function as it is, or None: it is cut in any case.
+      has_other_ways: see `Planner.plan`.
 
     Raises:
       PlanError: the budget is below the smallest that can work. CaptureError: the function cannot
-      be cut, and needs more than the budget as it is.
+      be cut, and needs more than the budget as it is. NoCutFound: with other ways.
     """
     budget = request.options.device_memory
     assert budget is None or isinstance(budget, int)
     _refuse_what_the_backend_cannot(request, backend or backends.current())
     if whole is None:
         kept = KeptPlan(planner_for(request, backend), may_run_whole=False)
-        return kept.find() or kept.made()
+        return kept.find() or kept.made(has_other_ways)
     is_cut = is_always_cut(request.options)
     if not is_cut and whole.surely_fits(budget):
         return WholePlan(request, whole, backend)
@@ -250,7 +254,7 @@ def make_plan(
             if kept.runs_whole() or (planner.hopeful_peak <= room and whole.needed_bytes <= room):
                 kept.keep_whole()
                 return WholePlan(request, whole, backend)
-        return kept.made()
+        return kept.made(has_other_ways)
     except CaptureError as error:
         if not whole.surely_fits(budget):
             _refuse(request, whole, error)

@@ -19,7 +19,7 @@ from jax.interpreters import mlir
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
-from jaxoffload.capture.parts import Fixed, Part, in_parts
+from jaxoffload.capture.parts import Fixed, Part, has_loops, in_parts
 from jaxoffload.capture.words import code_of, encoded
 from jaxoffload.errors import PlanError, warn
 from jaxoffload.graphs.taskgraph import TensorKind
@@ -31,6 +31,7 @@ from jaxoffload.runtime.callers import handle_of
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request, make_request
 from jaxoffload.runtime.run import run_plan
+from jaxoffload.search.planner import NoCutFound
 from jaxoffload.search.whole import Whole, WholePlan, make_plan, may_run_whole
 from jaxoffload.transform.held import Held
 from jaxoffload.transform.loops import Below, LoopPlan, loop_plan
@@ -222,14 +223,18 @@ def plan_request(
     Raises:
       PlanError, CaptureError: as `make_plan`.
     """
+    # What loops carry would lie in the very memory that `memory` names.
+    may_be_in_parts = (
+        backend.name == "cpu"
+        and request.num_devices == 1
+        and request.options.memory is None
+        and has_loops(request.jaxpr)
+    )
     try:
-        return make_plan(request, whole, backend)
-    except PlanError as error:
-        if backend.name != "cpu" or request.num_devices > 1:
-            raise
-        if request.options.memory is not None:
-            raise  # what loops carry would lie in the very memory that is named
-        refusal = error
+        return make_plan(request, whole, backend, may_be_in_parts)
+    except NoCutFound as error:
+        search_on = error.search_on
+    found, refusal = None, None
     try:
         found = loop_plan(
             request,
@@ -246,11 +251,15 @@ def plan_request(
             new_stamps,
         )
     except PlanError as error:
+        refusal = error
+    if found is not None:
+        return found
+    try:
+        return search_on()
+    except PlanError as error:
         # What works with less says what is least.
-        raise min(refusal, error, key=lambda e: e.min_device_memory or math.inf) from None
-    if found is None:
-        raise refusal
-    return found
+        errors = error, refusal or error
+        raise min(errors, key=lambda e: e.min_device_memory or math.inf) from None
 
 
 def _of_part(request: Request, part: Part, derived: Derived) -> dict[str, Any]:
