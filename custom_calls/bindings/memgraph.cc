@@ -1,6 +1,9 @@
 // TaskGraphs as columns in, MemGraphs as columns out.
 
+#include <cstddef>
 #include <optional>
+#include <stdexcept>
+#include <string>
 
 #include "bindings/bindings.h"
 #include "bindings/gil.h"

@@ -16,11 +16,19 @@ from jaxoffload.finetune import model, peft, safetensors
 from tests.finetune.tiny import CONFIG, flags_of, make_folder, run
 
 pytestmark = pytest.mark.runs_whole
+ENVIRONMENT = {}
+"""Of the processes that are started here."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_folder(tmp_path_factory.mktemp("command"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept(tmp_path_factory):
+    """What one process has compiled the others find, as they do for users."""
+    ENVIRONMENT.update(os.environ, JAXOFFLOAD_CACHE=str(tmp_path_factory.mktemp("kept")))
 
 
 def weights_of(path):
@@ -39,7 +47,7 @@ def trained(folder, tmp_path_factory):
     """The output folder and text of a training that nobody disturbed."""
     out = tmp_path_factory.mktemp("whole") / "out"
     words = words_of("jaxoffload", folder, out, f"--eval-data={folder / 'eval.jsonl'}")
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     return out, done.stdout
 
@@ -55,7 +63,9 @@ class Paced:
     def __init__(self, folder, out, *more):
         words = words_of("tests.finetune.paced", folder, out, *more)
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        self.process = subprocess.Popen(
+            words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT
+        )
         self.text = ""
 
     def __enter__(self):
@@ -121,7 +131,7 @@ def test_killed_then_stopped_then_resumed_it_gives_the_same_losses_and_adapters(
     assert f"step-{int(step):08}" in os.listdir(out / "checkpoints")
     assert not (out / peft.WEIGHTS).exists()
     words = words_of("jaxoffload", folder, out, "--resume")
-    last = subprocess.run(words, capture_output=True, text=True)
+    last = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT)
     assert last.returncode == 0 and f"going on after step {step}\n" in last.stdout, last.stderr
     want = lines(trained[1])
     for some in (killed.text, stopped.text, last.stdout):

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from jaxoffload import _native
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import COPIES, EdgeKind, Kind, MemGraph, Space
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 from jaxoffload.graphs.verify import verify
-from jaxoffload.plan.alloc.build import build_memgraph
+from jaxoffload.plan.alloc.build import CHOICES, build_memgraph
 from jaxoffload.plan.alloc.limits import (
     align,
     min_budget,
@@ -231,6 +232,29 @@ def test_furthest_next_use_is_what_the_paper_says():
         for victims in ("furthest", "cheapest"):
             memgraph = build_memgraph(graph, 3 * 256, victims=victims)
             assert to_host(memgraph)[0] == order[1]
+
+
+def test_each_rule_is_called_what_it_is():
+    """Of a tensor that is read last, and one that need not be copied to be evicted."""
+    kernel = VertexKind.KERNEL
+    tensors = (
+        Tensor(256, "last"),
+        Tensor(256, "clean", argument=Span(0, 0)),
+        Tensor(256, "read", results=(Span(0, 0),)),
+        Tensor(256, "c"),
+        Tensor(256, "d"),
+        *(Tensor(256, "r", results=(Span(j, 0),)) for j in range(1, 12)),
+    )
+    steps = [((), 0), ((1,), 2), ((), 3), ((), 4), *(((3, 4), r) for r in range(5, 14))]
+    steps += [((1,), 14), ((0,), 15)]
+    vertices = tuple(Vertex(kernel, reads, (writes,)) for reads, writes in steps)
+    graph = TaskGraph(tensors, vertices)
+    assert to_host(build_memgraph(graph, 4 * 256, victims="furthest")) == [0]
+    assert to_host(build_memgraph(graph, 4 * 256, victims="cheapest")) == []
+    with pytest.raises(ValueError, match=f"no rule for victims {len(CHOICES)}"):
+        _native.build_memgraph(
+            graph.columns, [4 * 256], None, False, False, len(CHOICES), None, [], False, []
+        )
 
 
 @SETTINGS
