@@ -37,6 +37,8 @@ from jaxoffload.report.predict import Prediction as Prediction
 from jaxoffload.report.tradeoff import Tradeoff as Tradeoff
 from jaxoffload.report.view import Comparison as Comparison
 from jaxoffload.report.view import compare as compare
+from jaxoffload.rewrite.compact import Compact as Compact
+from jaxoffload.rewrite.compact import compact as compact
 from jaxoffload.runtime.arrays import DiskArray as DiskArray
 from jaxoffload.runtime.arrays import HostArray as HostArray
 from jaxoffload.runtime.arrays import disk_put as disk_put

@@ -16,6 +16,9 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
+REWRITES = ("compact", "reorder", "typed")
+"""Rewrites of a captured program, in the order in which they are done."""
+
 Disk = tuple[str, ...]
 """Absolute paths of the folders over which the disk tier is striped."""
 
@@ -46,6 +49,8 @@ class Options:
       memory: bytes of RAM for arena, workspace, host tier and new results together, where the
         device's memory is the host's; None: each has limits of its own. `device_memory` is the
         same number then.
+      rewrites: which rewrites of the program may be done, of `REWRITES`.
+      rewrites_much: whether they are only where they save a lot.
       budgets: bytes of each device, where they were named one by one; `device_memory` is the least.
     """
 
@@ -64,6 +69,8 @@ class Options:
     memory: int | None = None
     host_compute: str = "auto"
     budgets: tuple[int, ...] = ()
+    rewrites: tuple[str, ...] = REWRITES
+    rewrites_much: bool = True
 
 
 def make_options(
@@ -81,6 +88,7 @@ def make_options(
     rates: tuple[tuple[str, float], ...] = (),
     memory: object = None,
     host_compute: object = "auto",
+    rewrites: object = "auto",
 ) -> Options:
     """Options from what the user typed.
 
@@ -128,8 +136,27 @@ def make_options(
     return Options(
         device_memory, host_memory, folders, vertex_memory, policies.as_policy(launch), check,
         verify, str(results), str(policy), str(recompute), str(cut), rates,
-        memory, str(host_compute), budgets,
+        memory, str(host_compute), budgets, parse_rewrites(rewrites), rewrites == "auto",
     )  # fmt: skip
+
+
+def parse_rewrites(value: object) -> tuple[str, ...]:
+    """Names of rewrites from what the user typed, in order.
+
+    Raises:
+      TypeError, ValueError: with the value and the remedy.
+    """
+    remedy = f'Pass "auto", True, False, or some of {", ".join(map(repr, REWRITES))} in a tuple.'
+    if isinstance(value, str) and value == "auto" or value is True:
+        return REWRITES
+    if value is False:
+        return ()
+    if not isinstance(value, tuple | list):
+        raise TypeError(f"offload: rewrites={value!r} is a {type(value).__name__}. {remedy}")
+    for name in value:
+        if name not in REWRITES:
+            raise ValueError(f"offload: rewrites={value!r}: {name!r} is no rewrite. {remedy}")
+    return tuple(name for name in REWRITES if name in value)
 
 
 def _refuse_two_budgets(memory: object, device_memory: object, host_memory: object) -> None:

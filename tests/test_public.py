@@ -13,10 +13,11 @@ import pytest
 
 import jaxoffload as jo
 
-NAMES = """BackendError BackendReport CaptureError Comparison DiskArray DiskError Explanation
-HostArray Link MACHINES Machine OffloadError OffloadWarning Offloaded Plan PlanError Prediction
-Profile Run RunError Tradeoff VerificationError VerifyError WholeRun backends clear_caches compare
-disk_put host_put offload open_safetensors policies""".split()
+NAMES = """BackendError BackendReport CaptureError Compact Comparison DiskArray
+DiskError Explanation HostArray Link MACHINES Machine OffloadError OffloadWarning
+Offloaded Plan PlanError Prediction Profile Run RunError Tradeoff VerificationError
+VerifyError WholeRun backends clear_caches compact compare disk_put host_put offload
+open_safetensors policies""".split()
 
 
 def test_public_names():

@@ -125,6 +125,7 @@ class Explanation:
         not been compiled yet.
       machine: the name of the machine that it is for, "" for this one.
       workspace_words: for another machine, how its workspace is known.
+      rewrites: one line on what rewrites saved, "" where there were none.
       verdict: one line.
       advice: what would lower the memory that is needed, and what is held for nothing.
     """
@@ -142,6 +143,7 @@ class Explanation:
     advice: tuple[str, ...]
     machine: str = ""
     workspace_words: str = ""
+    rewrites: str = ""
 
     @classmethod
     @garbage.paused()
@@ -252,6 +254,8 @@ class Explanation:
                     f"{format_bytes(self.plan.bytes_stored)}; {format_bytes(self.plan.disk_bytes)} "
                     "are reserved"
                 )
+        if self.rewrites:
+            lines.append(self.rewrites)
         if self.workspace_words and not self.has_estimates:
             lines.append(
                 f"Workspace of executables, {self.workspace_words}: "

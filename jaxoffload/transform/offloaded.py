@@ -88,6 +88,7 @@ class Offloaded:
         self._last_ended = -1  # on the runtime's clock
         self._as_it_is: Any = None
         is_whole = may_run_whole(options, ()) and not is_always_cut(options)
+        is_whole &= options.rewrites_much or not options.rewrites
         if options.device_memory is None and is_whole:
             self._as_it_is = self._jitted(
                 donate_argnums=sorted(spec.donated_positions),
@@ -184,7 +185,9 @@ class Offloaded:
             return Explanation.of(request, asked, call.leaves, machine)
         found = Explanation.of(program.request(), asked, call.leaves)
         if found.plan is None and (part := program.repeated()) is not None:
-            return Explanation.of(part, asked)
+            found = Explanation.of(part, asked)
+        if program.rewrites is not None:
+            found = dataclasses.replace(found, rewrites=str(program.rewrites))
         return found
 
     def predict(
@@ -336,7 +339,7 @@ class Offloaded:
         expected = None
         if not isinstance(plan, WholePlan) and program.options.verify and not program.verified:
             leaves = [_read(x) if isinstance(x, TierArray) else x for x in call.leaves]
-            expected = compare_with_jit(program.traced.jaxpr, leaves)
+            expected = compare_with_jit(program.as_written, leaves)
         if not isinstance(plan, WholePlan):
             check_transfers(self._spec, call)
         flat, run = program.run(call.leaves, device)

@@ -23,6 +23,7 @@ from jaxoffload.errors import CaptureError, PlanError, warn
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.once import Once
 from jaxoffload.options import Options, format_bytes
+from jaxoffload.rewrite.apply import rewritten
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.profile import Profile
@@ -69,6 +70,14 @@ class Program:
         self._tuner = Tuner(profile, options)
         shapes = shapes_of(signature)
         self.traced = trace(call, shapes, signature.codes, signature.tree)
+        self.as_written, self.rewrites = self.traced.jaxpr, None
+        if not is_spread(self.traced.jaxpr):
+            made, self.rewrites = rewritten(
+                self.traced.jaxpr, options.rewrites, backends.current().machine,
+                options.rewrites_much,
+            )  # fmt: skip
+            if self.rewrites is not None:
+                self.traced = dataclasses.replace(self.traced, jaxpr=made)
         self._derived = Derived()
         self._spread: Spread | None = None
         self._refusal: CaptureError | None = None

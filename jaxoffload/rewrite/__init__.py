@@ -1,0 +1,1 @@
+"""Rewrites of the captured program that save work or memory: see docs/rewrites.md."""

@@ -1,0 +1,162 @@
+"""Rewrites a whole program, bodies of loops included, and says what that saved.
+
+Takes a closed jaxpr; gives one with the same arguments and results, shapes and dtypes, or the same
+one where nothing is worth it. What rounds may round differently.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture import cost
+from jaxoffload.capture.flat import Equation
+from jaxoffload.capture.whole import bodies_of
+from jaxoffload.options import format_bytes
+from jaxoffload.rewrite.level import Level, closed_of, level_of
+from jaxoffload.rewrite.reorder import reordered
+from jaxoffload.rewrite.rows import compacted
+
+AUTO_SHARE = 0.5
+"""Of a function's time that is left where rewrites are not asked for: they round differently from
+`jax.jit`, which is to be worth it."""
+_AUTO_BYTES = 2**22
+"""Rows that are gathered at once, below which a function is left alone unless rewrites are asked
+for: it would be looked through for a millisecond."""
+_BETTER = 0.9
+"""Of the time of what is done on rows in another place, that is left if it is to be worth it."""
+_BODIES = {"scan": "jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr", "while": "body_jaxpr"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Saving:
+    """What rewrites changed, by the model of the device.
+
+    Attributes:
+      flops, traffic: floating-point operations and bytes read and written, before and after, each
+        operation counted as a kernel of its own, bodies of loops once.
+      largest: bytes of the largest value that is computed, before and after.
+      seconds: of the operations.
+    """
+
+    flops: tuple[float, float]
+    traffic: tuple[float, float]
+    largest: tuple[int, int]
+    seconds: tuple[float, float]
+
+    def __str__(self) -> str:
+        (f0, f1), (t0, t1), (l0, l1) = self.flops, self.traffic, self.largest
+        return (
+            f"Rewritten: {f0 / 1e9:.3g} to {f1 / 1e9:.3g} Gflop, {format_bytes(t0)} to "
+            f"{format_bytes(t1)} of traffic, the largest value {format_bytes(l0)} to "
+            f"{format_bytes(l1)}; results differ from those without by rounding (rewrites=False)"
+        )
+
+
+def rewritten(
+    closed: Any, names: tuple[str, ...], rates: cost.Rates, is_auto: bool
+) -> tuple[Any, Saving | None]:
+    """A closed jaxpr rewritten.
+
+    Args:
+      names: which rewrites may be done, of `options.REWRITES`.
+      rates: of the device.
+      is_auto: only where they save a lot.
+
+    Returns:
+      The jaxpr, and what was saved; the same jaxpr and None where nothing is.
+    """
+    if closed.effects or not names or (is_auto and not _gathers_much(closed.jaxpr)):
+        return closed, None
+    counts = _Counts(rates)
+    made = _rewritten(closed, names, rates, counts)
+    before, after = counts.seconds
+    if made is None or after >= before or (is_auto and after > AUTO_SHARE * before):
+        return closed, None
+    return made, counts.saving()
+
+
+def _gathers_much(jaxpr: Any) -> bool:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "gather" and any(
+            compat.byte_count(v.aval) >= _AUTO_BYTES for v in eqn.outvars
+        ):
+            return True
+        if any(map(_gathers_much, bodies_of(eqn))):
+            return True
+    return False
+
+
+class _Counts:
+    """Work before and after."""
+
+    def __init__(self, rates: cost.Rates) -> None:
+        self._rates = rates
+        self.flops, self.traffic, self.seconds = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
+        self.largest = [0, 0]
+
+    def add(self, side: int, equations: list[Equation]) -> None:
+        for e in equations:
+            self.flops[side] += cost.flops(e)
+            self.traffic[side] += cost.traffic(e)
+            self.seconds[side] += cost.seconds(e, self._rates)
+            size = max((v.num_bytes() for v in e.outputs), default=0)
+            self.largest[side] = max(self.largest[side], size)
+
+    def saving(self) -> Saving:
+        (f0, f1), (t0, t1), (l0, l1) = self.flops, self.traffic, self.largest
+        return Saving((f0, f1), (t0, t1), (l0, l1), (self.seconds[0], self.seconds[1]))
+
+
+def _rewritten(closed: Any, names: tuple[str, ...], rates: cost.Rates, counts: _Counts) -> Any:
+    """A closed jaxpr rewritten; None where nothing in it is."""
+    level = level_of(closed)
+    before = list(level.equations)
+    counts.add(0, before)
+    tried = []
+    # Rows that derivatives read again pay only once these are in another order, too.
+    for share in (0.0, _BETTER, math.inf) if "compact" in names else (0.0,):
+        one = dataclasses.replace(level, equations=list(before))
+        composed = compacted(one, rates, share) if share else {}
+        if share and one.equations == tried[-1][2]:
+            continue
+        rows = list(one.equations)
+        if "reorder" in names or "typed" in names:
+            reordered(one, rates, "reorder" in names, "typed" in names, composed)
+        seconds = sum(cost.seconds(e, rates) for e in one.equations)
+        tried.append((seconds, one, rows))
+    level = min(tried, key=lambda found: found[0])[1]
+    counts.add(1, level.equations)
+    changed = len(before) != len(level.equations) or any(
+        a is not b for a, b in zip(before, level.equations, strict=True)
+    )
+    return closed_of(level, closed) if _bodies(level, names, rates, counts) or changed else None
+
+
+def _bodies(level: Level, names: tuple[str, ...], rates: cost.Rates, counts: _Counts) -> bool:
+    """Rewrites the bodies of a level's loops and checkpoints; whether there was something."""
+    changed = False
+    for i, equation in enumerate(level.equations):
+        for param, body in _bodies_of(equation):
+            is_closed = isinstance(body, compat.ClosedJaxpr)
+            made = _rewritten(
+                body if is_closed else compat.ClosedJaxpr(body, ()), names, rates, counts
+            )
+            if made is None or (not is_closed and made.consts):
+                continue
+            eqn = equation.operation.eqn
+            params = eqn.params | {param: made if is_closed else made.jaxpr}
+            operation = type(equation.operation)(eqn.replace(params=params))
+            equation = dataclasses.replace(equation, operation=operation)
+            level.equations[i] = equation
+            changed = True
+    return changed
+
+
+def _bodies_of(equation: Equation) -> Iterator[tuple[str, Any]]:
+    param = _BODIES.get(equation.operation.name)
+    if param is not None and equation.operation.eqn is not None:
+        body = equation.operation.params.get(param)
+        if body is not None and not body.effects:
+            yield param, body
