@@ -152,3 +152,15 @@ def test_a_step_sees_rows_that_were_put():
         array.put([17], 1.0)
         w[17] = 1.0
     np.testing.assert_allclose(step(arrays, x), jax.jit(chain)(weights, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("width, first", [(64, 0), (513, 1), (519, 3), (70000, 5)])
+def test_many_rows_at_once_are_the_same(width, first):
+    """More than 16 MiB go past the cache: whatever the rows' length and where they begin."""
+    table = table_of((2**23 // width, width))
+    ids = np.random.default_rng(4).integers(0, len(table), 2**22 // width * 5 // 4 + 7)
+    memory = np.full(ids.size * width + first + 5, 7.0, np.float32)
+    out = memory[first:-5].reshape(ids.size, width)
+    assert out.nbytes > 16 * 2**20
+    assert np.array_equal(jo.host_put(table).take(ids, out=out), table[ids])
+    assert (memory[:first] == 7).all() and (memory[-5:] == 7).all()
