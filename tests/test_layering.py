@@ -10,7 +10,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "jaxoffload"
 ORDER = ["errors", "showing", "policies", "options", "graphs", "once", "garbage", "sources",
          "_jax_compat", "identity", "store", "capture", "plan", "compile", "runtime", "search",
-         "report", "transform", "doctor", "command", "finetune"]  # fmt: skip
+         "report", "transform", "doctor", "graph", "command", "finetune"]  # fmt: skip
 STAGES = {"capture": {"plan", "compile", "runtime"}, "plan": {"capture", "compile", "runtime"},
           "compile": {"plan", "runtime"}, "runtime": {"capture"}}  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))

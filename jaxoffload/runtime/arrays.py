@@ -210,6 +210,11 @@ class DiskArray(TierArray):
         """The folders, or the file, in which it is."""
         return ", ".join(self._disk)
 
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The same, one by one."""
+        return self._disk
+
     def delete(self) -> None:
         super().delete()
         self.source = None

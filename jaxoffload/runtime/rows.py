@@ -92,8 +92,14 @@ class ByRows:
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    nbytes: int
-    writable: bool
+
+    @property
+    def nbytes(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def writable(self) -> bool:
+        raise NotImplementedError
 
     def check_alive(self) -> None:
         raise NotImplementedError
