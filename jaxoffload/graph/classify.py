@@ -49,7 +49,7 @@ def generated(num_nodes: int, num_relations: int, num_classes: int, width: int, 
     tails = np.where(random.random(len(tails)) < 0.8, same, tails)
     relations = random.integers(0, num_relations, len(heads))
     features = random.normal(size=(num_classes, width))[labels]
-    features = features + 3 * random.normal(size=features.shape)
+    features = features + 1.5 * random.normal(size=features.shape)
     graph = Graph.of(heads, relations, tails, num_nodes, num_relations)
     return graph, features.astype(np.float32), labels
 
