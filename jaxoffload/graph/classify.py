@@ -104,5 +104,5 @@ def accuracy(predict: Any, params: Any, batches: Batches) -> float:
 
 def jit_bytes(f: Any, *args: Any) -> int:
     """Bytes that `jax.jit(f)` takes: arguments, results, and what XLA keeps between them."""
-    about = jax.jit(f).lower(*args).compile().memory_analysis()
+    about: Any = jax.jit(f).lower(*args).compile().memory_analysis()
     return int(about.argument_size_in_bytes + about.output_size_in_bytes + about.temp_size_in_bytes)
