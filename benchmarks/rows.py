@@ -2,10 +2,10 @@
 
 Tables of up to 4 million rows of 256 B to 16 KiB, and of 2048 to 2076 B, whose rows begin anywhere
 in a cache line. Random rows, each once, against as many bytes at the rate of copies of 64 KiB by as
-many threads (processor time of all of them), or of one read from end to end on the same folder (wall
-time); in turns, the least of the rounds. On disk a block of 16 KiB is under one checksum and comes
-whole: bytes are those of blocks with rows, counted by the store. Then an epoch of GraphSAGE whose batches take their rows, against one that has the
-features copied whole.
+many threads (processor time of all of them), or of one read from end to end on the same folder
+(wall time); in turns, the least of the rounds. On disk a block of 16 KiB is under one checksum and
+comes whole: bytes are those of blocks with rows, counted by the store. Then an epoch of GraphSAGE
+whose batches take their rows, against one that has the features copied whole.
 """
 
 import tempfile
