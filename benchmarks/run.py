@@ -5,8 +5,8 @@ import argparse
 import importlib
 
 NAMES = ("ratios", "first_call", "restart", "steady", "split", "accuracy", "overhead", "planner",
-         "plans", "gpu_plans", "disk", "ram", "host", "cycle", "loops", "graphs", "simulated",
-         "devices", "throttled", "finetune", "soak")  # fmt: skip
+         "plans", "gpu_plans", "disk", "ram", "host", "cycle", "loops", "graphs", "rows",
+         "simulated", "devices", "throttled", "finetune", "soak")  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -17,6 +17,7 @@ except ImportError as error:
         "Run: pip install -e . (in the repository), or leave the repository's folder."
     ) from error
 
+from jaxoffload import graph as graph
 from jaxoffload import policies as policies
 from jaxoffload.doctor import BackendReport as BackendReport
 from jaxoffload.doctor import backends as backends

@@ -295,8 +295,21 @@ class DiskSource:
           OSError: the disk failed, or gave back other bytes than were written.
         """
 
+    def read_rows(self, buffer: np.ndarray, ids: np.ndarray, row_bytes: int) -> None:
+        """Fills a uint8 array with rows of so many bytes, without the GIL.
+
+        Args:
+          ids: int64[N], ascending, no row twice.
+
+        Raises:
+          IndexError: an id is none of the rows. OSError: the disk failed.
+        """
+
 class DiskExtent(DiskSource):
     """Space in a store; given back when the object goes. Every 16 KiB carry a CRC32C."""
+
+    def write_rows(self, buffer: np.ndarray, ids: np.ndarray, row_bytes: int) -> None:
+        """Overwrites rows by a uint8 array; ids and errors as `read_rows`'."""
 
     def write(self, buffer: np.ndarray, offset: int = 0) -> None:
         """Writes a uint8 array from a byte offset on, without the GIL.
@@ -556,3 +569,43 @@ def lane_of(kind: np.ndarray, device: np.ndarray, num_devices: int) -> np.ndarra
 
 ffi_api_version: tuple[int, int]
 """XLA FFI API of the headers that this was built with: (major, minor)."""
+
+def take_rows(
+    table: np.ndarray, ids: np.ndarray, row_bytes: int, to: np.ndarray, num_threads: int
+) -> None:
+    """Copies rows ids[i] (int64) of one uint8 array to rows i of another, by several threads.
+
+    Raises:
+      IndexError: an id is none of the rows.
+    """
+
+def put_rows(
+    table: np.ndarray, ids: np.ndarray, row_bytes: int, values: np.ndarray, num_threads: int
+) -> None:
+    """Copies rows i of one uint8 array to rows ids[i] of another; no row may be named twice.
+
+    Raises:
+      IndexError: an id is none of the rows.
+    """
+
+def sample_neighbours(
+    offsets: np.ndarray,
+    sources: np.ndarray,
+    relations: np.ndarray,
+    seeds: np.ndarray,
+    fanouts: Sequence[int],
+    per_relation: bool,
+    seed: int,
+    num_threads: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Nodes, their offsets by hop; sources, destinations, relations of edges, their offsets.
+
+    Args:
+      offsets: int64[N + 1], of the edges into each node, which lie side by side by relation.
+      sources, relations: int32[E], trusted to be in range.
+      seeds: int32[S], each once.
+      fanouts: for each hop; negative: all.
+
+    Raises:
+      ValueError: a seed is no node, or is there twice.
+    """

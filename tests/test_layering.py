@@ -10,7 +10,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "jaxoffload"
 ORDER = ["errors", "showing", "policies", "options", "graphs", "once", "garbage", "sources",
          "_jax_compat", "identity", "store", "capture", "rewrite", "plan", "compile", "runtime",
-         "search", "report", "transform", "doctor", "command", "finetune"]  # fmt: skip
+         "search", "report", "transform", "doctor", "graph", "command", "finetune"]  # fmt: skip
 STAGES = {"capture": {"plan", "compile", "runtime"}, "plan": {"capture", "compile", "runtime"},
           "compile": {"plan", "runtime"}, "runtime": {"capture"}}  # fmt: skip
 NATIVE = ["", "base", "bindings", "cuda", "launcher", "pjrt", "plan", "planner", "tiers"]

@@ -53,8 +53,8 @@ def complaints(notebook):
             yield f"a path of the machine: {text[max(found.start() - 40, 0) : found.end() + 40]!r}"
 
 
-def test_there_are_seven():
-    assert [path.name[:2] for path in execute.ALL] == [f"0{n}" for n in range(1, 8)]
+def test_there_are_eight():
+    assert [path.name[:2] for path in execute.ALL] == [f"0{n}" for n in range(1, 9)]
 
 
 @pytest.mark.parametrize("path", execute.ALL, ids=lambda path: path.stem)

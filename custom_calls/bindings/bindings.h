@@ -36,9 +36,13 @@ void BindPlanner(nb::module_& m);
 void BindMemGraph(nb::module_& m);
 void BindHost(nb::module_& m);
 void BindDisk(nb::module_& m);
+void BindGraph(nb::module_& m);
 
 // Copies what any client's runs have left on a device and owe to an array in host memory.
 void SettleAll(const char* array);
+
+// Throws std::out_of_range, naming the first that is not in [0, count).
+void RequireRows(const int64_t* ids, size_t num_ids, int64_t count);
 
 template <typename T>
 using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;

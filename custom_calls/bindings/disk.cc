@@ -6,6 +6,7 @@
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
 #include "tiers/disk_file.h"
+#include "tiers/disk_rows.h"
 #include "tiers/disk_store.h"
 
 namespace jaxoffload {
@@ -60,14 +61,47 @@ void WriteFrom(DiskExtent& extent, const Bytes<const uint8_t>& buffer, int64_t o
   });
 }
 
+Rows RowsOf(const DiskSource& source, const Array<int64_t>& ids, int64_t row_bytes,
+            size_t buffer_bytes) {
+  if (row_bytes <= 0 || static_cast<size_t>(row_bytes) * ids.size() != buffer_bytes) {
+    throw std::invalid_argument("row_bytes=" + std::to_string(row_bytes) +
+                                " does not make the buffer's length of " +
+                                std::to_string(ids.size()) + " rows.");
+  }
+  RequireRows(ids.data(), ids.size(), source.bytes() / row_bytes);
+  for (size_t i = 1; i < ids.size(); ++i) {
+    if (ids.data()[i] <= ids.data()[i - 1])
+      throw std::invalid_argument("ids must ascend, and have no row twice.");
+  }
+  return {ids.data(), static_cast<int64_t>(ids.size()), row_bytes};
+}
+
+void ReadRows(const DiskSource& source, const Bytes<uint8_t>& buffer, const Array<int64_t>& ids,
+              int64_t row_bytes) {
+  const Rows rows = RowsOf(source, ids, row_bytes, buffer.size());
+  Transfer(source, 0, 0, [&](const std::atomic<bool>& abort, std::string* error) {
+    return source.ReadRows(rows, reinterpret_cast<char*>(buffer.data()), abort, error);
+  });
+}
+
+void WriteRows(DiskExtent& extent, const Bytes<const uint8_t>& buffer, const Array<int64_t>& ids,
+               int64_t row_bytes) {
+  const Rows rows = RowsOf(extent, ids, row_bytes, buffer.size());
+  Transfer(extent, 0, 0, [&](const std::atomic<bool>& abort, std::string* error) {
+    return extent.WriteRows(rows, reinterpret_cast<const char*>(buffer.data()), abort, error);
+  });
+}
+
 }  // namespace
 
 void BindDisk(nb::module_& m) {
   nb::class_<DiskSource>(m, "DiskSource", nb::is_weak_referenceable())
       .def_prop_ro("bytes", &DiskSource::bytes)
-      .def("read_into", &ReadInto, "buffer"_a, "offset"_a = 0);
+      .def("read_into", &ReadInto, "buffer"_a, "offset"_a = 0)
+      .def("read_rows", &ReadRows, "buffer"_a, "ids"_a, "row_bytes"_a);
   nb::class_<DiskExtent, DiskSource>(m, "DiskExtent")
-      .def("write", &WriteFrom, "buffer"_a, "offset"_a = 0);
+      .def("write", &WriteFrom, "buffer"_a, "offset"_a = 0)
+      .def("write_rows", &WriteRows, "buffer"_a, "ids"_a, "row_bytes"_a);
   nb::class_<FileRange, DiskSource>(m, "FileRange");
   nb::class_<DiskFile>(m, "DiskFile", nb::is_weak_referenceable(), nb::type_slots(only_made))
       .def(nb::new_([](const std::string& path) {

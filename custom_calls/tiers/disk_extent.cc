@@ -69,29 +69,43 @@ bool DiskExtent::CheckBlocks(int64_t offset, const char* data, int64_t bytes,
   return true;
 }
 
-bool DiskExtent::ReadBlocks(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
-                            std::string* error) const {
-  const std::vector<DiskRequest> requests =
-      store_->Requests(start_ + offset, to, bytes, /*is_write=*/false);
+bool DiskExtent::ReadSpans(const std::vector<DiskSpan>& spans, const std::atomic<bool>& abort,
+                           std::string* error) const {
+  std::vector<DiskRequest> requests;
+  std::vector<int64_t> offsets;  // of each request, in this extent
+  for (const DiskSpan& span : spans) {
+    for (const DiskRequest& request :
+         store_->Requests(start_ + span.offset, span.address, span.bytes, /*is_write=*/false)) {
+      requests.push_back(request);
+      offsets.push_back(span.offset + (request.address - span.address));
+    }
+  }
   const auto nothing = [](size_t, std::string*) { return true; };
   const auto check = [&](size_t position, std::string* failure) {
     const DiskRequest& request = requests[position];
     store_->bytes_read_ += request.bytes;
-    return CheckBlocks(offset + (request.address - to), request.address, request.bytes, failure);
+    return CheckBlocks(offsets[position], request.address, request.bytes, failure);
   };
   if (store_->engine_->Transfer(requests, abort, nothing, check, error)) return true;
   *error = store_->JoinedPaths() + ": " + *error;
   return false;
 }
 
-bool DiskExtent::WriteBlocks(int64_t offset, const char* from, int64_t bytes,
-                             const std::atomic<bool>& abort, std::string* error) {
-  const std::vector<DiskRequest> requests =
-      store_->Requests(start_ + offset, const_cast<char*>(from), bytes, /*is_write=*/true);
+bool DiskExtent::WriteSpans(const std::vector<DiskSpan>& spans, const std::atomic<bool>& abort,
+                            std::string* error) {
+  std::vector<DiskRequest> requests;
+  std::vector<int64_t> offsets;
+  for (const DiskSpan& span : spans) {
+    for (const DiskRequest& request :
+         store_->Requests(start_ + span.offset, span.address, span.bytes, /*is_write=*/true)) {
+      requests.push_back(request);
+      offsets.push_back(span.offset + (request.address - span.address));
+    }
+  }
   const auto sum = [&](size_t position, std::string*) {
     const DiskRequest& request = requests[position];
     for (int64_t at = 0; at < request.bytes; at += kBlock) {
-      const int64_t block = (offset + (request.address - from) + at) / kBlock;
+      const int64_t block = (offsets[position] + at) / kBlock;
       sums_[block] = QuarteredCrc32c(request.address + at, kBlock);
       written_[block] = 1;
     }
@@ -104,6 +118,57 @@ bool DiskExtent::WriteBlocks(int64_t offset, const char* from, int64_t bytes,
   if (store_->engine_->Transfer(requests, abort, sum, count, error)) return true;
   *error = store_->JoinedPaths() + ": " + *error;
   return false;
+}
+
+bool DiskExtent::ReadBlocks(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
+                            std::string* error) const {
+  return ReadSpans({{offset, to, bytes}}, abort, error);
+}
+
+bool DiskExtent::WriteBlocks(int64_t offset, const char* from, int64_t bytes,
+                             const std::atomic<bool>& abort, std::string* error) {
+  return WriteSpans({{offset, const_cast<char*>(from), bytes}}, abort, error);
+}
+
+bool DiskExtent::ReadRows(const Rows& rows, char* to, const std::atomic<bool>& abort,
+                          std::string* error) const {
+  const auto read = [&](const std::vector<DiskSpan>& spans, const std::vector<DiskSpan>&,
+                        const std::vector<RowPiece>& pieces) {
+    if (store_->home_.IsForked()) {
+      if (!ReadSpans(spans, abort, error)) return false;  // as in ReadPart
+    } else {
+      const MutexLock lock(partial_);
+      if (!ReadSpans(spans, abort, error)) return false;
+    }
+    for (const RowPiece& piece : pieces) std::memcpy(to + piece.outside, piece.inside, piece.bytes);
+    return true;
+  };
+  return ForEachWindow(rows, 0, kBlock, read);
+}
+
+bool DiskExtent::WriteRows(const Rows& rows, const char* from, const std::atomic<bool>& abort,
+                           std::string* error) {
+  if (IsRefusedInChild(error)) return false;
+  MayChange();
+  const auto write = [&](const std::vector<DiskSpan>& spans, const std::vector<DiskSpan>& partial,
+                         const std::vector<RowPiece>& pieces) {
+    const MutexLock lock(partial_);
+    if (!ReadSpans(partial, abort, error)) return false;
+    for (const RowPiece& piece : pieces)
+      std::memcpy(piece.inside, from + piece.outside, piece.bytes);
+    return WriteSpans(spans, abort, error);
+  };
+  const bool is_done = ForEachWindow(rows, 0, kBlock, write);
+  MayChange();
+  return is_done;
+}
+
+bool DiskExtent::IsRefusedInChild(std::string* error) const {
+  if (!store_->home_.IsForked()) return false;
+  *error = store_->JoinedPaths() + ": this process was forked off process " +
+           std::to_string(store_->home_.pid()) +
+           ", whose bytes these are. Put the array on disk anew here";
+  return true;
 }
 
 bool DiskExtent::Read(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
@@ -122,12 +187,7 @@ bool DiskExtent::Read(int64_t offset, char* to, int64_t bytes, const std::atomic
 
 bool DiskExtent::Write(int64_t offset, const char* from, int64_t bytes,
                        const std::atomic<bool>& abort, std::string* error) {
-  if (store_->home_.IsForked()) {
-    *error = store_->JoinedPaths() + ": this process was forked off process " +
-             std::to_string(store_->home_.pid()) +
-             ", whose bytes these are. Put the array on disk anew here";
-    return false;
-  }
+  if (IsRefusedInChild(error)) return false;
   MayChange();
   const auto part = [&](int64_t at, int64_t length) {
     return WritePart(offset + at, from + at, length, abort, error);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "tiers/disk_rows.h"
 #include "tiers/disk_source.h"
 
 namespace jaxoffload {
@@ -32,6 +33,11 @@ class DiskExtent : public DiskSource {
   // checked first.
   bool Write(int64_t offset, const char* from, int64_t bytes, const std::atomic<bool>& abort,
              std::string* error);
+  bool ReadRows(const Rows& rows, char* to, const std::atomic<bool>& abort,
+                std::string* error) const override;
+  // Likewise. Blocks of which rows are a part are read and checked first.
+  bool WriteRows(const Rows& rows, const char* from, const std::atomic<bool>& abort,
+                 std::string* error);
 
  private:
   friend class DiskStore;
@@ -42,6 +48,12 @@ class DiskExtent : public DiskSource {
                   std::string* error) const;
   bool WriteBlocks(int64_t offset, const char* from, int64_t bytes, const std::atomic<bool>& abort,
                    std::string* error);
+  // Both take whole blocks in page-aligned memory, all in one transfer.
+  bool ReadSpans(const std::vector<DiskSpan>& spans, const std::atomic<bool>& abort,
+                 std::string* error) const;
+  bool WriteSpans(const std::vector<DiskSpan>& spans, const std::atomic<bool>& abort,
+                  std::string* error);
+  bool IsRefusedInChild(std::string* error) const;
   // Of one block.
   bool ReadPart(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
                 std::string* error) const;

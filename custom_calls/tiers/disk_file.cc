@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/pages.h"
+#include "tiers/disk_rows.h"
 #include "tiers/disk_store.h"
 
 namespace jaxoffload {
@@ -133,6 +134,35 @@ bool FileRange::Read(int64_t offset, char* to, int64_t bytes, const std::atomic<
     bytes -= part;
   }
   return file_->IsUnchanged(error);
+}
+
+bool FileRange::ReadRows(const Rows& rows, char* to, const std::atomic<bool>& abort,
+                         std::string* error) const {
+  if (!file_->IsUnchanged(error)) return false;
+  const auto nothing = [](size_t, std::string*) { return true; };
+  const auto read = [&](const std::vector<DiskSpan>& spans, const std::vector<DiskSpan>&,
+                        const std::vector<RowPiece>& pieces) {
+    std::vector<DiskRequest> requests;
+    for (const DiskSpan& span : spans) {
+      for (int64_t at = 0; at < span.bytes; at += kPiece) {
+        DiskRequest request;
+        request.fd = file_->fd_;
+        request.offset = span.offset + at;
+        request.address = span.address + at;
+        request.bytes = std::min(kPiece, span.bytes - at);
+        // The last page of a file may be short.
+        request.least_bytes = std::min(request.bytes, file_->bytes_ - request.offset);
+        requests.push_back(request);
+      }
+    }
+    if (!file_->engine().Transfer(requests, abort, nothing, nothing, error)) {
+      *error = file_->path_ + ": " + *error;
+      return false;
+    }
+    for (const RowPiece& piece : pieces) std::memcpy(to + piece.outside, piece.inside, piece.bytes);
+    return true;
+  };
+  return ForEachWindow(rows, offset_, kPage, read) && file_->IsUnchanged(error);
 }
 
 }  // namespace jaxoffload

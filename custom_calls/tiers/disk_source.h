@@ -13,6 +13,8 @@
 
 namespace jaxoffload {
 
+struct Rows;  // tiers/disk_rows.h
+
 // What could not be done with a folder or a file, and errno.
 class DiskError : public std::runtime_error {
  public:
@@ -35,6 +37,10 @@ class DiskSource {
   // `offset` to a block. False, with *error set, on failure. Any number of threads at once.
   virtual bool Read(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
                     std::string* error) const = 0;
+  // Reads rows to memory, one after another; they must be inside. Neighbours share requests, and
+  // many are in flight. False, with *error set, on failure. Any number of threads at once.
+  virtual bool ReadRows(const Rows& rows, char* to, const std::atomic<bool>& abort,
+                        std::string* error) const = 0;
   // Start of a range of numbers, as long as the source, that no other source has: what the live
   // range checker takes for an address.
   char* tag() const { return tag_; }

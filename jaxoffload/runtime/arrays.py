@@ -20,6 +20,7 @@ import numpy as np
 from jaxoffload import _native
 from jaxoffload.errors import DiskError
 from jaxoffload.options import Disk, format_bytes, parse_disk
+from jaxoffload.runtime import rows
 
 _PIECE = 64 * 2**20
 """Bytes that are in memory at once while an array is written to disk."""
@@ -27,7 +28,7 @@ _MOST_BYTES = 2**62
 """Of one array: more than any memory or disk has, and so few that the runtime can add them up."""
 
 
-class TierArray:
+class TierArray(rows.ByRows):
     """An array in a lower tier; `numpy.asarray` and offloaded functions read its bytes.
 
     Attributes:
@@ -71,21 +72,24 @@ class TierArray:
             raise TypeError("len() of an array without dimensions")
         return self.shape[0]
 
-    def __getitem__(self, index: int | slice) -> np.ndarray:
-        """Rows of the leading axis, without reading the others: an int, or a slice of step 1."""
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Rows of the leading axis, without reading the others: an int, a slice of step 1, or an
+        array of row numbers."""
         self.check_alive()
+        if self.shape and isinstance(index, list | np.ndarray | jax.Array):
+            return self.take(index)
         if not self.shape or not isinstance(index, int | slice):
             raise TypeError(
-                f"{self!r}[{index!r}]: only an int or a slice of the leading axis can be read. Use "
-                "numpy.asarray for the whole."
+                f"{self!r}[{index!r}]: only an int, a slice or an array of row numbers of the "
+                "leading axis can be read. Use numpy.asarray for the whole."
             )
-        rows = range(self.shape[0])[index]
-        first, count = (rows, 1) if isinstance(rows, int) else (rows.start, len(rows))
-        if not isinstance(rows, int) and rows.step != 1:
+        chosen = range(self.shape[0])[index]
+        first, count = (chosen, 1) if isinstance(chosen, int) else (chosen.start, len(chosen))
+        if not isinstance(chosen, int) and chosen.step != 1:
             raise ValueError(f"{self!r}[{index!r}]: the step must be 1.")
         row = self.nbytes // max(self.shape[0], 1)
         words = self._read_bytes(first * row, count * row)
-        shape = self.shape[1:] if isinstance(rows, int) else (count, *self.shape[1:])
+        shape = self.shape[1:] if isinstance(chosen, int) else (count, *self.shape[1:])
         return words.view(self.dtype).reshape(shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -166,6 +170,13 @@ class HostArray(TierArray):
         words.view(self.dtype).reshape(self.shape)[index] = values
         self.buffer.renew_stamp()
 
+    def _read_rows(self, ids: np.ndarray, to: np.ndarray) -> None:
+        rows.take_host(np.asarray(self.buffer)[: self.nbytes], ids, self._row_bytes(), to)
+
+    def _write_rows(self, ids: np.ndarray, values: np.ndarray) -> None:
+        rows.put_host(np.asarray(self.buffer)[: self.nbytes], ids, self._row_bytes(), values)
+        self.buffer.renew_stamp()
+
     def _read_bytes(self, offset: int, count: int) -> np.ndarray:
         return np.asarray(self.buffer)[offset : offset + count].copy()
 
@@ -199,6 +210,11 @@ class DiskArray(TierArray):
         """The folders, or the file, in which it is."""
         return ", ".join(self._disk)
 
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The same, one by one."""
+        return self._disk
+
     def delete(self) -> None:
         super().delete()
         self.source = None
@@ -218,6 +234,14 @@ class DiskArray(TierArray):
         if words.size:
             with _disk_errors():
                 self.source.write(words, 0)
+
+    def _read_rows(self, ids: np.ndarray, to: np.ndarray) -> None:
+        with _disk_errors():
+            rows.take_disk(self.source, ids, self._row_bytes(), to)
+
+    def _write_rows(self, ids: np.ndarray, values: np.ndarray) -> None:
+        with _disk_errors():
+            rows.put_disk(self.source, ids, self._row_bytes(), values)
 
     def _where(self) -> str:
         return f"{format_bytes(self.nbytes)} in {self.path}"

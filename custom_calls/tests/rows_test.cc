@@ -1,0 +1,139 @@
+// Rows of tables, in host memory and on disk, and samples of neighbours, by several threads.
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/in_parallel.h"
+#include "graph/sampler.h"
+#include "tests/check.h"
+#include "tiers/disk_rows.h"
+#include "tiers/disk_store.h"
+#include "tiers/host_rows.h"
+
+namespace jaxoffload::testing {
+namespace {
+
+const std::atomic<bool> kGoOn{false};
+
+// Numbers that are easily told apart.
+std::vector<char> Table(int64_t bytes) {
+  std::vector<char> found(bytes);
+  for (int64_t i = 0; i < bytes; ++i) found[i] = static_cast<char>(i * 131 + i / 251);
+  return found;
+}
+
+TEST(PartsCoverARangeOnceWhateverTheThreads) {
+  for (const int64_t count : {0, 1, 7, 1000}) {
+    for (const int threads : {1, 3, 8}) {
+      for (const int left : {-1, 1}) {  // the system gives all threads, or one
+        threads_left = left;
+        std::vector<std::atomic<int>> met(count);
+        InParallel(count, threads, 2, [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) ++met[i];
+        });
+        threads_left = -1;
+        for (const auto& times : met) CHECK_EQ(times.load(), 1);
+      }
+    }
+  }
+}
+
+TEST(RowsInMemoryByThreads) {
+  for (const int64_t row_bytes : {1, 52, 64, 2052}) {
+    const int64_t count = (int64_t{18} << 20) / row_bytes / 4;
+    const std::vector<char> table = Table(count * row_bytes);
+    std::vector<int64_t> ids;
+    // Past 16 MiB rows are written in whole lines; here below and above.
+    for (const int64_t taken : {count / 3, count * 5}) {
+      ids.resize(taken);
+      for (int64_t i = 0; i < taken; ++i) ids[i] = i * 7919 % count;
+      std::vector<char> found(taken * row_bytes + 3, 'x');
+      TakeRows(table.data(), ids.data(), taken, row_bytes, found.data() + 1, 4);
+      CHECK_EQ(found.front(), 'x');
+      CHECK_EQ(found.back(), 'x');
+      for (int64_t i = 0; i < taken; i += 97)
+        CHECK(std::memcmp(found.data() + 1 + i * row_bytes, table.data() + ids[i] * row_bytes,
+                          row_bytes) == 0);
+    }
+  }
+}
+
+TEST(RowsOnDiskWhileOthersReadAndWriteTheirNeighbours) {
+  std::string folder = "/tmp/jaxoffload-test-XXXXXX";
+  CHECK(mkdtemp(folder.data()) != nullptr);
+  {
+    const std::shared_ptr<DiskStore> store = DiskStore::Open({folder}, DiskOptions());
+    constexpr int64_t kRow = 300, kCount = 4000;
+    const std::shared_ptr<DiskExtent> extent = store->Reserve(kRow * kCount);
+    std::string error;
+    std::vector<char> table = Table(kRow * kCount);
+    CHECK(extent->Write(0, table.data(), kRow * kCount, kGoOn, &error));
+    // Each thread has every fourth row: blocks are shared by all.
+    std::vector<std::thread> threads;
+    std::atomic<int> wrong{0};
+    for (int t = 0; t < 4; ++t) {
+      threads.emplace_back([&, t] {
+        std::vector<int64_t> ids;
+        for (int64_t i = t; i < kCount; i += 4 * (1 + t)) ids.push_back(i);
+        const Rows rows{ids.data(), static_cast<int64_t>(ids.size()), kRow};
+        std::vector<char> mine(rows.count * kRow), found(rows.count * kRow);
+        std::string failure;
+        for (int turn = 0; turn < 5; ++turn) {
+          std::memset(mine.data(), 16 * t + turn, mine.size());
+          if (!extent->WriteRows(rows, mine.data(), kGoOn, &failure)) ++wrong;
+          if (!extent->ReadRows(rows, found.data(), kGoOn, &failure)) ++wrong;
+          if (found != mine) ++wrong;
+        }
+        if (t > 0) return;
+        for (int64_t i = 0; i < rows.count; ++i) {
+          std::memset(table.data() + ids[i] * kRow, 16 * t + 4, kRow);
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    CHECK_EQ(wrong.load(), 0);
+    std::vector<char> found(kRow * kCount);
+    CHECK(extent->Read(0, found.data(), kRow * kCount, kGoOn, &error));
+    for (int64_t i = 0; i < kCount; ++i) {
+      const int t = static_cast<int>(i % 4);
+      const bool is_written = (i - t) % (4 * (1 + t)) == 0;
+      const char want = is_written ? static_cast<char>(16 * t + 4) : table[i * kRow];
+      CHECK_EQ(found[i * kRow], want);
+    }
+    const std::atomic<bool> stop{true};
+    const int64_t first = 0;
+    CHECK(!extent->ReadRows({&first, 1, kRow}, found.data(), stop, &error));
+  }
+  CHECK_EQ(rmdir(folder.c_str()), 0);
+}
+
+TEST(SamplesAreTheSameWhateverTheThreads) {
+  constexpr int64_t kNodes = 3000, kEach = 12;
+  std::vector<int64_t> offsets;
+  std::vector<int32_t> sources, relations, seeds;
+  for (int64_t n = 0; n <= kNodes; ++n) offsets.push_back(n * kEach);
+  for (int64_t e = 0; e < kNodes * kEach; ++e) {
+    sources.push_back(static_cast<int32_t>(e * 7919 % kNodes));
+    relations.push_back(static_cast<int32_t>(e % kEach / 5));
+  }
+  for (int32_t n = 0; n < 2500; ++n) seeds.push_back(n);
+  const EdgeColumns edges{kNodes, offsets.data(), sources.data(), relations.data()};
+  for (const bool per_relation : {false, true}) {
+    const auto drawn = [&](int threads) {
+      return SampleNeighbours(edges, seeds.data(), seeds.size(), {3, 2}, per_relation, 1, threads);
+    };
+    const Sample one = drawn(1), many = drawn(8);
+    CHECK(one.nodes == many.nodes && one.sources == many.sources);
+    CHECK(one.destinations == many.destinations && one.relations == many.relations);
+    CHECK_EQ(one.edge_offsets[1], (per_relation ? 8 : 3) * 2500);
+  }
+}
+
+}  // namespace
+}  // namespace jaxoffload::testing
