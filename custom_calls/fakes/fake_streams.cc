@@ -12,6 +12,7 @@ struct Handles {
   std::mutex mutex;
   std::set<void*> streams;
   std::set<void*> events;
+  std::vector<void*> all;  // those that were destroyed, too
 };
 
 Handles& All() {
@@ -126,6 +127,7 @@ Stream* NewStream(Context* context) {
   Handles& handles = All();
   const std::lock_guard<std::mutex> lock(handles.mutex);
   handles.streams.insert(stream);
+  handles.all.push_back(stream);
   return stream;
 }
 
@@ -134,6 +136,7 @@ Event* NewEvent(Context* context) {
   Handles& handles = All();
   const std::lock_guard<std::mutex> lock(handles.mutex);
   handles.events.insert(event);
+  handles.all.push_back(event);
   return event;
 }
 
