@@ -312,6 +312,7 @@ const char* fake_cuda_refusals() {
   Refusals().clear();
   return text.c_str();
 }
+void fake_cuda_lose(int device, int code) { Lose(device, code); }
 // As if the process had been started again.
 void fake_cuda_restart() {
   for (int device = 0; device < kMaxDevices; ++device) ContextOf(device)->lost = 0;

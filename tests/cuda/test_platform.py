@@ -166,8 +166,8 @@ def test_an_arena_that_xla_cannot_give_is_refused_with_the_remedy(monkeypatch):
     assert not run(plan, x).error_message
 
 
-def test_two_devices_exchange_bytes_by_peer_copies(monkeypatch):
-    """On the fake driver; cuMemcpyPeerAsync has not been run on hardware."""
+def exchanging_plan():
+    """Each device doubles its argument; the first mixes both."""
     b = plan_builder.PlanBuilder(num_devices=2)
     halves = []
     for device in (0, 1):
@@ -182,7 +182,12 @@ def test_two_devices_exchange_bytes_by_peer_copies(monkeypatch):
     b.kernel(mix, [halves[0], there], [out, total])
     b.copy(plan_builder.OFFLOAD, out, b.version(RESULT, 0, 0, SHAPE))
     b.copy(plan_builder.OFFLOAD, total, b.version(RESULT, 1, 0, ()))
-    plan, x, y = b.build(), filled(seed=1), filled(seed=2)
+    return b.build()
+
+
+def test_two_devices_exchange_bytes_by_peer_copies(monkeypatch):
+    """On the fake driver; cuMemcpyPeerAsync has not been run on hardware."""
+    plan, x, y = exchanging_plan(), filled(seed=1), filled(seed=2)
     for seed in SEEDS:
         got, before = outputs(), fake.count("num_peer_copies")
         report = try_run(plan, [x, y], got, policy=2, seed=seed, check=bool(seed % 2))
@@ -190,6 +195,36 @@ def test_two_devices_exchange_bytes_by_peer_copies(monkeypatch):
         assert report.bytes_transferred == SIZE
         assert fake.count("num_peer_copies") == before + 1
         np.testing.assert_array_equal(got[0], np.asarray(jax.jit(mix)(x * 2, y * 2)[0]))
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_an_arena_is_used_when_its_own_device_is_through_with_its_memory(monkeypatch, device):
+    """XLA hands out at once what was freed: on its compute stream that is in order."""
+    monkeypatch.setattr(plan_builder, "client", fake.new_client)
+    plan, x, y = exchanging_plan(), filled(seed=1), filled(seed=2)
+    monkeypatch.setenv("FAKE_CUDA_HOLD", "1")
+    size = ctypes.c_size_t(1 << 20)
+    freed = ctypes.c_void_p(fake.library().fake_cuda_allocate(device, size))
+    fake.library().fake_cuda_free(freed)
+    got = outputs()
+    assert not try_run(plan, [x, y], got).error_message
+    np.testing.assert_array_equal(got[0], np.asarray(jax.jit(mix)(x * 2, y * 2)[0]))
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_one_of_two_devices_that_is_lost_ends_the_run(monkeypatch, device):
+    before = fake.count("num_live_handles")
+    monkeypatch.setattr(plan_builder, "client", fake.new_client)
+    plan, x = exchanging_plan(), filled()
+    try:
+        fake.library().fake_cuda_lose(device, 700)
+        first = try_run(plan, [x, x], outputs())
+        del plan
+        gc.collect()
+    finally:
+        fake.library().fake_cuda_restart()
+    assert "CUDA error 700" in first.error_message
+    assert fake.count("num_live_handles") == before
 
 
 def test_a_client_of_devices_that_are_not_there_is_refused():
