@@ -61,6 +61,8 @@ def count(name):
 
 def refusals():
     """What the fakes refused since this was asked last, a line each."""
+    if not library.cache_info().currsize:
+        return []  # nobody has asked them for anything
     return library().fake_cuda_refusals().decode().splitlines()
 
 
