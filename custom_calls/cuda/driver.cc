@@ -129,22 +129,33 @@ void CudaDriver::Use(int device) {
   Check(context_set_(wanted), "making the GPU's context current");
 }
 
-CuStream CudaDriver::NewStream(int device) {
+StreamHandle CudaDriver::NewStream(int device) {
   Use(device);
   CuStream stream = nullptr;
   Check(stream_create_(&stream, kNonBlocking), "making a stream");
-  return stream;
+  return StreamHandle(stream, {this, device});
 }
 
-void CudaDriver::DestroyStream(CuStream stream) { stream_destroy_(stream); }
-
-CuEvent CudaDriver::NewEvent() {
+EventHandle CudaDriver::NewEvent(int device) {
+  Use(device);
   CuEvent event = nullptr;
   Check(event_create_(&event, kBlockingSync | kDisableTiming), "making an event");
-  return event;
+  return EventHandle(event, {this, device});
 }
 
-void CudaDriver::DestroyEvent(CuEvent event) { event_destroy_(event); }
+template <bool is_stream>
+void CudaDeleter<is_stream>::operator()(void* handle) const {
+  if (driver->home_.IsForked()) return;
+  try {
+    driver->Use(device);
+  } catch (const CudaError&) {
+    return;  // with its context it has gone
+  }
+  (is_stream ? driver->stream_destroy_ : driver->event_destroy_)(handle);
+}
+
+template struct CudaDeleter<true>;
+template struct CudaDeleter<false>;
 
 int CudaDriver::CopyPeer(void* to, int to_device, const void* from, int from_device, size_t bytes,
                          CuStream stream) const {

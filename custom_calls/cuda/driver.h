@@ -11,6 +11,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "base/process.h"
+
 namespace jaxoffload {
 
 using CuStream = void*;
@@ -27,6 +29,18 @@ class CudaError : public std::runtime_error {
   const int code_;
 };
 
+class CudaDriver;
+
+// Destroys a stream or an event with its device's context current, as the driver wants it.
+template <bool is_stream>
+struct CudaDeleter {
+  CudaDriver* driver = nullptr;
+  int device = 0;
+  void operator()(void* handle) const;
+};
+using StreamHandle = std::unique_ptr<void, CudaDeleter<true>>;
+using EventHandle = std::unique_ptr<void, CudaDeleter<false>>;
+
 class CudaDriver {
  public:
   // Throws CudaError: there is no driver, it is too old, or it finds no device. The system's
@@ -42,11 +56,11 @@ class CudaDriver {
   // it is. Throws CudaError.
   void Use(int device);
 
-  CuStream NewStream(int device);
-  void DestroyStream(CuStream stream);
+  // Of a device's context. They end on whatever thread, but not in a forked process, where the
+  // driver cannot be called. Throw CudaError.
+  StreamHandle NewStream(int device);
   // Blocks rather than spins when it is waited for.
-  CuEvent NewEvent();
-  void DestroyEvent(CuEvent event);
+  EventHandle NewEvent(int device);
 
   // The following are called while a run is under way and do not throw: they return 0 or the
   // driver's code, which Describe turns into words.
@@ -72,10 +86,14 @@ class CudaDriver {
   void MemoryInfo(int device, size_t* free, size_t* total);
 
  private:
+  template <bool is_stream>
+  friend struct CudaDeleter;
+
   CudaDriver() = default;
   void Check(int code, const std::string& doing) const;
   CuContext Context(int device);
 
+  const HomeProcess home_;
   int num_devices_ = 0;
   int version_ = 0;
   CuContext contexts_[64] = {};

@@ -35,7 +35,9 @@ CudaPlatform::CudaPlatform(const PJRT_Api* api, PJRT_Client* client,
       lanes_[lane].streams.push_back(driver_->NewStream(lanes_[lane].ordinal));
     }
     // One more than may be under way: the awaiter may still be at the oldest.
-    for (int i = 0; i <= kWindow; ++i) lanes_[lane].events.push_back(driver_->NewEvent());
+    for (int i = 0; i <= kWindow; ++i) {
+      lanes_[lane].events.push_back(driver_->NewEvent(lanes_[lane].ordinal));
+    }
   }
   // On whatever thread takes or gives back memory, which need not have used the GPU before.
   const auto using_gpu = [driver = driver_, ordinal = ordinals_[0]](auto call) {
@@ -57,15 +59,8 @@ CudaPlatform::CudaPlatform(const PJRT_Api* api, PJRT_Client* client,
 
 CudaPlatform::~CudaPlatform() {
   if (home_.IsForked()) return;  // neither XLA nor the driver can be called there
-  {
-    const MutexLock lock(mutex_);
-    for (DeviceArena& arena : arenas_) Deallocate(arena);
-  }
-  for (CopyLane& lane : lanes_) {
-    for (const CuStream stream : lane.streams) driver_->DestroyStream(stream);
-    for (const CuEvent event : lane.events) driver_->DestroyEvent(event);
-  }
-  driver_->DestroyStream(now_);
+  const MutexLock lock(mutex_);
+  for (DeviceArena& arena : arenas_) Deallocate(arena);
 }
 
 void CudaPlatform::Acquire(int32_t device, int64_t bytes) {
@@ -183,7 +178,7 @@ int CudaPlatform::Enqueue(const CopySpec& copy, CuStream stream, const std::atom
 bool CudaPlatform::Copy(int32_t lane_id, const CopySpec& copy, const std::atomic<bool>& abort,
                         std::string* error) {
   CopyLane& lane = lanes_[lane_id];
-  const CuStream stream = lane.streams[lane.issued % lane.streams.size()];
+  const CuStream stream = lane.streams[lane.issued % lane.streams.size()].get();
   try {
     driver_->Use(lane.ordinal);
   } catch (const CudaError& e) {
@@ -191,7 +186,8 @@ bool CudaPlatform::Copy(int32_t lane_id, const CopySpec& copy, const std::atomic
     return false;
   }
   int code = Enqueue(copy, stream, abort);
-  if (code == 0) code = driver_->Record(lane.events[lane.issued % lane.events.size()], stream);
+  if (code == 0)
+    code = driver_->Record(lane.events[lane.issued % lane.events.size()].get(), stream);
   if (code != 0) {
     driver_->AwaitStream(stream);  // pieces may be under way
     *error = driver_->Describe(code, "copying " + std::to_string(copy.bytes) + " bytes");
@@ -209,7 +205,7 @@ bool CudaPlatform::Await(int32_t lane_id, std::string* error) {
     *error = e.what();
     return false;
   }
-  const int code = driver_->AwaitEvent(lane.events[lane.awaited++ % lane.events.size()]);
+  const int code = driver_->AwaitEvent(lane.events[lane.awaited++ % lane.events.size()].get());
   if (code == 0) return true;
   *error = driver_->Describe(code, "waiting for a copy");
   return false;
@@ -219,8 +215,8 @@ void CudaPlatform::CopyNow(char* to, const char* from, int64_t bytes,
                            const std::atomic<bool>& abort) {
   if (to == from || bytes == 0) return;
   driver_->Use(ordinals_[0]);
-  int code = Enqueue({to, from, bytes, -1, -1}, now_, abort);
-  const int end = driver_->AwaitStream(now_);
+  int code = Enqueue({to, from, bytes, -1, -1}, now_.get(), abort);
+  const int end = driver_->AwaitStream(now_.get());
   if (code == 0) code = end;
   if (code != 0) {
     throw CudaError(code, driver_->Describe(code, "copying " + std::to_string(bytes) + " bytes"));

@@ -67,8 +67,8 @@ class CudaPlatform : public Platform {
   // The streams of one copy lane. `issued` is the lane's thread's, `awaited` its awaiter's.
   struct CopyLane {
     int32_t ordinal = 0;
-    std::vector<CuStream> streams;
-    std::vector<CuEvent> events;
+    std::vector<StreamHandle> streams;
+    std::vector<EventHandle> events;
     uint64_t issued = 0;
     uint64_t awaited = 0;
   };
@@ -88,7 +88,7 @@ class CudaPlatform : public Platform {
   mutable Mutex mutex_;
   std::vector<DeviceArena> arenas_;
   // For copies outside runs' vertices.
-  CuStream now_ = nullptr;
+  StreamHandle now_;
 };
 
 }  // namespace jaxoffload

@@ -1,29 +1,28 @@
-// A CUDA driver without a GPU, as a shared library: streams are threads that do their work in order
-// and late, device memory is host memory behind addresses that the host cannot use. Environment
-// variables make it fail or slow:
+// A CUDA driver without a GPU, as a shared library, as strict as the real one or stricter: what it
+// refuses, it notes (fake_cuda_refusals). Streams are threads (fake_streams.h), device memory is
+// host memory behind addresses that the host cannot use (fake_memory.cc). Environment variables
+// make it fail or slow:
 //   FAKE_CUDA_DEVICES=n          how many devices it finds (1)
 //   FAKE_CUDA_MIB=n              memory of each (1024)
+//   FAKE_CUDA_PIN_MIB=n          how much of the process's can be pinned (1 TiB)
 //   FAKE_CUDA_DELAY_US=n         each operation of a stream may take up to so long (0)
-//   FAKE_CUDA_FAIL_COPY=n        the n-th copy that is given to it fails with code 700
+//   FAKE_CUDA_SEED=n             other such times
+//   FAKE_CUDA_HOLD=1             nothing is done before somebody waits for it
+//   FAKE_CUDA_FAIL_COPY=n        the n-th copy that is given to it is refused with code 1
+//   FAKE_CUDA_LOSE_COPY=n        the n-th copy loses the context, when it is done, with code 700
+//   FAKE_CUDA_FAIL_EVENT=n       the n-th wait for an event finds the context lost with code 719
 //   FAKE_CUDA_FAIL_PIN=1         memory cannot be pinned
-//   FAKE_CUDA_FAIL_EVENT=n       the n-th wait for an event fails with code 719
+//   FAKE_CUDA_FAIL_HANDLE=n      the n-th stream or event cannot be made
 
 #include "fake_cuda.h"
 
-#include <sys/mman.h>
-
 #include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <cstddef>
-#include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <functional>
-#include <map>
 #include <mutex>
-#include <thread>
+#include <string>
+
+#include "fake_streams.h"
 
 namespace fake_cuda {
 
@@ -32,327 +31,291 @@ int Setting(const char* name, int otherwise) {
   return text == nullptr ? otherwise : std::atoi(text);
 }
 
-}  // namespace fake_cuda
+int NumDevices() { return Setting("FAKE_CUDA_DEVICES", 1); }
 
 namespace {
 
-using fake_cuda::Setting;
-using fake_cuda::Shadow;
+std::mutex refusals_mutex;
+std::string& Refusals() {
+  static auto* const text = new std::string;
+  return *text;
+}
 
-constexpr int kMaxDevices = 8;
-constexpr size_t kSlice = size_t{4} << 30;  // addresses of one device
-constexpr size_t kAlignment = 256;
-
-struct Event {
-  std::mutex mutex;
-  std::condition_variable changed;
-  uint64_t recorded = 0;
-  uint64_t reached = 0;
-};
-
-class Stream {
- public:
-  Stream() : thread_([this] { Main(); }) {}
-  ~Stream() {
-    Add(nullptr);
-    thread_.join();
-  }
-  void Add(std::function<void()> work) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    work_.push_back(std::move(work));
-    changed_.notify_all();
-  }
-  void Synchronize() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return work_.empty() && !busy_; });
-  }
-
- private:
-  void Main() {
-    uint64_t state = reinterpret_cast<uintptr_t>(this);
-    for (;;) {
-      std::function<void()> work;
-      {
-        std::unique_lock<std::mutex> lock(mutex_);
-        changed_.wait(lock, [this] { return !work_.empty(); });
-        work = std::move(work_.front());
-        work_.pop_front();
-        busy_ = true;
-      }
-      if (!work) return;
-      if (const int delay = Setting("FAKE_CUDA_DELAY_US", 0)) {
-        state = state * 6364136223846793005u + 1442695040888963407u;
-        std::this_thread::sleep_for(std::chrono::microseconds((state >> 33) % (delay + 1)));
-      }
-      work();
-      const std::lock_guard<std::mutex> lock(mutex_);
-      busy_ = false;
-      changed_.notify_all();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> work_;
-  bool busy_ = false;
-  std::thread thread_;
-};
-
+std::atomic<bool> is_initialized{false};
 std::atomic<int> num_copies{0};
 std::atomic<int> num_peer_copies{0};
 std::atomic<int> num_waits{0};
-std::atomic<int64_t> pinned_bytes{0};
-std::mutex pinned_mutex;
-std::map<void*, size_t> pinned;
+std::atomic<int> num_handles{0};
 
-thread_local void* current = nullptr;
-
-constexpr int kInvalidValue = 1;
-constexpr int kInvalidContext = 201;
-
-// Two ranges of the same length: addresses that nobody may use, and the bytes behind them.
-struct DeviceMemory {
-  DeviceMemory() : addresses(Map(PROT_NONE)), bytes(Map(PROT_READ | PROT_WRITE)) {}
-  static char* Map(int protection) {
-    void* const range = mmap(nullptr, kMaxDevices * kSlice, protection,
-                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (range == MAP_FAILED) std::abort();
-    return static_cast<char*>(range);
+// What every call asks first: a current context that is not lost.
+int CheckCurrent(const char* call) {
+  if (!is_initialized) return Refuse(kNotInitialized, std::string(call) + " before cuInit");
+  const Context* const current = Current();
+  if (current == nullptr) {
+    return Refuse(kInvalidContext, std::string(call) + " without a current context");
   }
-  bool Has(const char* address) const {
-    return address >= addresses && address < addresses + kMaxDevices * kSlice;
-  }
-
-  char* const addresses;
-  char* const bytes;
-  std::mutex mutex;
-  std::map<size_t, size_t> taken;  // end of each place, by its start
-};
-
-DeviceMemory& Memory() {
-  static auto* const memory = new DeviceMemory;
-  return *memory;
+  return current->lost;
 }
 
-Stream& ComputeStream(int device) {
-  static std::mutex mutex;
-  static Stream* streams[kMaxDevices] = {};
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (streams[device] == nullptr) streams[device] = new Stream;
-  return *streams[device];
+#define RETURN_IF_ERROR(expression) \
+  if (const int code = (expression)) return code
+
+// Whether a copy may read or write a range.
+int CheckRange(const void* address, size_t bytes) {
+  if (bytes == 0) return kSuccess;
+  if (address == nullptr) return Refuse(kInvalidValue, "a copy at address 0");
+  if (DeviceOf(address) >= 0) {
+    if (IsTaken(address, bytes)) return kSuccess;
+    return Refuse(kInvalidValue, "a copy beyond an allocation");
+  }
+  if (CrossesPinned(static_cast<const char*>(address), bytes)) {
+    return Refuse(kInvalidValue, "a copy over the border of a pinned range");
+  }
+  return kSuccess;
 }
 
-// A copy of host memory must not cross the border of a pinned range.
-bool CrossesPinned(const void* address, size_t bytes) {
-  const char* const start = static_cast<const char*>(address);
-  const std::lock_guard<std::mutex> lock(pinned_mutex);
-  for (const auto& [place, size] : pinned) {
-    const char* const first = static_cast<const char*>(place);
-    const bool overlaps = start < first + size && first < start + bytes;
-    if (overlaps && (start < first || start + bytes > first + size)) return true;
-  }
-  return false;
+int AddCopy(void* to, const void* from, size_t bytes, void* handle) {
+  Stream* const stream = FindStream(handle);
+  if (stream == nullptr) return Refuse(kInvalidHandle, "a copy on no stream");
+  RETURN_IF_ERROR(stream->context()->lost);
+  RETURN_IF_ERROR(CheckRange(to, bytes));
+  RETURN_IF_ERROR(CheckRange(from, bytes));
+  const int number = ++num_copies;
+  if (number == Setting("FAKE_CUDA_FAIL_COPY", -1)) return kInvalidValue;
+  const bool loses = number == Setting("FAKE_CUDA_LOSE_COPY", -1);
+  const auto is_there = [bytes](const void* address, bool is_pinned) {
+    if (DeviceOf(address) >= 0) return IsTaken(address, bytes);
+    return !is_pinned || IsPinned(static_cast<const char*>(address), bytes);
+  };
+  const bool to_pinned = IsPinned(static_cast<char*>(to), bytes);
+  const bool from_pinned = IsPinned(static_cast<const char*>(from), bytes);
+  stream->Add([=, context = stream->context()] {
+    if (context->lost != 0 || bytes == 0) return;
+    if (!is_there(to, to_pinned) || !is_there(from, from_pinned)) {
+      Refuse(kIllegalAddress, "memory was freed or unpinned while a copy of it was under way");
+      Lose(context->device, kIllegalAddress);
+      return;
+    }
+    if (loses) {
+      Lose(context->device, kIllegalAddress);
+      return;
+    }
+    std::memmove(Shadow(to), Shadow(from), bytes);
+  });
+  return kSuccess;
+}
+
+int CheckPeer(void* handle, const void* address) {
+  const Context* const context = FindContext(handle);
+  if (context == nullptr) return Refuse(kInvalidContext, "a peer copy without a context");
+  RETURN_IF_ERROR(context->lost);
+  if (DeviceOf(address) == context->device) return kSuccess;
+  return Refuse(kInvalidValue, "a peer copy of memory of another context");
 }
 
 }  // namespace
 
-namespace fake_cuda {
-
-char* Allocate(int device, size_t bytes) {
-  DeviceMemory& memory = Memory();
-  const std::lock_guard<std::mutex> lock(memory.mutex);
-  const size_t begin = static_cast<size_t>(device) * kSlice;
-  const size_t limit = begin + (static_cast<size_t>(Setting("FAKE_CUDA_MIB", 1024)) << 20);
-  const size_t size = (bytes + kAlignment) / kAlignment * kAlignment;
-  size_t start = begin;
-  for (auto next = memory.taken.lower_bound(begin); next != memory.taken.end(); ++next) {
-    if (next->first >= start + size) break;
-    start = next->second;
-  }
-  if (start + size > limit) return nullptr;
-  memory.taken.emplace(start, start + size);
-  return memory.addresses + start;
+int Refuse(Code code, const std::string& what) {
+  const std::lock_guard<std::mutex> lock(refusals_mutex);
+  Refusals() += std::to_string(code) + ": " + what + "\n";
+  return code;
 }
-
-void Free(char* address) {
-  DeviceMemory& memory = Memory();
-  const std::lock_guard<std::mutex> lock(memory.mutex);
-  const auto found = memory.taken.find(static_cast<size_t>(address - memory.addresses));
-  if (found == memory.taken.end()) std::abort();
-  // Who still reads there shall notice.
-  std::memset(memory.bytes + found->first, 0xcd, found->second - found->first);
-  memory.taken.erase(found);
-}
-
-char* Shadow(const void* address) {
-  char* const given = static_cast<char*>(const_cast<void*>(address));
-  DeviceMemory& memory = Memory();
-  return memory.Has(given) ? memory.bytes + (given - memory.addresses) : given;
-}
-
-bool IsPinned(const char* address, size_t bytes) {
-  const std::lock_guard<std::mutex> lock(pinned_mutex);
-  const char* reached = address;
-  for (const auto& [place, size] : pinned) {  // by address
-    const char* const first = static_cast<const char*>(place);
-    if (first <= reached && reached < first + size) reached = first + size;
-  }
-  return reached >= address + bytes;
-}
-
-void Compute(int device, std::function<void()> work) { ComputeStream(device).Add(std::move(work)); }
-
-void AwaitCompute(int device) { ComputeStream(device).Synchronize(); }
 
 }  // namespace fake_cuda
 
+using namespace fake_cuda;  // the driver's names are C's
+
 extern "C" {
 
-int cuInit(unsigned) { return 0; }
+int cuInit(unsigned flags) {
+  if (flags != 0) return Refuse(kInvalidValue, "cuInit with flags");
+  is_initialized = true;
+  return kSuccess;
+}
 int cuDriverGetVersion(int* version) {
   *version = 12040;
-  return 0;
+  return kSuccess;
 }
 int cuDeviceGetCount(int* count) {
-  *count = Setting("FAKE_CUDA_DEVICES", 1);
-  return 0;
+  *count = NumDevices();
+  return kSuccess;
 }
 int cuDeviceGet(int* device, int ordinal) {
+  if (ordinal < 0 || ordinal >= NumDevices()) return kInvalidDevice;
   *device = ordinal;
-  return ordinal < Setting("FAKE_CUDA_DEVICES", 1) ? 0 : 101;
+  return kSuccess;
 }
-int cuDeviceGetName(char* name, int length, int) {
+int cuDeviceGetName(char* name, int length, int device) {
+  if (device < 0 || device >= NumDevices()) return kInvalidDevice;
   std::strncpy(name, "Fake GPU", static_cast<size_t>(length));
-  return 0;
+  return kSuccess;
 }
 int cuDevicePrimaryCtxRetain(void** context, int device) {
-  static char contexts[64];
-  *context = &contexts[device];
-  return 0;
+  if (device < 0 || device >= NumDevices()) return kInvalidDevice;
+  ContextOf(device)->is_retained = true;
+  *context = ContextOf(device);
+  return kSuccess;
 }
 int cuCtxGetCurrent(void** context) {
-  *context = current;
-  return 0;
+  *context = Current();
+  return kSuccess;
 }
-int cuCtxSetCurrent(void* context) {
-  current = context;
-  return 0;
+int cuCtxSetCurrent(void* handle) {
+  Context* const context = FindContext(handle);
+  if (handle != nullptr && context == nullptr) {
+    return Refuse(kInvalidContext, "making current what is no context");
+  }
+  Current() = context;
+  return kSuccess;
 }
 int cuCtxSynchronize() {
-  if (current == nullptr) return kInvalidContext;
-  for (int device = 0; device < Setting("FAKE_CUDA_DEVICES", 1); ++device) {
-    fake_cuda::AwaitCompute(device);
+  RETURN_IF_ERROR(CheckCurrent("cuCtxSynchronize"));
+  const Context* const current = Current();
+  for (Stream* const stream : StreamsOf(current)) stream->AwaitAll();
+  AwaitCompute(current->device);
+  return current->lost;
+}
+int cuStreamCreate(void** stream, unsigned flags) {
+  RETURN_IF_ERROR(CheckCurrent("cuStreamCreate"));
+  if (flags > 1) return Refuse(kInvalidValue, "a stream with unknown flags");
+  if (++num_handles == Setting("FAKE_CUDA_FAIL_HANDLE", -1)) return kOutOfMemory;
+  *stream = NewStream(Current());
+  return kSuccess;
+}
+int cuStreamDestroy_v2(void* handle) {
+  const int lost = CheckCurrent("cuStreamDestroy");
+  if (lost == kInvalidContext) return lost;
+  Stream* const stream = FindStream(handle);
+  if (stream == nullptr) return Refuse(kInvalidHandle, "destroying what is no stream");
+  Destroy(stream);
+  return lost;
+}
+int cuStreamSynchronize(void* handle) {
+  RETURN_IF_ERROR(CheckCurrent("cuStreamSynchronize"));
+  Stream* const stream = FindStream(handle);
+  if (stream == nullptr) return Refuse(kInvalidHandle, "waiting for what is no stream");
+  stream->AwaitAll();
+  return stream->context()->lost;
+}
+int cuEventCreate(void** event, unsigned flags) {
+  RETURN_IF_ERROR(CheckCurrent("cuEventCreate"));
+  if (flags > 3) return Refuse(kInvalidValue, "an event with unknown flags");
+  if (++num_handles == Setting("FAKE_CUDA_FAIL_HANDLE", -1)) return kOutOfMemory;
+  *event = NewEvent(Current());
+  return kSuccess;
+}
+int cuEventDestroy_v2(void* handle) {
+  const int lost = CheckCurrent("cuEventDestroy");
+  if (lost == kInvalidContext) return lost;
+  Event* const event = FindEvent(handle);
+  if (event == nullptr) return Refuse(kInvalidHandle, "destroying what is no event");
+  Destroy(event);
+  return lost;
+}
+int cuEventRecord(void* event_handle, void* stream_handle) {
+  RETURN_IF_ERROR(CheckCurrent("cuEventRecord"));
+  Event* const event = FindEvent(event_handle);
+  Stream* const stream = FindStream(stream_handle);
+  if (event == nullptr) return Refuse(kInvalidHandle, "recording what is no event");
+  if (stream == nullptr) return Refuse(kInvalidHandle, "recording on what is no stream");
+  if (event->context != stream->context()) {
+    return Refuse(kInvalidHandle, "recording an event on a stream of another context");
   }
-  return 0;
+  RETURN_IF_ERROR(stream->context()->lost);
+  const std::lock_guard<std::mutex> lock(event->mutex);
+  event->stream = stream;
+  event->number = stream->Add([] {});
+  return kSuccess;
 }
-int cuStreamCreate(void** stream, unsigned) {
-  if (current == nullptr) return kInvalidContext;
-  *stream = new Stream;
-  return 0;
-}
-int cuStreamDestroy_v2(void* stream) {
-  delete static_cast<Stream*>(stream);
-  return 0;
-}
-int cuStreamSynchronize(void* stream) {
-  if (current == nullptr) return kInvalidContext;
-  static_cast<Stream*>(stream)->Synchronize();
-  return 0;
-}
-int cuEventCreate(void** event, unsigned) {
-  if (current == nullptr) return kInvalidContext;
-  *event = new Event;
-  return 0;
-}
-int cuEventDestroy_v2(void* event) {
-  delete static_cast<Event*>(event);
-  return 0;
-}
-int cuEventRecord(void* event, void* stream) {
-  if (current == nullptr) return kInvalidContext;
-  auto* const e = static_cast<Event*>(event);
+int cuEventSynchronize(void* handle) {
+  RETURN_IF_ERROR(CheckCurrent("cuEventSynchronize"));
+  Event* const event = FindEvent(handle);
+  if (event == nullptr) return Refuse(kInvalidHandle, "waiting for what is no event");
+  Stream* stream;
   uint64_t number;
   {
-    const std::lock_guard<std::mutex> lock(e->mutex);
-    number = ++e->recorded;
+    // What it was recorded behind when it was asked for, not what it is recorded behind later.
+    const std::lock_guard<std::mutex> lock(event->mutex);
+    stream = event->stream;
+    number = event->number;
   }
-  static_cast<Stream*>(stream)->Add([e, number] {
-    const std::lock_guard<std::mutex> lock(e->mutex);
-    e->reached = number;
-    e->changed.notify_all();
-  });
-  return 0;
-}
-int cuEventSynchronize(void* event) {
-  if (current == nullptr) return kInvalidContext;
-  auto* const e = static_cast<Event*>(event);
-  std::unique_lock<std::mutex> lock(e->mutex);
-  e->changed.wait(lock, [e] { return e->reached == e->recorded; });
-  return ++num_waits == Setting("FAKE_CUDA_FAIL_EVENT", -1) ? 719 : 0;
+  if (stream != nullptr) stream->Await(number);
+  if (++num_waits == Setting("FAKE_CUDA_FAIL_EVENT", -1)) {
+    Lose(event->context->device, kLaunchFailed);
+  }
+  return event->context->lost;
 }
 int cuMemcpyAsync(void* to, const void* from, size_t bytes, void* stream) {
-  if (current == nullptr) return kInvalidContext;
-  if (++num_copies == Setting("FAKE_CUDA_FAIL_COPY", -1)) return 700;
-  if (CrossesPinned(to, bytes) || CrossesPinned(from, bytes)) return kInvalidValue;
-  static_cast<Stream*>(stream)->Add([=] { std::memmove(Shadow(to), Shadow(from), bytes); });
-  return 0;
+  RETURN_IF_ERROR(CheckCurrent("cuMemcpyAsync"));
+  return AddCopy(to, from, bytes, stream);
 }
 int cuMemcpyPeerAsync(void* to, void* to_context, const void* from, void* from_context,
                       size_t bytes, void* stream) {
-  if (to_context == nullptr || from_context == nullptr) return kInvalidContext;
+  RETURN_IF_ERROR(CheckCurrent("cuMemcpyPeerAsync"));
+  RETURN_IF_ERROR(CheckPeer(to_context, to));
+  RETURN_IF_ERROR(CheckPeer(from_context, from));
   ++num_peer_copies;
-  return cuMemcpyAsync(to, from, bytes, stream);
+  return AddCopy(to, from, bytes, stream);
 }
-int cuMemHostRegister_v2(void* address, size_t bytes, unsigned) {
-  if (current == nullptr) return kInvalidContext;
-  if (Setting("FAKE_CUDA_FAIL_PIN", 0) != 0) return 2;
-  const std::lock_guard<std::mutex> lock(pinned_mutex);
-  if (!pinned.emplace(address, bytes).second) return 712;
-  pinned_bytes += static_cast<int64_t>(bytes);
-  return 0;
+int cuMemHostRegister_v2(void* address, size_t bytes, unsigned flags) {
+  RETURN_IF_ERROR(CheckCurrent("cuMemHostRegister"));
+  return Pin(static_cast<char*>(address), bytes, flags);
 }
 int cuMemHostUnregister(void* address) {
-  if (current == nullptr) return kInvalidContext;
-  const std::lock_guard<std::mutex> lock(pinned_mutex);
-  const auto found = pinned.find(address);
-  if (found == pinned.end()) return 713;
-  pinned_bytes -= static_cast<int64_t>(found->second);
-  pinned.erase(found);
-  return 0;
+  RETURN_IF_ERROR(CheckCurrent("cuMemHostUnregister"));
+  return Unpin(static_cast<char*>(address));
 }
 int cuMemGetInfo_v2(size_t* free, size_t* total) {
-  if (current == nullptr) return kInvalidContext;
-  *total = size_t{1} << 30;
-  *free = *total / 2;
-  return 0;
+  RETURN_IF_ERROR(CheckCurrent("cuMemGetInfo"));
+  *total = static_cast<size_t>(Setting("FAKE_CUDA_MIB", 1024)) << 20;
+  *free = *total - static_cast<size_t>(TakenBytes(Current()->device));
+  return kSuccess;
 }
 int cuGetErrorName(int code, const char** name) {
   switch (code) {
-    case 2:
+    case kInvalidValue:
+      *name = "CUDA_ERROR_INVALID_VALUE";
+      return kSuccess;
+    case kOutOfMemory:
       *name = "CUDA_ERROR_OUT_OF_MEMORY";
-      return 0;
-    case 700:
+      return kSuccess;
+    case kInvalidContext:
+      *name = "CUDA_ERROR_INVALID_CONTEXT";
+      return kSuccess;
+    case kInvalidHandle:
+      *name = "CUDA_ERROR_INVALID_HANDLE";
+      return kSuccess;
+    case kIllegalAddress:
       *name = "CUDA_ERROR_ILLEGAL_ADDRESS";
-      return 0;
-    case 719:
+      return kSuccess;
+    case kLaunchFailed:
       *name = "CUDA_ERROR_LAUNCH_FAILED";
-      return 0;
+      return kSuccess;
     default:
       return kInvalidValue;
   }
 }
 
 // What tests look at.
-int64_t fake_cuda_pinned_bytes() { return pinned_bytes; }
+int64_t fake_cuda_pinned_bytes() { return PinnedBytes(); }
+int64_t fake_cuda_taken_bytes() { return TakenBytes(-1); }
+int64_t fake_cuda_num_live_handles() { return NumLiveHandles(); }
 int fake_cuda_num_copies() { return num_copies; }
 int fake_cuda_num_waits() { return num_waits; }
+int fake_cuda_num_handles() { return num_handles; }
 int fake_cuda_num_peer_copies() { return num_peer_copies; }
-int64_t fake_cuda_taken_bytes() {
-  DeviceMemory& memory = Memory();
-  const std::lock_guard<std::mutex> lock(memory.mutex);
-  size_t taken = 0;
-  for (const auto& [start, end] : memory.taken) taken += end - start;
-  return static_cast<int64_t>(taken);
+// A line for each call that was refused since this was asked last.
+const char* fake_cuda_refusals() {
+  thread_local std::string text;
+  const std::lock_guard<std::mutex> lock(refusals_mutex);
+  text = Refusals();
+  Refusals().clear();
+  return text.c_str();
+}
+void fake_cuda_lose(int device, int code) { Lose(device, code); }
+// As if the process had been started again.
+void fake_cuda_restart() {
+  for (int device = 0; device < kMaxDevices; ++device) ContextOf(device)->lost = 0;
 }
 
 }  // extern "C"

@@ -21,8 +21,10 @@ TEST_APART(CopiesOfAStreamEndInOrderAndAnEventTells) {
   CHECK(driver->version() == 12040);
   CHECK(driver->device_name(0) == "Fake GPU");
   setenv("FAKE_CUDA_DELAY_US", "500", 1);
-  const CuStream stream = driver->NewStream(0);
-  const CuEvent event = driver->NewEvent();
+  const StreamHandle stream_handle = driver->NewStream(0);
+  const EventHandle event_handle = driver->NewEvent(0);
+  const CuStream stream = stream_handle.get();
+  const CuEvent event = event_handle.get();
   std::vector<int> values(1000);
   for (int i = 0; i < 1000; ++i) values[i] = i;
   std::vector<int> middle(1000);
@@ -36,8 +38,6 @@ TEST_APART(CopiesOfAStreamEndInOrderAndAnEventTells) {
     CHECK(end == values);
   }
   unsetenv("FAKE_CUDA_DELAY_US");
-  driver->DestroyEvent(event);
-  driver->DestroyStream(stream);
 }
 
 TEST_APART(ErrorsOfTheDriverSayWhatToDo) {

@@ -6,6 +6,14 @@ from jaxoffload.runtime import backends
 from tests.cuda import fake
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_refused():
+    """Our code asks neither the driver nor XLA for what they refuse, not even where it goes on."""
+    fake.refusals()
+    yield
+    assert fake.refusals() == []
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """Calls outside `jax.jit` go to the fake GPU, whose streams are up to 0.1 ms late."""

@@ -31,8 +31,8 @@ NUM_DEVICES = 2
 def library():
     """The driver and the plugin, built if a source is newer, and loaded."""
     made = ROOT / "build" / "fakes" / "libfake_cuda.so"
-    sources = [FAKES / "fake_cuda.cc", FAKES / "fake_plugin.cc"]
-    inputs = [*sources, FAKES / "fake_cuda.h", FAKES.parent / "pjrt" / "item_bytes.h"]
+    sources = sorted(FAKES.glob("*.cc"))
+    inputs = [*sources, *FAKES.glob("*.h"), FAKES.parent / "pjrt" / "item_bytes.h"]
     if not made.exists() or made.stat().st_mtime < max(s.stat().st_mtime for s in inputs):
         made.parent.mkdir(parents=True, exist_ok=True)
         include = next(iter(plugin_package.__path__)) + "/include"
@@ -48,14 +48,22 @@ def library():
     found.path = str(made)
     for name in ("fake_cuda_client", "fake_cuda_allocate"):
         getattr(found, name).restype = ctypes.c_void_p
-    for name in ("fake_cuda_pinned_bytes", "fake_cuda_taken_bytes"):
-        getattr(found, name).restype = ctypes.c_int64
+    for name in ("pinned_bytes", "taken_bytes", "num_live_handles"):
+        getattr(found, f"fake_cuda_{name}").restype = ctypes.c_int64
+    found.fake_cuda_refusals.restype = ctypes.c_char_p
     return found
 
 
 def count(name):
     """A counter of the fakes."""
     return getattr(library(), f"fake_cuda_{name}")()
+
+
+def refusals():
+    """What the fakes refused since this was asked last, a line each."""
+    if not library.cache_info().currsize:
+        return []  # nobody has asked them for anything
+    return library().fake_cuda_refusals().decode().splitlines()
 
 
 def client(num_devices=1):

@@ -11,6 +11,7 @@ from jaxoffload.runtime import backends
 from jaxoffload.search import planner
 from jaxoffload.store import place
 from tests.cuda import fake
+from tests.transform import test_resident as resident
 from tests.transform.test_equal import assert_equal, budgets
 from tests.transform.test_tiers import lookup, table_ids_weights
 from tests.workloads import ALL
@@ -35,7 +36,8 @@ def test_every_budget_and_policy_gives_the_bits_of_cpu(name, monkeypatch):
         for policy, check in zip(POLICIES, (False, True, True), strict=True):
             step = jo.offload(f, device_memory=budget, vertex_memory=1, launch=policy, check=check)
             assert step.plan(*args).backend is fake.backend()
-            for _ in range(2):  # the second finds buffers over its places
+            for hold in "01":  # the second finds buffers over its places, and streams are idle
+                monkeypatch.setenv("FAKE_CUDA_HOLD", hold)
                 assert_equal(want, jax.tree.map(np.asarray, step(*args)))
             assert step.last_run.copied_outputs == 0
             assert step.last_run.peak_device_bytes <= budget
@@ -193,3 +195,29 @@ def test_what_was_explained_and_predicted_is_found_again(gpu, tmp_path, monkeypa
     first = told()
     assert len(made) == 2 and "fits with offloading" in first[0]
     assert told() == first and len(made) == 2
+
+
+def test_state_on_a_gpu_that_is_lost_is_told_to_be_lost(gpu, monkeypatch):
+    """Whoever reads what was there alone is told; the rest is as the call before has left it."""
+    step, kept = resident.offloaded(resident.update, device_memory=16 * resident.LAYER), []
+    for _ in range(2):
+        state = jo.host_put(resident.new_state())
+        for k in range(2):
+            state, _ = step(state, resident.rows(k))
+        kept.append(state)
+    want = [np.array(leaf) for leaf in jax.tree.leaves(kept[0])]
+    there = {f"state[{i}][{j}]" for i in range(2) for j in range(8)} & set(step.resident())
+    assert len(there) == 8
+    monkeypatch.setenv("FAKE_CUDA_LOSE_KERNEL", str(fake.count("num_executions") + 1))
+    try:
+        with pytest.raises(jo.RunError, match="CUDA error 700"):
+            step(state, resident.rows(2))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+            if f"state{jax.tree_util.keystr(path)}" in there:
+                with pytest.raises(RuntimeError, match="CUDA error 700.*start it again"):
+                    np.asarray(leaf)
+                want.pop(0)
+            else:
+                np.testing.assert_array_equal(np.asarray(leaf), want.pop(0))
+    finally:
+        fake.library().fake_cuda_restart()
