@@ -137,6 +137,10 @@ def test_plans_are_proven_and_told():
     plan = offloaded.plan(*args)
     plan.verify()
     assert "fits" in str(offloaded.explain(*args))
+    free = offloaded.predict(*args, machine="4 x P100")
+    held = sum(t.bytes for t in plan.taskgraph.tensors if t.argument and t.device == 0)
+    arena = free.memgraph.peak_arena_bytes().max()
+    assert free.peak_device_bytes >= held + arena, "arguments count where they are in place"
     tight = jo.offload(step, device_memory=plan.min_device_memory)
     text = str(tight.explain(*args))
     assert "params" in text or "argument" in text
