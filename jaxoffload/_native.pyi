@@ -388,6 +388,9 @@ def ffi_targets() -> dict[str, tuple[dict[str, Any], Any]]:
     """By XLA's name of the platform, what `jax.ffi.register_ffi_target` takes for the target
     "jaxoffload_run", and `jax.ffi.register_ffi_type` for what its calls hold."""
 
+def devices_target() -> tuple[dict[str, Any], Any]:
+    """The same for the target "jaxoffload_run_devices", on CPU."""
+
 def stamps_handler() -> Any:
     """What `jax.ffi.register_ffi_target` takes for the target "jaxoffload_stamps", on CPU: of any
     operands the first of as many new stamps, uint32[2]."""

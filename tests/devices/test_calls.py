@@ -270,14 +270,6 @@ def test_axes_left_to_the_partitioner_are_refused_with_the_line():
     refused(jax.jit(f), (X,), r"shard_map at .*test_calls.py.*\['y'\].*axis_names")
 
 
-def test_inside_jit_it_is_refused_and_says_what_to_write():
-    g = jo.offload(mapped(product), device_memory=20000)
-    with pytest.raises(jo.CaptureError, match=r"inside jax.jit.*offload\(step\)"):
-        jax.jit(lambda w, x: g(w, x) * 2)(W, X)
-    with pytest.raises(jo.CaptureError, match=r"inside jax.jit.*offload\(step\)"):
-        jax.grad(lambda w: jnp.sum(g(w, X)))(W)
-
-
 def test_tiers_that_are_not_known_to_several_devices_are_refused(tmp_path):
     refused(mapped(product), (W, X), "results='host'", ValueError, results="host")
     refused(mapped(product), (jo.host_put(W), X), "lower tier is donated", ValueError,
