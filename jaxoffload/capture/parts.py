@@ -7,13 +7,14 @@ Other scans are cut where they are (scan.py).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 
 from jaxoffload import _jax_compat as compat
+from jaxoffload import identity
 from jaxoffload.capture.flat import Equation, Operand, Value, is_literal
 from jaxoffload.capture.inline import Constant, inline
 from jaxoffload.capture.whole import with_bodies
@@ -131,6 +132,24 @@ class Parts:
         return [caller.array(read(x)) for x in self.results]
 
     @property
+    def is_finest(self) -> bool:
+        """Whether there is no loop left in a part: with less `least_bytes` it would be the same."""
+        return not any(
+            _repeats(eqn, bool(step.where), least_bytes=0)
+            for step in self.all()
+            for eqn in step.jaxpr.jaxpr.eqns
+        )
+
+    def all(self) -> Iterator[Part]:
+        """The parts, of loops, too."""
+        for step in self.steps:
+            if isinstance(step, Part):
+                yield step
+            else:
+                for body in step.bodies:
+                    yield from body.all()
+
+    @property
     def repeats(self) -> bool:
         """Whether there is a loop among the steps."""
         return any(isinstance(step, Repeated) for step in self.steps)
@@ -142,13 +161,17 @@ def has_loops(jaxpr: Any) -> bool:
     return any(e.primitive.name in ("while", "cond") for e in inner)
 
 
-def in_parts(jaxpr: Any, least_bytes: float, names: Sequence[str], where: str = "") -> Parts:
+def in_parts(
+    jaxpr: Any, least_bytes: float, names: Sequence[str], known: dict[Any, Any], where: str = ""
+) -> Parts:
     """Cuts a closed jaxpr at its loops.
 
     Args:
       least_bytes: loops that read and give less are equations like others. 0: none is, in a loop
         no scan either.
       names: of the first arguments, in words.
+      known: jaxprs of parts that were made of this jaxpr before; new ones are added. Equal parts
+        have one jaxpr, so that they are planned once.
       where: see Part.
 
     Raises:
@@ -164,7 +187,11 @@ def in_parts(jaxpr: Any, least_bytes: float, names: Sequence[str], where: str = 
         if _is_loop(equation, least_bytes, is_inside=bool(where)):
             bodies = [
                 in_parts(
-                    body, least_bytes, [name_of.get(x, _CONSTANT) for x in kept], _where(equation)
+                    body,
+                    least_bytes,
+                    [name_of.get(x, _CONSTANT) for x in kept],
+                    known,
+                    _where(equation),
                 )
                 for body, kept in _bodies(equation)
             ]
@@ -180,7 +207,7 @@ def in_parts(jaxpr: Any, least_bytes: float, names: Sequence[str], where: str = 
             steps.append(group)
             wanted.update(group.equation.values())
         elif any(v in wanted for e in group for v in e.outputs):
-            part = _part(group, wanted, where, name_of)
+            part = _part(group, wanted, where, name_of, known)
             steps.append(part)
             wanted.update(part.reads)
     return Parts(arguments, tuple(results), tuple(reversed(steps)))
@@ -188,15 +215,18 @@ def in_parts(jaxpr: Any, least_bytes: float, names: Sequence[str], where: str = 
 
 def _is_loop(equation: Equation, least_bytes: float, is_inside: bool) -> bool:
     """Whether an equation repeats or chooses what is to be planned."""
-    name = equation.operation.name
-    if name == "scan":
-        inner = with_bodies(equation.operation.eqn)
-        holds_loop = any(e.primitive.name in ("while", "cond") for e in inner)
-        if not holds_loop and not (is_inside and least_bytes == 0):
-            return False
-    elif name not in ("while", "cond"):
+    if not _repeats(equation.operation.eqn, is_inside, least_bytes):
         return False
     return sum(v.num_bytes() for v in (*equation.values(), *equation.outputs)) >= least_bytes
+
+
+def _repeats(eqn: Any, is_inside: bool, least_bytes: float) -> bool:
+    """The same, whatever it reads and gives."""
+    name = eqn.primitive.name
+    if name == "scan":
+        holds_loop = any(e.primitive.name in ("while", "cond") for e in with_bodies(eqn))
+        return holds_loop or (is_inside and least_bytes == 0)
+    return name in ("while", "cond")
 
 
 def _bodies(equation: Equation) -> list[tuple[Any, Sequence[Operand]]]:
@@ -219,7 +249,11 @@ def _where(equation: Equation) -> str:
 
 
 def _part(
-    equations: Sequence[Equation], wanted: set[Value], where: str, name_of: dict[Operand, str]
+    equations: Sequence[Equation],
+    wanted: set[Value],
+    where: str,
+    name_of: dict[Operand, str],
+    known: dict[Any, Any],
 ) -> Part:
     made = {v for e in equations for v in e.outputs}
     read = dict.fromkeys(v for e in equations for v in e.values() if v not in made)
@@ -235,11 +269,37 @@ def _part(
                 values.update(zip(e.outputs, e.operation.apply(operands), strict=True))
         return [encoded(values[v], code_of(v.aval)) for v in gives]
 
-    words = [
-        jax.eval_shape(lambda x, v=v: encoded(x, code_of(v.aval)), _shape(v.aval)) for v in reads
-    ]
     names = tuple(name_of.get(v, _CONSTANT) for v in reads)
-    return Part(jax.make_jaxpr(function)(*words), reads, gives, where, names)
+    key = (where, names, _structure(equations, reads, gives))
+    # With its equations: their ids are part of the key.
+    closed, _ = known.get(key, (None, None))
+    if closed is None:
+        words = [
+            jax.eval_shape(lambda x, v=v: encoded(x, code_of(v.aval)), _shape(v.aval))
+            for v in reads
+        ]
+        closed = jax.make_jaxpr(function)(*words)
+        known[key] = closed, tuple(equations)
+    return Part(closed, reads, gives, where, names)
+
+
+def _structure(
+    equations: Sequence[Equation], reads: Sequence[Value], gives: Sequence[Value]
+) -> tuple[Any, ...]:
+    """What makes two runs of equations the same: theirs, and who reads what."""
+    number: dict[Operand, Any] = {v: i for i, v in enumerate(reads)}
+
+    def of(x: Operand) -> Any:
+        if is_literal(x):
+            return identity.literal_key(x)
+        return id(x.array) if isinstance(x, Constant) else number[x]
+
+    steps = []
+    for e in equations:
+        # The equation itself, too, for its line.
+        steps.append((id(e.operation.eqn), e.operation.key, *map(of, e.inputs)))
+        number.update((v, len(number) + i) for i, v in enumerate(e.outputs))
+    return tuple(steps), tuple(map(of, gives))
 
 
 def _shape(aval: Any) -> Any:

@@ -358,9 +358,11 @@ class Planner:
 
         Cuts are simulated before they are compiled, by estimated workspace. Where compiled kernels
         take more than was estimated, and that matters, or where no cut works, all are simulated
-        once more with so much less memory.
+        once more with so much less memory. After a few that do not work it is asked whether any
+        does, which is soon known.
         """
         best, least, assumed, workspace = None, float("inf"), 0, 0
+        misses = 0
         for graphs in (self._program.estimated, self.graph):
             number = 0
             self._ranked = self._ranking(budget - workspace, graphs)
@@ -369,6 +371,9 @@ class Planner:
                     break
                 compiled = self.within(cut, budget)
                 if compiled is None:
+                    misses += 1
+                    if best is None and misses == _COMPILED and self._least.needs > budget:
+                        return None
                     continue
                 if expected is None:
                     return compiled

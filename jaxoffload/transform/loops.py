@@ -4,6 +4,7 @@ Takes such a function in parts; gives a plan for each, and the function of array
 loops repeat the plans. Under `jit` that is part of the program around it; a direct call jits it.
 """
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -54,10 +55,11 @@ class LoopPlan:
         bind: Bind,
         plan: MakePlan,
         stamps: Callable[[Sequence[Any]], Any],
+        is_last: bool = True,
     ):
         self._stamps = stamps
         self.request, self._parts, self._bind = request, parts, bind
-        self.plans = _plans(request, tiers, parts, plan)
+        self.plans = _plans(request, tiers, parts, plan, is_last)
         cut = [p for p in self.plans if not isinstance(p, WholePlan)]
         self.main = max(cut, key=lambda p: p.resident_peak_bytes) if cut else self.plans[0]
         self._programs: dict[Any, Any] = {}
@@ -151,18 +153,14 @@ def loop_plan(
     budget = request.options.device_memory
     if not isinstance(budget, int):
         return None
-    refusal: PlanError | None = None
-    for least in (budget / _HEAVY, 0):
-        parts = cut(least)
-        if not parts.repeats:
-            continue
-        try:
-            return LoopPlan(request, tiers, parts, bind, plan, stamps)
-        except PlanError as error:
-            refusal = error
-    if refusal is not None:
-        raise refusal
-    return None
+    heavy = cut(budget / _HEAVY)
+    if heavy.repeats and heavy.is_finest:
+        return LoopPlan(request, tiers, heavy, bind, plan, stamps)
+    if heavy.repeats:
+        with contextlib.suppress(PlanError):
+            return LoopPlan(request, tiers, heavy, bind, plan, stamps, is_last=False)
+    fine = cut(0)
+    return LoopPlan(request, tiers, fine, bind, plan, stamps) if fine.repeats else None
 
 
 def _key(leaves: Sequence[Any], donated: Sequence[bool]) -> Any:
@@ -191,11 +189,15 @@ def _plans(
     tiers: Sequence[str],
     parts: Parts,
     plan: MakePlan,
+    is_last: bool,
 ) -> list[Plan]:
     """The plans of all parts.
 
+    Args:
+      is_last: False: there are other parts to try, and of these one refusal is enough.
+
     Raises:
-      PlanError: that of the part which needs most.
+      PlanError: that of the part which needs most; if it is not the last try, the first.
     """
     plans: list[Plan] = []
     refusals: list[PlanError] = []
@@ -205,6 +207,8 @@ def _plans(
         try:
             plans.append(plan(part, operands, fixed))
         except PlanError as error:
+            if not is_last:
+                raise
             refusals.append(error)
         return [jnp.zeros(a.shape, a.dtype) for a in part.jaxpr.out_avals]
 

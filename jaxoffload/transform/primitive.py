@@ -7,6 +7,7 @@ transformations make of it is in rules.py.
 import bisect
 import dataclasses
 import functools
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +51,8 @@ class Derived:
 
     Attributes:
       cuts: the jaxpr in parts, by `least_bytes`.
-      parts: of each part the same as this.
+      parts: of each part's jaxpr the same as this.
+      known_parts: see `in_parts`.
       link: leads here, as a param of the primitive, for as long as the owner keeps it.
     """
 
@@ -58,6 +60,7 @@ class Derived:
         self.plans = OnceEach()
         self.cuts = OnceEach()
         self.parts = OnceEach()
+        self.known_parts: dict[Any, Any] = {}
         self.batched = OnceEach()
         self.derivatives = OnceEach()
         self.link = Link(self)
@@ -84,6 +87,7 @@ class Derived:
         self.plans.clear()
         self.cuts.clear()
         self.parts.clear()
+        self.known_parts.clear()
         self.batched.clear()
         self.derivatives.clear()
 
@@ -245,19 +249,24 @@ def plan_request(
         if request.options.memory is not None:
             raise  # what loops carry would lie in the very memory that is named
         refusal = error
-    found = loop_plan(
-        request,
-        tiers,
-        # Direct calls and those under jit repeat the same parts.
-        lambda least: derived.cuts.get(
-            least, lambda: in_parts(request.jaxpr, least, request.argument_names)
-        ),
-        lambda part, leaves, fixed: bind(
-            leaves, part.jaxpr, **_of_part(request, part, derived), fixed=fixed
-        ),
-        lambda part, leaves, fixed: _plan_of_part(request, part, leaves, fixed, derived, backend),
-        new_stamps,
-    )
+    try:
+        found = loop_plan(
+            request,
+            tiers,
+            # Direct calls and those under jit repeat the same parts.
+            lambda least: derived.cuts.get(
+                least,
+                lambda: in_parts(request.jaxpr, least, request.argument_names, derived.known_parts),
+            ),
+            lambda part, leaves, fixed: bind(
+                leaves, part.jaxpr, **_of_part(request, part, derived), fixed=fixed
+            ),
+            lambda part, x, fixed: _plan_of_part(request, part, x, fixed, derived, backend),
+            new_stamps,
+        )
+    except PlanError as error:
+        # What works with less says what is least.
+        raise min(refusal, error, key=lambda e: e.min_device_memory or math.inf) from None
     if found is None:
         raise refusal
     return found
@@ -269,7 +278,7 @@ def _of_part(request: Request, part: Part, derived: Derived) -> dict[str, Any]:
     # A part that fits is left to the XLA that repeats it.
     options = dataclasses.replace(request.options, results="device", cut="auto")
     return {
-        "derived": derived.parts.get(part, Derived).link,
+        "derived": derived.parts.get(part.jaxpr, Derived).link,
         "name": f"{request.name}, {part.where}" if part.where else request.name,
         "argument_names": part.names,
         "kinds": (TensorKind.ACTIVATION,) * count,

@@ -8,6 +8,7 @@ import pytest
 from jax.experimental.ode import odeint
 
 import jaxoffload as jo
+from jaxoffload.capture.parts import in_parts
 from jaxoffload.transform.program import Program
 from tests.foreign import judge
 
@@ -401,3 +402,33 @@ def test_an_iteration_that_fails_ends_the_loop_and_the_next_call_works():
             step(weights, X).block_until_ready()
         fails = False
         judged(lambda w, x: repeated(w, x, 8)[1], (weights, X), step(weights, X))
+
+
+def test_parts_that_are_equal_have_one_jaxpr():
+    """Cut coarsely and finely, in another call: what is the same is planned once."""
+    closed = jax.make_jaxpr(lambda w, x: two_loops(w, nested(w, x)))(matrices(), X)
+    names, known = ["an argument"] * (LAYERS + 1), {}
+    first, again = (in_parts(closed, 0, names, known) for _ in range(2))
+    assert first.is_finest and len(list(first.all())) > 4
+    assert [p.jaxpr for p in first.all()] == [p.jaxpr for p in again.all()]
+    apart = in_parts(closed, 0, names, {})
+    assert not {id(p.jaxpr) for p in first.all()} & {id(p.jaxpr) for p in apart.all()}
+    # Those of another line, or of other operands, are others.
+    assert len({id(p.jaxpr) for p in first.all()}) == len(list(first.all()))
+    coarse = in_parts(closed, 1 << 40, names, {})
+    assert not coarse.repeats and not coarse.is_finest
+
+
+@pytest.mark.parametrize("of_parts", [1, 1 << 40])
+def test_a_refusal_names_the_least_of_both_ways(monkeypatch, of_parts):
+    """In parts a function may need more than cut."""
+
+    def refused(*_):
+        raise jo.PlanError("in parts", of_parts)
+
+    monkeypatch.setattr("jaxoffload.transform.primitive.loop_plan", refused)
+    step = jo.offload(repeated, device_memory=LAYER // 2)
+    with pytest.raises(jo.PlanError) as caught:
+        step.plan(matrices(), X, 3)
+    assert (str(caught.value) == "in parts") == (of_parts == 1)
+    assert caught.value.min_device_memory == of_parts or of_parts > caught.value.min_device_memory
