@@ -3,14 +3,16 @@
 Copies are held down to a rate at which a layer's weights take as long as its kernels, with a link
 to host memory for each device and with one for both. DISCO's example (figures 2 and 3): a chain of
 layers, a device's half of one layer's weights on it at a time, where the level by level schedule
-takes 3n and a work-conserving one 2n + 1. And LLaMA prefill, tensor parallel and FSDP, in a budget
-that has room for two layers. For each the launcher work-conserving, in the plan's order on each
+takes 3n and a work-conserving one 2n + 1; its products sleep, as the devices' cores are the same.
+And LLaMA prefill, tensor parallel and FSDP, whose kernels are real, in a quarter of the weights
+beside the least budget. For each the launcher work-conserving, in the plan's order on each
 lane, in one order for each device as TURNIP's ablation has it, and level by level: the medians of
 rounds in turns, over the work-conserving one.
 """
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,16 +35,34 @@ from jaxoffload.runtime import backends
 from jaxoffload.transform.shards import Shards
 
 COUNT = 2
+UNIT = 15e-3
+"""Seconds of a product, and of the copy of its weights, in DISCO's example."""
 MODEL = Size(384, 8, 6, 1024, 2048)
 
 
-def disco(layers: int, width: int, rows: int) -> tuple[Any, tuple[Any, ...]]:
+def disco(layers: int, width: int, rows: int, seconds: float = 0.0) -> tuple[Any, tuple[Any, ...]]:
     """DISCO's example over two devices, and its arguments as shapes: each layer a product with the
-    device's columns of its weights, joined."""
+    device's columns of its weights, joined.
+
+    Args:
+      seconds: that a product takes, the rest of which it sleeps: two devices that are not the same
+        cores. 0: what it takes.
+    """
+
+    def product(x: Any, weight: Any) -> Any:
+        end = time.perf_counter() + seconds
+        y = np.asarray(x) @ np.asarray(weight)
+        time.sleep(max(0.0, end - time.perf_counter()))
+        return y
 
     def part(x: Any, weights: list[Any]) -> Any:
         for weight in weights:
-            x = jnp.tanh(lax.all_gather(x @ weight, "x", axis=1, tiled=True))
+            if seconds:
+                shape = jax.ShapeDtypeStruct((rows, weight.shape[1]), np.float32)
+                y = jax.pure_callback(product, shape, x, weight)
+            else:
+                y = x @ weight
+            x = jnp.tanh(lax.all_gather(y, "x", axis=1, tiled=True))
         return x
 
     function = jax.shard_map(
@@ -138,10 +158,11 @@ def run(small: bool = False, out: str | None = None) -> None:
             f"benchmarks.run bus: JAX has one device. Set XLA_FLAGS="
             f"--xla_force_host_platform_device_count={COUNT}."
         )
-    layers, width, rows_of_x, rounds = (3, 64, 16, 1) if small else (64, 512, 512, 5)
+    layers, width, rows_of_x, rounds = (3, 64, 8, 1) if small else (64, 256, 8, 5)
+    unit = 1e-3 if small else UNIT
     model = Size(64, 3, 4, 128, 256) if small else MODEL
     batch, length = (2, 16) if small else (4, 256)
-    cases = {"DISCO's example": disco(layers, width, rows_of_x)}
+    cases = {"DISCO's example": disco(layers, width, rows_of_x, unit)}
     for fsdp in (False, True):
         name = "LLaMA prefill, " + ("FSDP" if fsdp else "tensor parallel")
         cases[name] = prefill(model, batch, length, COUNT, fsdp)
@@ -152,8 +173,10 @@ def run(small: bool = False, out: str | None = None) -> None:
         free = jo.offload(function, device_memory=None, cut="always").plan(*args)
         held = sum(t.bytes for t in free.taskgraph.tensors if t.argument and t.device == 0)
         least = free.min_device_memory
-        budget = least + (2 * rows_of_x * width * 4 if name.startswith("DISCO") else held // 4)
-        rate = balanced_rate(function, args, held)
+        if name.startswith("DISCO"):
+            budget, rate = least + 2 * rows_of_x * width * 4, width * width * 2 / unit
+        else:
+            budget, rate = least + held // 4, balanced_rate(function, args, held)
         for shared in (False, True):
             row = measure(name, function, shapes, budget, rate, shared, rounds)
             rows.append(row)

@@ -9,13 +9,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxoffload as jo
-from benchmarks.bus import disco
+from benchmarks.bus import disco, slow_links
 from benchmarks.devices import TINY, in_one_order, prefill
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.graphs.taskgraph import VertexKind
 from jaxoffload.graphs.verify import verify
 from jaxoffload.plan.cost.machines import Link, Machine
 from jaxoffload.plan.cost.simulate import simulate
+from jaxoffload.runtime import backends
 from tests.devices.programs import mesh_of, normal
 
 
@@ -97,3 +98,22 @@ def test_one_order_a_device_is_a_plan_with_more_edges():
             in_turn = (start[1:] >= end[:-1]).all()
             assert in_turn == (name == "ordered")
     assert times["ordered"] > times["free"]
+
+
+def test_one_link_for_all_devices_carries_one_copy_at_a_time():
+    """All copies to the devices take as long together as they have bytes; no more is asked, for
+    other work only makes them later."""
+    f, shapes = disco(4, 256, 8)
+    least = jo.offload(f, device_memory=None, cut="always").plan(*shapes).min_device_memory
+    x, weights = normal(8, 256), [normal(256, 256, seed=i) / 16 for i in range(4)]
+    rate = 5e5
+    with slow_links(rate, shared=True):
+        step = jo.offload(f, device_memory=least + 16384, cut="always")
+        got = step(x, weights)
+    run = step.last_run
+    assert run.bytes_reloaded >= sum(w.nbytes for w in weights)
+    assert run.seconds >= 0.999 * run.bytes_reloaded / rate
+    for weight in weights:
+        x = np.tanh(x @ weight)
+    np.testing.assert_allclose(got, x, rtol=1e-3, atol=1e-4)
+    assert backends.several(2).machine.links is None, "what was is again"
