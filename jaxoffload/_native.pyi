@@ -445,13 +445,16 @@ def reaches(
       ValueError: one does not, or names no vertex.
     """
 
+VICTIM_RULES: tuple[str, ...]
+"""Rules by which victims are chosen (custom_calls/planner/victims.h)."""
+
 def build_memgraph(
     columns: Columns,
     capacity: Sequence[int],
     host_capacity: int | None,
     disk: bool,
     in_place_io: bool,
-    cheapest: bool,
+    victims: int,
     lookahead: int | None,
     places: Sequence[int],
     unreduced: bool,
@@ -465,7 +468,7 @@ def build_memgraph(
         `capacity`.
       capacity: bytes of each device's arena.
       host_capacity: bytes of the host tier, None for no limit.
-      cheapest: victims are the cheapest window, else the furthest.
+      victims: one of VICTIM_RULES, by its position.
       places: of each tensor, -1 for any; or empty.
 
     Raises:

@@ -101,7 +101,7 @@ nb::dict ToDict(MemGraphColumns found) {
 }
 
 nb::object Build(nb::handle columns, std::vector<int64_t> capacity,
-                 std::optional<int64_t> host_capacity, bool disk, bool in_place_io, bool cheapest,
+                 std::optional<int64_t> host_capacity, bool disk, bool in_place_io, size_t victims,
                  std::optional<int64_t> lookahead, std::vector<int64_t> places, bool unreduced,
                  std::vector<int32_t> residents) {
   const Columns arrays(columns);
@@ -110,7 +110,11 @@ nb::object Build(nb::handle columns, std::vector<int64_t> capacity,
   options.host_capacity = host_capacity;
   options.disk = disk;
   options.in_place_io = in_place_io;
-  options.victims = cheapest ? VictimRule::kCheapest : VictimRule::kFurthest;
+  if (victims >= kVictimRules.size()) {
+    throw std::invalid_argument("build_memgraph: there is no rule for victims " +
+                                std::to_string(victims));
+  }
+  options.victims = static_cast<VictimRule>(victims);
   options.lookahead = lookahead;
   options.places = std::move(places);
   options.unreduced = unreduced;
@@ -151,8 +155,11 @@ nb::object Overwritten(nb::handle columns) {
 
 void BindMemGraph(nb::module_& m) {
   m.def("build_memgraph", &Build, "columns"_a, "capacity"_a, "host_capacity"_a.none(), "disk"_a,
-        "in_place_io"_a, "cheapest"_a, "lookahead"_a.none(), "places"_a, "unreduced"_a,
+        "in_place_io"_a, "victims"_a, "lookahead"_a.none(), "places"_a, "unreduced"_a,
         "residents"_a);
+  nb::list rules;
+  for (const char* const name : kVictimRules) rules.append(name);
+  m.attr("VICTIM_RULES") = nb::tuple(rules);
   m.def("in_place", &InPlace, "columns"_a, "in_place_io"_a);
   m.def("overwritten", &Overwritten, "columns"_a);
 }

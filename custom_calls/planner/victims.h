@@ -17,6 +17,7 @@
 #ifndef JAXOFFLOAD_PLANNER_VICTIMS_H_
 #define JAXOFFLOAD_PLANNER_VICTIMS_H_
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -24,8 +25,9 @@
 
 namespace jaxoffload {
 
-// What build_memgraph calls "cheapest" and "furthest".
-enum class VictimRule : uint8_t { kCheapest = 0, kFurthest = 1 };
+enum class VictimRule : uint8_t { kCheapest, kFurthest };
+// What build_memgraph calls them, in that order.
+constexpr std::array<const char*, 2> kVictimRules = {"cheapest", "furthest"};
 
 class Victims {
  public:

@@ -206,6 +206,10 @@ TEST(WhatCannotBePaidIsKeptOrTold) {
     refused = true;
   }
   CHECK(refused);
+  CHECK_EQ(ledger.residents.num_lost(), 1u);
+  array.data.reset();
+  ledger.residents.ForgetBeyond(0, 550, fails);
+  CHECK_EQ(ledger.residents.num_lost(), 0u);  // its array is gone
 }
 
 TEST(ForgettingPaysFirst) {

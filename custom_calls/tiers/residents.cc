@@ -65,6 +65,9 @@ void Residents::Add(const Resident& found) {
 
 void Residents::ForgetBeyond(int32_t device, int64_t bytes, const Pay& pay) {
   MutexLock lock(mutex_);
+  // Nobody can ask for what is lost of an array that is gone.
+  const auto is_gone = [](const Resident& each) { return each.owner.expired(); };
+  lost_.erase(std::remove_if(lost_.begin(), lost_.end(), is_gone), lost_.end());
   for (auto at = found_.begin(); at != found_.end();) {
     Resident& each = at->second;
     if (each.device != device || each.start + each.bytes <= bytes) {
@@ -114,6 +117,11 @@ bool Residents::Owes(const char* array) const {
   return std::any_of(lost_.begin(), lost_.end(), is_it) ||
          std::any_of(found_.begin(), found_.end(),
                      [&](const auto& entry) { return is_it(entry.second); });
+}
+
+size_t Residents::num_lost() const {
+  MutexLock lock(mutex_);
+  return lost_.size();
 }
 
 bool Residents::empty() const {

@@ -76,6 +76,8 @@ class Residents {
   bool Has(const Resident& wanted) const EXCLUDES(mutex_);
   bool Owes(const char* array) const EXCLUDES(mutex_);
   bool empty() const EXCLUDES(mutex_);
+  // How many parts are lost and may still be asked for.
+  size_t num_lost() const EXCLUDES(mutex_);
 
  private:
   using Map = std::map<std::pair<int32_t, int64_t>, Resident>;  // by device and start

@@ -3,10 +3,10 @@ own of `ys`.
 
 Takes the inlined equations and gives a `Program`. Two passes over each level of nesting:
 
-- *demand*: a value that a scan slices or stacks is wanted as a stack, in pieces of as many rows as
-  the scan is worth being cut into (`loops.rows_for`), and so is every value that elementwise work
-  ties to it: scans whose arrays meet agree on their pieces. An argument that is wanted as a stack
-  is then read in pieces, straight from the caller's memory.
+- *demand* (levels.py): a value that a scan slices or stacks is wanted as a stack, in pieces of as
+  many rows as the scan is worth being cut into (`loops.rows_for`), and so is every value that
+  elementwise work ties to it: scans whose arrays meet agree on their pieces. An argument that is
+  wanted as a stack is then read in pieces, straight from the caller's memory.
 - *unrolling*: an operation with a stack among its operands works piece by piece where it
   can (`operations.map_over_stack`), which carries the stacks through gradients and optimizers;
   elsewhere the stack is joined first.
@@ -23,14 +23,11 @@ import numpy as np
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import cost, operations, slicing, sums
-from jaxoffload.capture.demand import demand
-from jaxoffload.capture.distribution import distributed
 from jaxoffload.capture.flat import Equation, Operand, Program, Value, is_literal
 from jaxoffload.capture.inline import Constant, inline
-from jaxoffload.capture.loops import Body, Loop, Rows, rows_for
+from jaxoffload.capture.levels import Level, Levels
+from jaxoffload.capture.loops import Loop, Rows
 from jaxoffload.capture.operations import is_view
-from jaxoffload.capture.order import live_equations
-from jaxoffload.capture.products import with_small_transpositions
 from jaxoffload.capture.views import parts_of_argument
 from jaxoffload.graphs.taskgraph import Span
 
@@ -47,20 +44,6 @@ class Stack:
 
     pieces: list[Operand]
     rows: Rows
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Level:
-    """The equations of a program or of a step, and how its arrays are cut.
-
-    Attributes:
-      wanted: for each value that is to be a stack, its pieces.
-      cuts: for each scan that is to be cut, by the identity of its equation, its pieces.
-    """
-
-    equations: list[Equation]
-    wanted: dict[Value, Rows]
-    cuts: dict[int, Rows]
 
 
 def unroll(
@@ -94,9 +77,10 @@ def unroll(
     ]
     constants = [Constant(c) for c in jaxpr.consts]
     equations, results = inline(jaxpr.jaxpr, constants, arguments, honours)
-    unroller = _Unroller(arguments, piece_bytes, known, rates, honours, distributes)
+    levels = Levels(piece_bytes, rates, honours, distributes)
+    unroller = _Unroller(arguments, known, levels)
     environment: dict[Value, Operand | Stack] = {}
-    unroller.run(unroller.level(equations), environment, segment=0)
+    unroller.run(levels.of(equations), environment, segment=0)
     parts = [unroller.result_parts(unroller.look_up(environment, r)) for r in results]
     return Program(
         unroller.arguments,
@@ -104,36 +88,25 @@ def unroll(
         parts,
         unroller.parents,
         rates,
-        is_divisible=unroller.is_divisible,
-        is_distributed=unroller.is_distributed,
+        is_divisible=levels.is_divisible,
+        is_distributed=levels.is_distributed,
     )
 
 
 class _Unroller:
-    """Emits equations; one instance for a whole program.
-
-    Attributes:
-      is_divisible: whether some scan could be in smaller pieces.
-      is_distributed: whether some product has left its loop.
-    """
+    """Emits equations; one instance for a whole program."""
 
     def __init__(
         self,
         arguments: list[Value],
-        piece_bytes: float,
         known: Sequence[Any],
-        rates: cost.Rates,
-        honours: bool,
-        distributes: bool,
+        levels: Levels,
     ):
         self.arguments = arguments
         self.equations: list[Equation] = []
         self.parents = [0]
-        self.is_divisible = self.is_distributed = False
-        self._piece_bytes, self._rates = piece_bytes, rates
-        self._honours, self._distributes = honours, distributes
+        self._levels = levels
         self._segment = 0
-        self._bodies: dict[int, tuple[Body, _Level | None]] = {}
         self._pieces: dict[tuple[Value, Rows], list[Operand]] = {}
         self._joined: dict[Stack, Value] = {}
         self._numbers: dict[Rows, tuple[Value, ...]] = {}
@@ -149,58 +122,6 @@ class _Unroller:
             self.arguments.append(value)
             known = self._constants[id(value.array)] = value
         return known
-
-    def level(self, equations: Sequence[Equation]) -> _Level:
-        """A level's equations, scans as `Loop`s, and into which pieces its arrays are cut."""
-        made = [self._with_loop(equation) for equation in equations]
-        ties = demand(made)
-        groups: dict[Any, list[Equation]] = {}
-        for equation in made:
-            if isinstance(equation.operation, Loop):
-                groups.setdefault(ties.leader(equation.operation), []).append(equation)
-        rows: dict[Any, Rows] = {}
-        cuts = {}
-        for leader, group in groups.items():
-            loops: list[Any] = [equation.operation for equation in group]
-            found = rows_for(loops, self._piece_bytes)
-            self.is_divisible |= self._piece_bytes > 0 and found != rows_for(loops, 0)
-            if found is not None:
-                rows[leader] = found
-                cuts.update((id(equation), found) for equation in group)
-        wanted = {v: rows[at] for v in ties.length if (at := ties.leader(v)) in rows}
-        return _Level(made, wanted, cuts)
-
-    def _with_loop(self, equation: Equation) -> Equation:
-        operation = equation.operation
-        if operation.name != "scan":
-            return equation
-        closed = operation.params["jaxpr"]
-        if id(closed) not in self._bodies:
-            inputs = [Value(var.aval) for var in closed.jaxpr.invars]
-            constants = [Constant(c) for c in closed.consts]
-            inner, outputs = inline(closed.jaxpr, constants, inputs, self._honours)
-            results = {v for v in outputs if isinstance(v, Value)}
-            inner = with_small_transpositions([self._with_loop(e) for e in inner], results)
-            body = Body(closed, inputs, live_equations(inner, results), outputs, self._rates)
-            self._bodies[id(closed)] = (body, None)
-        body, _ = self._bodies[id(closed)]
-        loop = self._distributed(Loop(operation.eqn, body, operation.params["length"]))
-        return dataclasses.replace(equation, operation=loop)
-
-    def _distributed(self, loop: Loop) -> Loop:
-        if not self._distributes or loop.body.has_collectives:
-            return loop
-        found = distributed(loop, self._piece_bytes, self._rates)
-        self.is_distributed |= found is not loop
-        return found
-
-    def _step(self, loop: Loop) -> _Level:
-        """The level of a step that is unrolled."""
-        body, level = self._bodies[id(loop.body.closed)]
-        if level is None:
-            level = self.level(body.equations)
-            self._bodies[id(body.closed)] = (body, level)
-        return level
 
     # Reading -----------------------------------------------------------------------------------
 
@@ -282,7 +203,7 @@ class _Unroller:
         self.equations.append(equation)
         return outputs
 
-    def run(self, level: _Level, environment: dict[Value, Operand | Stack], segment: int) -> None:
+    def run(self, level: Level, environment: dict[Value, Operand | Stack], segment: int) -> None:
         """Emits one level's equations; results of the level are found in `environment`."""
         outer, self._segment = self._segment, segment
         for equation in level.equations:
@@ -395,7 +316,7 @@ class _Unroller:
         loop, eqn = equation.operation, equation.operation.eqn
         assert isinstance(loop, Loop)
         num_consts, num_carry = loop.num_consts, loop.num_carry
-        body, level = loop.body, self._step(loop)
+        body, level = loop.body, self._levels.step(loop)
         consts = operands[:num_consts]
         carry: list[Any] = operands[num_consts : num_consts + num_carry]
         xs = [self.pieces_of(x, rows, eqn) for x in operands[num_consts + num_carry :]]
@@ -427,7 +348,7 @@ class _Unroller:
         stacked = [v.aval for v in equation.outputs[num_carry:]]
         ys: list[list[Operand]] = [[None] * len(spans) for _ in stacked]
         lengths = {stop - first for first, stop in spans}
-        chunks = {length: self._distributed(loop.of_length(length)) for length in lengths}
+        chunks = {length: self._levels.distributed(loop.of_length(length)) for length in lengths}
         parent = self._segment
         for i in _in_order(len(spans), loop):
             self.parents.append(parent)

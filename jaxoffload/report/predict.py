@@ -12,7 +12,8 @@ from jaxoffload.graphs.memgraph import Kind, MemGraph
 from jaxoffload.options import format_bytes
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.plan.cost.simulate import Timeline, simulate
-from jaxoffload.runtime.plan import Carried, Plan
+from jaxoffload.runtime.figures import Carried
+from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.elsewhere import Elsewhere, planner_on
 from jaxoffload.search.kept import KeptPlan

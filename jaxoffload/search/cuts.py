@@ -17,16 +17,16 @@ the search may be follows from how long the program itself takes.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxoffload.capture.floor import Floor
 from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.plan.alloc.build import VARIANTS
 from jaxoffload.plan.bounds import callers_bytes, least_seconds
 from jaxoffload.search.cut import FINEST, WHOLE, Cut, rounded_size, split_size
 from jaxoffload.search.drafts import CAPTURED, Drafts, allowed_work
+from jaxoffload.search.room import Cutter, Room
 
 SHARES = (0.9, 0.6, 1 / 3, 1 / 5, 1 / 8, 1 / 14, 1 / 24)
 """Working sets of a vertex to try, as shares of the budget; after these, single operations. Of a
@@ -72,43 +72,6 @@ class Tried(NamedTuple):
     seconds: float
     number: int
     cut: Cut
-
-
-class Cutter(Protocol):
-    """A program at every granularity, as far as a ranking asks (search/program.py)."""
-
-    def key(self, cut: Cut) -> Any:
-        """Equal for cuts with the same vertices."""
-        ...
-
-    def floor(self, cut: Cut) -> Floor:
-        """What such a cut holds and computes at least. Nothing is captured for it."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Room:
-    """What a cut has to make do with.
-
-    Attributes:
-      budget: bytes of device memory.
-      host_memory: bytes of the host tier, None for no limit.
-      moves: whether what does not fit may be moved away at all.
-      needs: bytes of device memory that a TaskGraph needs at least.
-      recompute: whether cuts that recompute are among those to try: "auto", "never", or "always":
-        no others are.
-      host_compute: the same of updates on the host's cores.
-      counts_all: whether the budget is of all memory, so that what kernels allocate on their own,
-        which grows with the vertex, counts, too.
-    """
-
-    budget: int
-    host_memory: int | None
-    moves: bool
-    needs: Callable[[TaskGraph], int]
-    recompute: str = "auto"
-    host_compute: str = "never"
-    counts_all: bool = False
 
 
 class Ranking:

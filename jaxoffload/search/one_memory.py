@@ -32,8 +32,9 @@ from jaxoffload.plan.alloc.limits import (
 )
 from jaxoffload.plan.alloc.static import keep_everything, keep_in_chosen_places
 from jaxoffload.runtime import allocator
+from jaxoffload.runtime.figures import Carried
 from jaxoffload.runtime.host_results import byte_count
-from jaxoffload.runtime.plan import Carried, Plan
+from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.cut import FINEST, WHOLE, CompiledCut, Cut, least_budget, split_size
 from jaxoffload.search.drafts import Drafts

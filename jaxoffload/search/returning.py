@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxoffload.graphs.memgraph import EdgeKind, Kind, MemGraph, Space
 from jaxoffload.plan.cost.machines import Machine
-from jaxoffload.plan.cost.simulate import simulate
+from jaxoffload.plan.cost.simulate import Timeline, simulate
 from jaxoffload.search.resident import can_stay
 
 _MOST = 256
@@ -60,20 +60,28 @@ def with_returns(
     best, least = memgraph, _GAIN * seconds
     sizes = memgraph.version_bytes()[[f.version for f in firsts]]
     trials = [firsts[:count] for count in _counts(sizes)]
-    trials.append(_hidden(memgraph, trials[-1], machine))
     for trial in trials:
         found = returning(memgraph, trial)
-        if (took := simulate(found, machine=machine).seconds) < least:
-            best, least = found, took
+        timeline = simulate(found, machine=machine)
+        if timeline.seconds < least:
+            best, least = found, timeline.seconds
+        if trial == firsts:
+            hidden = _hidden(memgraph, firsts, timeline)
+            if hidden and hidden not in trials:
+                trials.append(hidden)  # the last that is tried
     return (memgraph, seconds) if best is memgraph else (best, least)
 
 
-def _hidden(memgraph: MemGraph, firsts: Sequence[First], machine: Machine) -> list[First]:
-    """Those that are there again before everything else is done, with nothing to wait for."""
-    ends = simulate(returning(memgraph, list(firsts)), machine=machine).end
+def _hidden(memgraph: MemGraph, firsts: Sequence[First], timeline: Timeline) -> list[First]:
+    """Those that are there again before everything else is done, with nothing to wait for.
+
+    Args:
+      timeline: of the MemGraph with all of them brought back.
+    """
     count = memgraph.num_vertices
-    done = ends[:count].max()
-    return [first for first, end in zip(firsts, ends[count:], strict=True) if end <= done]
+    done = timeline.end[:count].max()
+    ends = timeline.end[count:]
+    return [first for first, end in zip(firsts, ends, strict=True) if end <= done]
 
 
 def _counts(sizes: np.ndarray) -> Iterator[int]:

@@ -32,6 +32,7 @@ from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request, make_request
 from jaxoffload.runtime.run import run_plan
 from jaxoffload.search.whole import Whole, WholePlan, make_plan, may_run_whole
+from jaxoffload.transform.held import Held
 from jaxoffload.transform.loops import Below, LoopPlan, loop_plan
 from jaxoffload.transform.targets import RUN_TARGET, new_stamps, register_target
 
@@ -40,10 +41,6 @@ offload_p.multiple_results = True
 
 
 _NOT_FIXED = Fixed()
-
-TierLeaves = tuple[tuple[int, TierArray], ...]
-"""Leaves that are in a lower tier, with their positions. They are no operands: XLA never sees
-them, as it never sees what a jitted function closes over."""
 
 
 class Derived:
@@ -90,22 +87,6 @@ class Derived:
         self.known_parts.clear()
         self.batched.clear()
         self.derivatives.clear()
-
-
-class Held:
-    """What a compiled program keeps alive."""
-
-    __slots__ = ("_name", "_thing")
-
-    def __init__(self, name: str, thing: Any):
-        self._name, self._thing = name, thing
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            f"offload({self._name}): the program holds a plan, which lives in the process that "
-            "made it, and cannot be serialized. Serialize the function itself, or compile it in "
-            "each process."
-        )
 
 
 class Link:

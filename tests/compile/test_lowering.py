@@ -10,13 +10,14 @@ from jax.interpreters import mlir
 
 import jaxoffload as jo
 from jaxoffload import _jax_compat as compat
+from jaxoffload._jax_compat import lowering
 
 
 @pytest.fixture
 def contexts(monkeypatch):
     """The MLIR contexts that JAX has made, in order."""
-    made, make = [], compat._make_ir_context
-    monkeypatch.setattr(compat, "_make_ir_context", lambda: made.append(make()) or made[-1])
+    made, make = [], lowering.make_ir_context
+    monkeypatch.setattr(lowering, "make_ir_context", lambda: made.append(make()) or made[-1])
     return made
 
 
@@ -78,18 +79,18 @@ def test_artifact_is_the_same_whichever_way_it_is_written(function):
     code = mlir.module_to_bytecode(program.compiler_ir("stablehlo"))  # its locations are gone now
     assert b"test_lowering" not in code
     if b"chlo" not in code:
-        assert artifact == bytes(compat._jax.mlir.serialize_portable_artifact(code, "1.9.0"))
+        assert artifact == bytes(lowering._jax.mlir.serialize_portable_artifact(code, "1.9.0"))
 
 
 def test_contexts_within_one_another_come_back(monkeypatch):
-    monkeypatch.setattr(compat, "_make_ir_context", object)  # JAX 0.12 gives each ten times
+    monkeypatch.setattr(lowering, "make_ir_context", object)  # JAX 0.12 gives each ten times
     with compat.one_ir_context():
-        outer = compat._mlir.make_ir_context()
+        outer = lowering._mlir.make_ir_context()
         with compat.one_ir_context():
-            inner = compat._mlir.make_ir_context()
-            assert inner is not outer and compat._mlir.make_ir_context() is inner
-        assert compat._mlir.make_ir_context() is outer
-    assert compat._mlir.make_ir_context() is not compat._mlir.make_ir_context()
+            inner = lowering._mlir.make_ir_context()
+            assert inner is not outer and lowering._mlir.make_ir_context() is inner
+        assert lowering._mlir.make_ir_context() is outer
+    assert lowering._mlir.make_ir_context() is not lowering._mlir.make_ir_context()
 
 
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")  # all of it fits

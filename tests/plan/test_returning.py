@@ -14,6 +14,7 @@ from jaxoffload.plan.alloc.build import build_memgraph
 from jaxoffload.plan.alloc.limits import least_room
 from jaxoffload.plan.cost.machines import Link
 from jaxoffload.plan.cost.simulate import simulate
+from jaxoffload.search import returning as search
 from jaxoffload.search.returning import first_in_place, returning, with_returns
 from tests.plan.test_residents import (
     SLOW,
@@ -208,6 +209,24 @@ def test_nothing_is_brought_back_where_that_is_hardly_faster(lasts):
     seconds = simulate(memgraph, machine=machine).seconds
     lasting = range(len(graph.tensors)) if lasts else ()
     assert with_returns(memgraph, lasting, machine, seconds)[0] is memgraph
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 1e-2])
+def test_nothing_is_simulated_twice(seconds, monkeypatch):
+    """Whether all that is brought back is there in time, or not."""
+    graph = sweep()
+    vertices = tuple(dataclasses.replace(v, seconds=seconds) for v in graph.vertices)
+    graph = dataclasses.replace(graph, vertices=vertices)
+    memgraph = build_memgraph(graph, least_room(graph) + 2 * 4096)
+    without, tried = simulate(memgraph, machine=SLOW).seconds, []
+
+    def counted(found, machine):
+        tried.append(found.outputs[memgraph.num_vertices :].tobytes() + found.inputs.tobytes())
+        return simulate(found, machine=machine)
+
+    monkeypatch.setattr(search, "simulate", counted)
+    with_returns(memgraph, range(len(graph.tensors)), SLOW, without)
+    assert len(tried) == len(set(tried)) > 1
 
 
 def test_the_verifier_sees_who_comes_after_the_last():

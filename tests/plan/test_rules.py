@@ -21,7 +21,7 @@ from jaxoffload.plan.alloc.limits import (
     resident_peak,
 )
 from jaxoffload.plan.cost.machines import SMALL_SERVER
-from jaxoffload.plan.cost.priority import critical_path
+from jaxoffload.plan.cost.priority import floats, successors
 from jaxoffload.plan.cost.simulate import simulate
 from jaxoffload.report.explain import usage
 from tests.plan.strategies import taskgraphs
@@ -244,7 +244,7 @@ def test_critical_path_and_simulation_agree_with_networkx(graph):
     longest = [0.0] * memgraph.num_vertices
     for vertex in reversed(list(networkx.topological_sort(edges))):
         longest[vertex] = seconds[vertex] + max((longest[v] for v in edges[vertex]), default=0.0)
-    assert np.allclose(critical_path(memgraph, seconds), longest)
+    assert np.allclose(successors(memgraph).longest_paths(floats(seconds)), longest)
     timeline = simulate(memgraph, seconds)
     assert np.allclose(timeline.end - timeline.start, seconds)
     assert (timeline.end[memgraph.edge_tail] <= timeline.start[memgraph.edge_head]).all()

@@ -12,7 +12,7 @@ import pytest
 import jaxoffload as jo
 from jaxoffload.options import Options
 from jaxoffload.runtime import backends
-from jaxoffload.search import cuts, planner, tuner
+from jaxoffload.search import cuts, cutting, planner, tuner
 from jaxoffload.search.cut import Cut
 from jaxoffload.store import place
 from jaxoffload.transform import program
@@ -203,7 +203,7 @@ def test_other_cuts_come_fast_ones_first_and_near_ones_only():
     plan = offloaded().plan(*ARGS)
     cuts = plan._source.simulated()
     seconds = [expected for _, expected in cuts]
-    assert seconds == sorted(seconds) and len(cuts) == planner._COMPILED
+    assert seconds == sorted(seconds) and len(cuts) == cutting.COMPILED
     found = list(plan.others(100.0))
     compiled = [plan._source.within(cut, plan.budget) for cut, _ in cuts]
     wanted = [

@@ -18,10 +18,11 @@ from jaxoffload.capture.scan import unroll
 from jaxoffload.compile.cache import ExecutableCache
 from jaxoffload.plan.alloc.limits import least_whole, min_budget
 from jaxoffload.plan.cost.machines import SMALL_SERVER
-from jaxoffload.search import cuts, one_memory, program
+from jaxoffload.search import cuts, cutting, one_memory, program
 from jaxoffload.search import drafts as drafting
 from jaxoffload.search import planner as searching
 from jaxoffload.search.cut import FINEST, Cut
+from jaxoffload.search.room import Room
 
 WIDTH, LENGTH, HEADS = 16, 16, 2
 
@@ -84,7 +85,7 @@ def work(monkeypatch):
         monkeypatch.setattr(owner, name, counted)
 
     count(program, "build_taskgraph", "taskgraphs")
-    count(searching, "build_memgraph", "memgraphs")
+    count(cutting, "build_memgraph", "memgraphs")
     count(program, "split", "splits")
     count(operations, "tilings", "tilings")
     plain = ExecutableCache.executables
@@ -302,7 +303,7 @@ def _ranking(monkeypatch, seconds, least=None):
     monkeypatch.setattr(cuts, "least_seconds", lambda graph, *_: (least or {}).get(graph, 0.0))
     monkeypatch.setattr(cuts, "VARIANTS", range(max(map(len, seconds.values()))))
     drafts = _Drafts(seconds)
-    room = cuts.Room(100, None, True, lambda graph: 0, "never")
+    room = Room(100, None, True, lambda graph: 0, "never")
     ranking = cuts.Ranking(None, lambda cut: None, drafts, room)
     vars(ranking)["_enough"] = 0.0
     return ranking, drafts
@@ -490,7 +491,7 @@ def test_products_that_take_half_of_the_budget_fuse_with_what_follows_them(monke
 )
 def test_a_vertex_may_have_most_of_the_budget(seconds, counts_all, largest):
     """Not of a budget of all memory, nor of a program that is to be planned at once."""
-    room = cuts.Room(100, None, True, lambda graph: 0, counts_all=counts_all)
+    room = Room(100, None, True, lambda graph: 0, counts_all=counts_all)
     ranking = cuts.Ranking(None, lambda cut: None, _Drafts({}), room)
     vars(ranking)["_compute"] = seconds
     sizes = [cut.max_bytes for cut in ranking._plain()]

@@ -18,7 +18,7 @@ import pytest
 
 import jaxoffload as jo
 from jaxoffload.runtime import backends
-from jaxoffload.search import planner as planning
+from jaxoffload.search import cutting
 from jaxoffload.store import columns, place, platform
 
 WIDTH = 64
@@ -75,13 +75,13 @@ def filled(first, kept):
 @pytest.fixture
 def captures(monkeypatch):
     """Counts the functions that are captured to be planned."""
-    made, real = [], planning.CutProgram
+    made, real = [], cutting.CutProgram
 
     def counted(*args):
         made.append(args)
         return real(*args)
 
-    monkeypatch.setattr(planning, "CutProgram", counted)
+    monkeypatch.setattr(cutting, "CutProgram", counted)
     return made
 
 

@@ -43,8 +43,8 @@ from jaxoffload.plan.alloc.limits import (
     reserved_workspace,
 )
 
-CHOICES = ("cheapest", "furthest")
-"""Rules by which victims are chosen (custom_calls/planner/victims.h)."""
+CHOICES = _native.VICTIM_RULES
+"""Rules by which victims are chosen (custom_calls/planner/victims.h), the usual one first."""
 VARIANTS: tuple[dict[str, Any], ...] = tuple(
     {"victims": victims, "lookahead": lookahead}
     for lookahead in (None, 3, 16)
@@ -116,7 +116,7 @@ def build_memgraph(
     ]
     rules = [victims]
     if victims == "best":
-        rules = list(CHOICES) if len(graph.vertices) <= _BOTH_RULES else ["cheapest"]
+        rules = list(CHOICES) if len(graph.vertices) <= _BOTH_RULES else [CHOICES[0]]
     # A plan that knows the host tier's limit fails on the first tensor that finds it full. One that
     # knows no limit often stays within it all the same.
     tiers = [host_memory, *([None] if host_memory is not None and not disk else [])]
@@ -124,7 +124,7 @@ def build_memgraph(
     for rule in rules:
         for tier in tiers:
             found = _native.build_memgraph(
-                graph.columns, capacity, tier, disk, in_place_io == "always", rule == "cheapest",
+                graph.columns, capacity, tier, disk, in_place_io == "always", CHOICES.index(rule),
                 lookahead, places or [], unreduced, list(residents),
             )  # fmt: skip
             if isinstance(found, int):

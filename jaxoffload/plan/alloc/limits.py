@@ -23,8 +23,6 @@ HOST_PAGE = 4096
 """Places in the host tier that the disk reads and writes start at a multiple of this."""
 HUGE_PAGE = 2 << 20
 """Buffers of so many bytes are in pages of that size."""
-DISK_BLOCK = 16384
-"""Bytes under one checksum on disk; no two places share such a block."""
 
 
 def host_place(count: int) -> int:

@@ -12,19 +12,11 @@ from jaxoffload import _native
 from jaxoffload.graphs.memgraph import MemGraph
 
 
-def critical_path(memgraph: MemGraph, seconds: np.ndarray) -> np.ndarray:
-    """Longest remaining path from the start of each vertex, in seconds, float64[N].
+def longest_paths(seconds: Sequence[float], tail: Sequence[int], head: Sequence[int]) -> np.ndarray:
+    """Longest remaining path from the start of each vertex of a graph, in seconds, float64[N].
 
     Args:
       seconds: time of each vertex.
-    """
-    return successors(memgraph).longest_paths(floats(seconds))
-
-
-def longest_paths(seconds: Sequence[float], tail: Sequence[int], head: Sequence[int]) -> np.ndarray:
-    """The same for any graph.
-
-    Args:
       tail, head: the edges; each points from a smaller number to a larger one.
     """
     edges = np.array([tail, head], dtype=np.int32)
@@ -32,7 +24,7 @@ def longest_paths(seconds: Sequence[float], tail: Sequence[int], head: Sequence[
 
 
 def successors(memgraph: MemGraph) -> _native.Successors:
-    """The edges of a MemGraph."""
+    """The edges of a MemGraph, whose longest paths C++ finds, for any seconds of its vertices."""
     edges = (np.ascontiguousarray(e, np.int32) for e in (memgraph.edge_tail, memgraph.edge_head))
     return _native.Successors(memgraph.num_vertices, *edges)
 

@@ -1,0 +1,65 @@
+"""Arrays: where their bytes are, and how they are made over bytes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src.interpreters import pxla as _pxla
+from jax._src.lax import lax as _lax
+from jax._src.lib import _jax
+
+from jaxoffload._jax_compat.tracing import transfers_allowed
+from jaxoffload._jax_compat.types import Tracer
+
+
+def committed_to(arrays: Sequence[Any]) -> Any:
+    """The device to which the first array that is committed is; None if none is."""
+    found = (x for x in arrays if isinstance(x, jax.Array) and x.committed)
+    return next((next(iter(x.devices())) for x in found), None)
+
+
+def pointer_of(array: jax.Array) -> int:
+    """Address of an array's bytes where it is. The array must be ready and on one device."""
+    return array.unsafe_buffer_pointer()
+
+
+def is_deleted(array: jax.Array) -> bool:
+    """Whether an array's memory is gone. A tracer has none."""
+    return not isinstance(array, Tracer) and array.is_deleted()
+
+
+def is_in_rows(array: jax.Array) -> bool:
+    """Whether an array's bytes are in row-major order, as programs expect them by default."""
+    layout = array.format.layout  # pyrefly: ignore[missing-attribute]
+    return layout is None or tuple(layout.major_to_minor) == tuple(range(array.ndim))
+
+
+def weakly_typed(array: jax.Array) -> jax.Array:
+    """The same array with a weak type: it gives way in promotions, as Python's numbers do."""
+    return _lax._convert_element_type(array, weak_type=True)
+
+
+def arrays_over(words: Sequence[np.ndarray], avals: Sequence[Any], device: Any) -> list[jax.Array]:
+    """Arrays over NumPy's memory, of which there is no copy where it is aligned.
+
+    It is what `jax.device_put` comes down to, which looks at each array a dozen times.
+
+    Args:
+      avals: `ShapedArray`s, made under the mesh that is current.
+      device: to which they are committed; None: to none, on the default device.
+    """
+    committed = device is not None
+    device = device or _pxla.get_default_device()
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    put = _pxla.batched_device_put
+    with transfers_allowed():
+        return [
+            put(aval, sharding, [each], [device], committed)
+            for each, aval in zip(words, avals, strict=True)
+        ]
+
+
+def collect_released_buffers() -> None:
+    """Drops the references to host memory that deleted arrays still hold, which JAX does lazily."""
+    _jax.collect_garbage()

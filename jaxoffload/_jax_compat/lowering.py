@@ -1,0 +1,135 @@
+"""Jaxprs to StableHLO, by rules of ours where there are some."""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import config as _config
+from jax._src.interpreters import mlir as _mlir
+from jax._src.lib import _jax
+from jaxlib.mlir import passmanager as _passes
+from jaxlib.mlir.dialects import stablehlo as _stablehlo
+
+
+def is_export(lowering_context: Any) -> bool:
+    """Whether what is lowered is to be serialized."""
+    return lowering_context.module_context.lowering_parameters.for_export
+
+
+class LoweringSettings:
+    """Settings of the place where it is made that lowering an equation depends on, beside those
+    that the equation itself keeps."""
+
+    def __init__(self) -> None:
+        self._x64 = _config.enable_x64.value
+
+    def restored(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it they are as they were."""
+        return jax.enable_x64(self._x64)
+
+
+Rules = Mapping[Any, tuple[Callable[..., Any], Callable[..., bool]]]
+"""For each primitive a function of its operands and params that is lowered in its place, and
+whether that holds for (*abstract values of the operands, params)."""
+
+
+def lower(traced: Any, platform: str, rules: Rules) -> Any:
+    """Lowers a traced function for a platform, some primitives by other rules.
+
+    They hold in every body of a loop or a branch; what a rule itself calls is lowered by JAX.
+    """
+    overrides: Any = tuple((p, _rule(p, *rules[p])) for p in rules)
+    parameters = _mlir.LoweringParameters(override_lowering_rules=overrides)
+    return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
+
+
+@functools.cache  # JAX keeps what it lowered by the rules' identity.
+def _rule(primitive: Any, function: Callable[..., Any], holds: Callable[..., bool]) -> Any:
+    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+        chosen = function if holds(*ctx.avals_in, params) else primitive.bind
+        module = ctx.module_context.replace(
+            lowering_parameters=_mlir.LoweringParameters(),
+            lowering_cache={},
+            cached_primitive_lowerings={},
+        )
+        several = primitive.multiple_results
+        lowered = _mlir.lower_fun(lambda *xs: chosen(*xs, **params), multiple_results=several)
+        return lowered(ctx.replace(module_context=module), *operands)
+
+    return rule
+
+
+def operation_named(context: Any, name: str) -> Any:
+    """What is lowered within has this name in profiles and in XLA's messages."""
+    location = _mlir.ir.Location
+    return location.name(f"{context.name_stack}/{name}", childLoc=location.current)
+
+
+make_ir_context = _mlir.make_ir_context
+"""JAX's own, whatever `one_ir_context` has put in its place."""
+_lowering = threading.local()
+
+
+@contextlib.contextmanager
+def one_ir_context() -> Iterator[None]:
+    """Within it what this thread lowers shares one MLIR context: to make one for each function
+    takes JAX 5 ms, most of what lowering a small one takes. Constants live as long as it does."""
+    _mlir.make_ir_context = _context_of_this_thread
+    outer = getattr(_lowering, "make", None)
+    _lowering.make = functools.cache(make_ir_context)
+    try:
+        yield
+    finally:
+        if outer is None:
+            del _lowering.make
+        else:
+            _lowering.make = outer
+
+
+def is_lowering_kernels() -> bool:
+    """Whether what this thread lowers is part of a kernel: it is within `one_ir_context`."""
+    return hasattr(_lowering, "make")
+
+
+def _context_of_this_thread() -> Any:
+    return getattr(_lowering, "make", make_ir_context)()
+
+
+def portable_stablehlo(lowered: Any, version: str) -> bytes:
+    """A lowered function as StableHLO bytecode that a consumer of `version` ("1.13.7") can read.
+
+    It says nothing of who called the function: the same program has the same bytes everywhere.
+    """
+    module = lowered.compiler_ir("stablehlo")
+    with module.context:
+        strip = _passes.PassManager.parse("builtin.module(strip-debuginfo)")
+        strip.enable_verifier(False)  # it waits for threads, which a forked child does not have
+        strip.run(module.operation)
+    code = _mlir.module_to_bytecode(module)
+    oldest = min((version, _stablehlo.get_current_version()), key=_version_key)
+    quietly = module.context.attach_diagnostic_handler(lambda _: True)
+    try:
+        return bytes(_stablehlo.serialize_portable_artifact(module, oldest))
+    except ValueError:
+        # Of CHLO, as erf, and of what its constants become: in a context of its own, for 6 ms.
+        return bytes(_jax.mlir.serialize_portable_artifact(code, oldest))
+    finally:
+        quietly.detach()
+
+
+def _version_key(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+def keep_alive(lowering_context: Any, thing: Any) -> None:
+    """Keeps `thing` alive for as long as the executable that is being lowered."""
+    lowering_context.module_context.add_keepalive(thing)
+
+
+def int64_attribute(value: int) -> Any:
+    """An integer as an FFI attribute of type int64."""
+    return np.int64(value)

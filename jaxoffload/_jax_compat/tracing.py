@@ -1,0 +1,95 @@
+"""What is around a call: source lines, and the settings that hold now."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax._src import api_util as _api_util
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import source_info_util as _source_info_util
+from jax._src import traceback_util as _traceback_util
+
+from jaxoffload import sources
+from jaxoffload._jax_compat.types import JaxprEqn
+
+_MOST_FRAMES = 100
+"""Of a stack, those that are looked through for the user's own code."""
+
+
+def hide_frames_of(file: str) -> None:
+    """Keeps frames of `file` out of the source lines and tracebacks that users see."""
+    _source_info_util.register_exclusion(file)
+    _traceback_util.register_exclusion(file)
+
+
+def source_line(source_info: Any) -> str:
+    """The user's line that made an equation, "file.py:6:8 (f)".
+
+    What an installed library made says who called it: "optax/_src/transform.py:294:15 (update_fn),
+    called at train.py:12:8 (step)".
+    """
+    line = _source_info_util.summarize(source_info)
+    if not sources.is_installed(line):
+        return sources.short(line)
+    # Outermost first; a library's own frames may be many.
+    callers = _source_info_util.summarize(source_info, _MOST_FRAMES).split("\n")
+    own = next((caller for caller in reversed(callers) if not sources.is_installed(caller)), None)
+    short = sources.short(line)
+    return short if own is None else f"{short}, called at {sources.short(own)}"
+
+
+def at_line_of(eqn: JaxprEqn | None) -> Any:
+    """A context in which equations are traced as if an equation's line had made them."""
+    if eqn is None:
+        return contextlib.nullcontext()
+    return _source_info_util.user_context(eqn.source_info.traceback)
+
+
+def name_arguments(function: Any, call: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Has JAX's messages about a function of flat arrays speak of the arguments of another.
+
+    Args:
+      call: what the user knows, or what wraps it.
+      args, kwargs: pytrees of as many leaves as the function has arguments.
+    """
+    info = _api_util.debug_info("jit", call, args, kwargs)
+    _api_util.save_wrapped_fun_debug_info(function, info)
+
+
+def in_manual_region() -> bool:
+    """Whether what is called now is a device's part of a `shard_map`."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def is_jit_disabled() -> bool:
+    """Whether functions are to be called as they are, to be looked at."""
+    return _config.disable_jit.value
+
+
+def refuses_transfers_to_device() -> bool:
+    """Whether `jax.transfer_guard` disallows transfers that nobody asked for."""
+    return _config.transfer_guard_host_to_device.value in ("disallow", "disallow_explicit")
+
+
+def transfers_allowed() -> contextlib.AbstractContextManager[Any]:
+    """Within it `jax.transfer_guard` allows what moves nothing."""
+    if _config.transfer_guard_host_to_device.value is None:
+        return contextlib.nullcontext()
+    return jax.transfer_guard_host_to_device("allow")
+
+
+def is_tracing() -> bool:
+    """Whether what is called now is staged or transformed, and not computed at once."""
+    return not isinstance(_core.trace_ctx.trace, _core.EvalTrace)
+
+
+def trace_context() -> Any:
+    """All settings of JAX on which tracing and lowering depend, hashable: jit's own key."""
+    return _config.trace_context()
+
+
+def no_mesh() -> contextlib.AbstractContextManager[Any]:
+    """In which no mesh is around what is traced."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))

@@ -1,0 +1,125 @@
+"""Types of JAX, and what an abstract value, an array or a dtype is."""
+
+import math
+from typing import Any
+
+import jax
+import jax.extend as jex
+import numpy as np
+from jax._src import array as _array
+from jax._src import core as _core
+from jax._src import dtypes as _dtypes
+
+ClosedJaxpr = jex.core.ClosedJaxpr
+Jaxpr = jex.core.Jaxpr
+JaxprEqn = jex.core.JaxprEqn
+Literal = jex.core.Literal
+Primitive = jex.core.Primitive
+DropVar = _core.DropVar
+ShapedArray = _core.ShapedArray
+Tracer = jax.core.Tracer
+ArrayImpl = _array.ArrayImpl
+"""The type of arrays that hold numbers. To compare types takes far less than `isinstance` with
+`jax.Array`, which asks Python."""
+
+
+def physical(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of the bytes of an array or abstract value (a PRNG key is uint32 words)."""
+    if not isinstance(aval, ShapedArray):
+        aval = ShapedArray(aval.shape, aval.dtype)
+    aval = _core.physical_aval(aval)
+    return tuple(aval.shape), np.dtype(aval.dtype)
+
+
+def byte_count(aval: Any) -> int:
+    """Bytes of an array or abstract value; nothing for what has no memory (a token)."""
+    if not hasattr(aval, "dtype"):
+        return 0
+    shape, dtype = physical(aval)
+    return math.prod(shape) * dtype.itemsize
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether a dtype is that of typed PRNG keys."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def is_key_dtype(value: Any) -> bool:
+    """Whether something is a dtype of typed PRNG keys."""
+    return isinstance(value, _dtypes.ExtendedDType) and is_key(value)
+
+
+def bits(dtype: Any) -> int:
+    """Bits of an element, which below eight are fewer than those of NumPy's elements."""
+    return _dtypes.itemsize_bits(dtype)
+
+
+def is_array_like(x: Any) -> bool:
+    """Whether a function of arrays may return it."""
+    return _core.valid_jaxtype(x)
+
+
+def is_extended(aval: Any) -> bool:
+    """Whether a value's dtype is known to JAX only (PRNG keys, for one)."""
+    return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+def is_ref(x: Any) -> bool:
+    """Whether a leaf is a mutable array."""
+    return isinstance(x, jax.Ref)
+
+
+def is_symbolic(x: Any) -> bool:
+    """Whether a leaf's shape is not known yet."""
+    return not all(isinstance(size, int) for size in getattr(x, "shape", ()))
+
+
+def key_impl_name(dtype: Any) -> str:
+    """The name of a key dtype's PRNG implementation, as `wrap_key_data` takes it."""
+    return dtype._impl.name
+
+
+def mean_nothing(value: Any) -> bool:
+    """Whether a mesh, a sharding or an environment of named axes says nothing: one device, and no
+    axis has a name."""
+    if isinstance(value, jax.sharding.NamedSharding):
+        mesh, spec = value.mesh, value.spec
+        return mean_nothing(mesh) and not any(spec) and value.memory_kind is None
+    if isinstance(value, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        return value.empty
+    if isinstance(value, _core.AxisEnv):
+        return not (value.axis_sizes or value.spmd_axis_names or value.explicit_mesh_axis_names)
+    return type(value).__name__ == "UnspecifiedValue"
+
+
+def own_key_impl(impl: Any) -> str | None:
+    """The name of an implementation of PRNG keys, if it is one of JAX's own."""
+    if type(impl).__name__ != "PRNGImpl":
+        return None
+    modules = [getattr(part, "__module__", "") for part in impl if callable(part)]
+    return impl.name if all(module.startswith("jax.") for module in modules) else None
+
+
+def placement(aval: Any) -> tuple[Any, ...]:
+    """What an abstract value says beside shape, dtype and weak type, to be compared."""
+    manual = getattr(aval, "mat", None)
+    parts = ("varying", "unreduced", "reduced", "unreduced_kind")
+    layout = getattr(aval, "layout", None)
+    return (
+        aval.sharding,
+        aval.memory_space,
+        getattr(aval, "vma", None),
+        *(getattr(manual, part, None) for part in parts),
+        None if type(layout).__name__.startswith("AutoLayout") else layout,
+    )
+
+
+def sharding_in_type(array: Any) -> Any:
+    """How an array, or what has its shape, is spread, where that is part of its type: over axes of
+    a mesh that are explicit. None elsewhere."""
+    sharding = getattr(array, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if isinstance(array, Tracer) or mesh is None or mesh.size == 1:
+        return None
+    explicit = jax.sharding.AxisType.Explicit
+    return sharding if explicit in mesh.axis_types else None

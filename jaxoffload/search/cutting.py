@@ -1,0 +1,276 @@
+"""One function at every cut, and which cut is taken for a budget.
+
+Takes a `Request`; gives a `CompiledCut`, chosen by the simulated seconds of estimated cuts
+(cuts.py) and then of compiled ones, or the cut that needs least memory (least.py). Of the chosen
+one the planner (planner.py) makes a plan.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.build import Captured
+from jaxoffload.capture.operations import is_view
+from jaxoffload.errors import PlanError
+from jaxoffload.graphs.memgraph import MemGraph
+from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.plan.alloc.build import build_memgraph
+from jaxoffload.plan.alloc.limits import (
+    least_whole,
+    most_workspace,
+    resident_peak,
+)
+from jaxoffload.plan.cost.machines import Machine
+from jaxoffload.runtime import backends
+from jaxoffload.runtime.request import Request
+from jaxoffload.search.cut import FINEST, NOTHING, WHOLE, CompiledCut, Cut, least_budget
+from jaxoffload.search.cuts import SAME, Ranking
+from jaxoffload.search.drafts import Drafts
+from jaxoffload.search.fastest import in_other_orders
+from jaxoffload.search.least import least_cut, roughly_least_cut
+from jaxoffload.search.program import CutProgram
+from jaxoffload.search.room import Room
+
+COMPILED = 3
+"""Cuts that are compiled before one is taken, at most."""
+_LITTLE = 0.03
+"""Differences of workspace below this share of the budget do not change which cut is best."""
+_HOPEFUL = 0.55
+"""Share of the resident peak, workspace estimated. With a smaller budget nothing is compiled to see
+whether everything fits."""
+_LONG = 2000
+"""Operations of a program from which on the least budget is found roughly, where it is only looked
+at."""
+
+
+class Cutting:
+    """One function, captured once, and its cuts for any budget.
+
+    Args:
+      backend: where it is to run; None: where JAX runs by default.
+      machine: what choices are made for; None: the backend's.
+      compiles: False: plans are to be looked at only, and workspace counts as nothing.
+      estimates: of plans to be looked at only, that workspace counts as what executables take where
+        there are some, and where there are none as what they may take.
+      whole_bytes: if the function may run whole, what it takes then.
+
+    Attributes:
+      request: as given.
+      drafts: by which cuts are compared.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        backend: backends.Backend | None = None,
+        machine: Machine | None = None,
+        compiles: bool = True,
+        estimates: bool = False,
+        whole_bytes: Callable[[], int] | None = None,
+    ):
+        self.request, self._whole_bytes = request, whole_bytes
+        self._compiles, self._estimates = compiles, estimates
+        self.backend = backend or backends.current()
+        model = machine or self.backend.machine
+        self.machine = machine or model.with_rates(request.options.rates)
+        settings = compat.LoweringSettings()
+        self._make_program = lambda: CutProgram(
+            request,
+            self.backend,
+            model,
+            self.machine,
+            compiles,
+            estimates,
+            settings,
+            self._host_compute != "never",
+        )
+        self.drafts = Drafts(self.build, self.machine)
+        self._ranked: Ranking | None = None
+        self._cuts: list[tuple[Cut, float]] | None = None  # that another process has simulated
+
+    @functools.cached_property
+    def _program(self) -> CutProgram:
+        """The function, captured when somebody asks for it: a plan may be found instead."""
+        return self._make_program()
+
+    def simulated(self) -> list[tuple[Cut, float]]:
+        """The cuts that were simulated and may be compiled, the fastest first; none where the cut
+        is fixed."""
+        cuts = self._cuts
+        if cuts is None:
+            cuts = self._ranked.simulated() if self._ranked else []
+        return cuts[:COMPILED]
+
+    def _best_or_least_cut(self, budget: int) -> CompiledCut:
+        """The best cut for a budget; where none works the one that needs least."""
+        # Any cut needs room for the largest operand or result that cannot be split. The coarse cut
+        # is looked at first: it has all of them, and is soon made.
+        is_hopeless = all(least_whole(self.graph(cut)) > budget for cut in (WHOLE, FINEST))
+        return (None if is_hopeless else self._best_cut(budget, gives_up=True)) or self._least
+
+    def _whole(self) -> CompiledCut:
+        """The program as it is cut if memory does not matter."""
+        return self._fixed_cut() or self._program.compiled(WHOLE)
+
+    def _may_be_kept(self, budget: int | None) -> bool:
+        """Whether everything may fit at once, as far as is known before anything is compiled."""
+        if budget is None:
+            return True
+        if self._host_compute == "always":
+            return False
+        if self.has_fixed_cut:
+            return True
+        whole = self._whole_bytes if self._program.is_one_vertex else None  # as JAX would run it
+        return self.hopeful_peak <= budget and (whole is None or whole() <= budget)
+
+    @functools.cached_property
+    def hopeful_peak(self) -> float:
+        """Bytes below which nothing is compiled to see whether everything fits: it would not."""
+        whole = CompiledCut(Captured(self._program.estimated(WHOLE), ()), [], NOTHING)
+        found = in_other_orders(whole, self.machine)
+        return _HOPEFUL * min(resident_peak(cut.graph) for cut in found)
+
+    def build(self, graph: TaskGraph, budget: int, **choices: Any) -> MemGraph:
+        """A MemGraph within the request's limits."""
+        options = self.request.options
+        budgets = options.budgets if budget == options.device_memory else ()
+        try:
+            return build_memgraph(
+                graph,
+                budgets or budget,
+                host_memory=options.host_memory,
+                disk=options.disk is not None,
+                **choices,
+            )
+        except PlanError as error:
+            message = str(error).replace("build_memgraph", f"offload({self.request.name})", 1)
+            raise PlanError(message, error.min_device_memory) from None
+
+    def whole(self) -> TaskGraph:
+        """The TaskGraph as it would be cut if memory did not matter."""
+        return self._whole().graph
+
+    @functools.cached_property
+    def _least(self) -> CompiledCut:
+        """The cut that needs least memory; of a long program that is only looked at, roughly."""
+        fixed = self._fixed_cut()
+        if fixed:
+            return fixed
+        found = self._least_on_devices()
+        if self._host_compute != "never":
+            on_host = dataclasses.replace(self._program.cut_of(found), updates_on_host=True)
+            # Where an update needs most, which is known before anything is compiled.
+            if self.needs(self._program.estimated(on_host)) < found.needs:
+                rival = self._program.compiled(on_host)
+                found = rival if rival.needs < found.needs else found
+        return found
+
+    def _least_on_devices(self) -> CompiledCut:
+        if self._compiles and self.backend.is_elsewhere:
+            looks = Cutting(self.request, self.backend, self.machine, False, estimates=True)
+            return self._program.compiled(looks._program.cut_of(looks._least_on_devices()))
+        if not self._compiles:
+            equations = self._program.ordered(FINEST).equations
+            if sum(not is_view(e) for e in equations) > _LONG:
+                return roughly_least_cut(self._program)
+        rest = lambda room: self._ranking(room, self.graph).feasible()  # noqa: E731
+        return least_cut(self._program, rest, may_run_whole=self._whole_bytes is not None)
+
+    def _fixed_cut(self) -> CompiledCut | None:
+        size = self.request.options.vertex_memory
+        if size is None:
+            return None
+        on_host = self._host_compute == "always"
+        return self._program.compiled(Cut(size, piece_bytes=size, updates_on_host=on_host))
+
+    def _best_cut(self, budget: int, gives_up: bool = False) -> CompiledCut | None:
+        """The best cut that works within a budget, None if none is found.
+
+        Cuts are simulated before they are compiled, by estimated workspace. Where compiled kernels
+        take more than was estimated, and that matters, or where no cut works, all are simulated
+        once more with so much less memory.
+
+        Args:
+          gives_up: after a few that do not work it is asked whether any does: that is known sooner.
+        """
+        best, least, assumed, workspace = None, float("inf"), 0, 0
+        misses = 0
+        for graphs in (self._program.estimated, self.graph):
+            number = 0
+            self._ranked = self._ranking(budget - workspace, graphs)
+            for cut, expected in self._ranked.by_time():
+                if best is not None and (expected is None or least <= SAME * expected):
+                    break
+                compiled = self.within(cut, budget)
+                if compiled is None:
+                    misses += 1
+                    if (
+                        gives_up
+                        and misses == COMPILED
+                        and best is None
+                        and self._least.needs > budget
+                    ):
+                        return None
+                    continue
+                if expected is None:
+                    return compiled
+                taken = most_workspace(compiled.graph)
+                took = self.drafts.seconds(compiled.graph, budget, SAME * expected)
+                if took < least:
+                    best, least, workspace = compiled, took, taken
+                    assumed = most_workspace(graphs(cut))
+                number += 1
+                if number == (1 if self.backend.is_elsewhere else COMPILED):
+                    break
+            if best is not None and workspace - assumed <= _LITTLE * budget:
+                break
+        return best
+
+    def within(self, cut: Cut, budget: int) -> CompiledCut | None:
+        """A cut with its kernels compiled, None where it does not work within a budget."""
+        return self._program.within(cut, budget, self.needs)
+
+    def needs(self, graph: TaskGraph) -> int:
+        """Bytes of the budget that a TaskGraph needs at least."""
+        return least_budget(graph)
+
+    @property
+    def _moves(self) -> bool:
+        """Whether what does not fit on the device may be moved away."""
+        return True
+
+    @property
+    def has_fixed_cut(self) -> bool:
+        """Whether the request itself says how the program is cut."""
+        return self.request.options.vertex_memory is not None
+
+    @property
+    def has_estimated(self) -> bool:
+        """Whether workspace was estimated for any cut."""
+        return self._program.has_estimated
+
+    def graph(self, cut: Cut) -> TaskGraph:
+        """The TaskGraph of a cut that is only looked at, workspace counted as nothing."""
+        return self._program.graph(cut)
+
+    @property
+    def _host_compute(self) -> str:
+        """The option, as far as backend and `memory` allow it: to that, all memory is one."""
+        options = self.request.options
+        is_there = self.backend.has_host_compute and options.memory is None
+        return options.host_compute if is_there else "never"
+
+    def _ranking(self, budget: int, graphs: Callable[[Cut], TaskGraph]) -> Ranking:
+        options = self.request.options
+        room = Room(
+            budget,
+            options.host_memory,
+            self._moves,
+            self.needs,
+            options.recompute,
+            self._host_compute,
+            counts_all=options.memory is not None,
+        )
+        return Ranking(self._program, graphs, self.drafts, room)
