@@ -214,6 +214,7 @@ def test_what_notebooks_keep_as_text_is_a_line(step):
     assert repr(found).startswith("Prediction(function on H200, budget 70 KiB: ")
     free = jo.offload(function, device_memory=None).predict(*args, machine="H200")
     given = sum(x.nbytes for x in jax.tree.leaves(args))
-    assert free.peak_device_bytes >= free.reserved_bytes >= given
+    arena = int(free.memgraph.peak_arena_bytes().max())
+    assert free.peak_device_bytes >= arena + given
     assert f"peak {format_bytes(free.peak_device_bytes)}" in str(free)
     assert repr(curve) == f"Tradeoff(function on H200: {len(curve.points)} points)"
