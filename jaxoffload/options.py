@@ -69,8 +69,8 @@ class Options:
     memory: int | None = None
     host_compute: str = "auto"
     budgets: tuple[int, ...] = ()
-    rewrites: tuple[str, ...] = REWRITES
-    rewrites_much: bool = True
+    rewrites: tuple[str, ...] = ()
+    rewrites_much: bool = False
 
 
 def make_options(
@@ -88,7 +88,7 @@ def make_options(
     rates: tuple[tuple[str, float], ...] = (),
     memory: object = None,
     host_compute: object = "auto",
-    rewrites: object = "auto",
+    rewrites: object = False,
 ) -> Options:
     """Options from what the user typed.
 

@@ -125,7 +125,7 @@ class Explanation:
         not been compiled yet.
       machine: the name of the machine that it is for, "" for this one.
       workspace_words: for another machine, how its workspace is known.
-      rewrites: one line on what rewrites saved, "" where there were none.
+      rewrites: one line on what rewrites saved, or would save; "" where there is nothing to say.
       verdict: one line.
       advice: what would lower the memory that is needed, and what is held for nothing.
     """

@@ -13,17 +13,21 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import cost
 from jaxoffload.capture.flat import Equation
 from jaxoffload.capture.whole import bodies_of
-from jaxoffload.options import format_bytes
+from jaxoffload.options import REWRITES, format_bytes
 from jaxoffload.rewrite.level import Level, closed_of, level_of
 from jaxoffload.rewrite.reorder import reordered
 from jaxoffload.rewrite.rows import compacted
 
 AUTO_SHARE = 0.5
-"""Of a function's time that is left where rewrites are not asked for: they round differently from
+"""Of a function's time that is left at most with rewrites="auto": they round differently from
 `jax.jit`, which is to be worth it."""
+ASKED_SHARE = 0.95
+"""The same where rewrites are asked for: what saves less is within the model's own error."""
 _AUTO_BYTES = 2**22
 """Rows that are gathered at once, below which a function is left alone unless rewrites are asked
 for: it would be looked through for a millisecond."""
+_MOST_LOOKED_AT = 1000
+"""Equations of a program that is looked through only to say what rewrites would save."""
 _BETTER = 0.9
 """Of the time of what is done on rows in another place, that is left if it is to be worth it."""
 _BODIES = {"scan": "jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr", "while": "body_jaxpr"}
@@ -72,9 +76,28 @@ def rewritten(
     counts = _Counts(rates)
     made = _rewritten(closed, names, rates, counts)
     before, after = counts.seconds
-    if made is None or after >= before or (is_auto and after > AUTO_SHARE * before):
+    if made is None or after > (AUTO_SHARE if is_auto else ASKED_SHARE) * before:
         return closed, None
     return made, counts.saving()
+
+
+def hint(closed: Any, rates: cost.Rates) -> str:
+    """A line that says what rewrites="auto" would save of a closed jaxpr; "" where nothing, and
+    where it would take long to know."""
+    if _count(closed.jaxpr) > _MOST_LOOKED_AT:
+        return ""
+    saving = rewritten(closed, REWRITES, rates, True)[1]
+    if saving is None:
+        return ""
+    before, after = saving.seconds
+    return (
+        f'Not rewritten: rewrites="auto" would leave {after / before:.0%} of the estimated time of '
+        "its operations; results then differ by rounding (docs/rewrites.md)"
+    )
+
+
+def _count(jaxpr: Any) -> int:
+    return sum(1 + sum(map(_count, bodies_of(eqn))) for eqn in jaxpr.eqns)
 
 
 def _gathers_much(jaxpr: Any) -> bool:

@@ -31,7 +31,7 @@ def compact(index: Any, size: int | None = None) -> Compact:
 
     With `rel, src = jo.compact((rel, src), size=n).spread()` in the place of a graph's own indices,
     what a function does to each edge that depends on nothing but its relation and source is done
-    once for each pair (`rewrites="auto"` or True, where that is less work).
+    once for each pair (with `rewrites="auto"` or True, where that is less work).
 
     Args:
       index: an integer array, or a tuple of such of one shape (n,).

@@ -4,6 +4,10 @@ Takes a Term; gives the steps of its value. All orders are looked at, by depth f
 bounds: products of two factors, a factor's rows by a selector, a segment sum of the last factor
 that has a selector's rows, and both at once where the rows in between would be large (typed.py).
 A step that another value needs anyway costs nothing.
+
+A segment sum is zero at places that no row selects; these are its *holes*. Where a table is then
+multiplied with it place by place, instead of rows of the table before the sum, what the table
+has at holes is put to zero first: the program never read it, and it may be infinite.
 """
 
 import dataclasses
@@ -21,6 +25,7 @@ STEP_SECONDS = 2e-6
 _MOST_STATES = 4000
 """After so many the best order so far is taken."""
 _LETTERS = "abcdefghijklmnopqrstuvw"
+_DROP = lax.GatherScatterMode.FILL_OR_DROP
 _Factor = tuple[Step, tuple[int, ...]]
 
 
@@ -69,6 +74,7 @@ class Search:
         self._how = (("precision", term.precision),)
         self._best: Order | None = None
         self._seen: dict[_State, float] = {}
+        self._holes: dict[_Factor, dict[int, Selector]] = {}
 
     def run(self) -> Order | None:
         """The best order, or None."""
@@ -99,7 +105,7 @@ class Search:
             left = (state.factors - used) | {(step, labels)}
             if len(left) != len(state.factors) - len(used) + 1:
                 continue  # equal to a factor that is there: a square
-            new = [s for s in _with_groups(step) if s not in self._known and s not in steps]
+            new = [s for s in _with_own(step) if s not in self._known and s not in steps]
             took = sum(self._seconds(s.flops, s.traffic) + STEP_SECONDS for s in new)
             moves.append((took, len(moves), _State(left, selectors), tuple(new)))
         for took, _, after, new in sorted(moves, key=lambda move: move[:2]):
@@ -130,7 +136,7 @@ class Search:
             )
             if last and len(with_rows) == 1:
                 yield from self._sums(state, with_rows[0], s, others)
-            if not self._is_typed or s.mode == lax.GatherScatterMode.FILL_OR_DROP:
+            if not self._is_typed:
                 continue
             for a, b in itertools.permutations(factors, 2):
                 yield from self._product(state, a, b, s)
@@ -148,30 +154,49 @@ class Search:
         )
         every = tuple(dict.fromkeys((*a[1], *b[1])))
         spec = _spec((a[1], b[1]), out, {})
-        step = self._steps.dot(a[0], b[0], spec, self._shape(out), self._size(every), self._how)
-        return used, (step, out), state.selectors
+        x, y, holes = self._filled(a, b)
+        step = self._steps.dot(x, y, spec, self._shape(out), self._size(every), self._how)
+        return used, self._with_holes((step, out), holes), state.selectors
+
+    def _filled(self, a: _Factor, b: _Factor) -> tuple[Step, Step, dict[int, Selector]]:
+        """Two factors that are to be multiplied, each zero at the other's holes; all holes."""
+        steps, holes = [], (self._holes.get(a, {}), self._holes.get(b, {}))
+        for (step, labels), own, others in ((a, *holes), (b, *holes[::-1])):
+            for x, s in others.items():
+                if x in labels and x in self._term.gathered and own.get(x) != s:
+                    step = self._steps.selected(step, labels.index(x), s.index, s.mode)
+            steps.append(step)
+        return steps[0], steps[1], holes[0] | holes[1]
+
+    def _with_holes(self, made: _Factor, holes: dict[int, Selector]) -> _Factor:
+        if left := {x: s for x, s in holes.items() if x in made[1]}:
+            self._holes[made] = left
+        return made
 
     def _total(self, state: _State, a: _Factor) -> Any:
         kept = self._kept(state, frozenset((a,)), state.selectors)
         axes = tuple(d for d, x in enumerate(a[1]) if x not in kept)
         if axes:
             out = tuple(x for x in a[1] if x in kept)
-            yield frozenset((a,)), (self._steps.total(a[0], axes), out), state.selectors
+            made = self._steps.total(a[0], axes), out
+            made = self._with_holes(made, self._holes.get(a, {}))
+            yield frozenset((a,)), made, state.selectors
 
     def _gathers(self, state: _State, a: _Factor, selectors: list[Selector]) -> Any:
         able = [s for s in selectors if s.table in a[1] and not set(s.rows) & set(a[1])]
         for count in (1, 2):
             for chosen in itertools.combinations(able, count):
-                if len({s.rows for s in chosen}) > 1 or (
-                    count > 1
-                    and any(s.mode != lax.GatherScatterMode.PROMISE_IN_BOUNDS for s in chosen)
-                ):
+                if len({s.rows for s in chosen}) > 1:
                     continue
                 axes = tuple(a[1].index(s.table) for s in chosen)
                 out = (*chosen[0].rows, *[x for d, x in enumerate(a[1]) if d not in axes])
-                indices, modes = [s.index for s in chosen], [s.mode for s in chosen]
+                left = self._left(state, frozenset((a,)), out, chosen)
+                modes = [lax.GatherScatterMode.CLIP if s in left else s.mode for s in chosen]
+                if len(set(modes)) > 1 or (count > 1 and _DROP in modes):
+                    continue
+                indices = [s.index for s in chosen]
                 step = self._steps.gather(a[0], axes, indices, modes, self._shape(out))
-                yield frozenset((a,)), (step, out), self._left(state, frozenset((a,)), out, chosen)
+                yield frozenset((a,)), self._with_holes((step, out), self._holes.get(a, {})), left
 
     def _left(self, state: _State, used: Any, out: Any, taken: Any) -> frozenset[Selector]:
         """The selectors that are still needed once some have taken their rows of factors."""
@@ -188,7 +213,8 @@ class Search:
         axes = tuple(a[1].index(x) for x in s.rows)
         out = (s.table, *[x for x in a[1] if x not in s.rows])
         step = self._steps.sums(a[0], axes, s.index, s.mode, self._term.sizes[s.table])
-        yield frozenset((a,)), (step, out), others
+        holes = self._holes.get(a, {}) | {s.table: s}
+        yield frozenset((a,)), self._with_holes((step, out), holes), others
 
     def _product(self, state: _State, a: _Factor, w: _Factor, s: Selector) -> Any:
         rows = set(s.rows)
@@ -206,12 +232,17 @@ class Search:
         free_a = [x for x in a[1] if x in kept and x not in rows]
         out = (*s.rows, *free_a, *free_w)
         selectors = self._left(state, used, out, (s,))
+        if s.mode == _DROP and s not in selectors:
+            return  # nothing drops rows that are out of bounds afterwards
         spec = _spec((_one(a[1], s.rows), w[1]), _one(out, s.rows), {s.table: "z", -1: "y"})
         axes = tuple(a[1].index(x) for x in s.rows)
+        x, y, holes = self._filled(a, w)
         step = self._steps.product(
-            a[0], axes, w[0], s.index, spec, self._shape(out), self._size(inner), self._how
+            x, axes, y, s.index, spec, self._shape(out), self._size(inner), self._how
         )
-        yield used, (step, out), selectors
+        for x in self._term.gathered.intersection(s.rows, holes):  # no row chose their matrix
+            step = self._steps.selected(step, out.index(x), holes[x].index, holes[x].mode)
+        yield used, self._with_holes((step, out), holes), selectors
 
     def _outer(self, state: _State, a: _Factor, b: _Factor, s: Selector, others: Any) -> Any:
         rows = set(s.rows)
@@ -226,11 +257,12 @@ class Search:
         spec = _spec(
             (_one(a[1], s.rows), _one(b[1], s.rows)), (s.table, *out), {s.table: "z", -1: "y"}
         )
+        x, y, holes = self._filled(a, b)
         step = self._steps.outer(
-            a[0], b[0], tuple(a[1].index(x) for x in s.rows), tuple(b[1].index(x) for x in s.rows),
-            s.index, spec, self._shape((s.table, *out)), self._size(inner), self._how,
+            x, y, tuple(a[1].index(x) for x in s.rows), tuple(b[1].index(x) for x in s.rows),
+            s.index, s.mode, spec, self._shape((s.table, *out)), self._size(inner), self._how,
         )  # fmt: skip
-        yield used, (step, (s.table, *out)), others
+        yield used, self._with_holes((step, (s.table, *out)), holes | {s.table: s}), others
 
     def _shape(self, labels: Any) -> tuple[int, ...]:
         return tuple(self._term.sizes[x] for x in labels)
@@ -242,8 +274,10 @@ class Search:
         return made
 
 
-def _with_groups(step: Step) -> list[Step]:
-    return [*(s for s in step.operands if s.kind == "groups"), step]
+def _with_own(step: Step) -> list[Step]:
+    """A step, and those before it that are part of the same move."""
+    own = [s for s in step.operands if s.kind in ("groups", "hit", "selected")]
+    return [*itertools.chain.from_iterable(map(_with_own, own)), step]
 
 
 def _one(labels: tuple[int, ...], rows: tuple[int, ...]) -> tuple[int, ...]:

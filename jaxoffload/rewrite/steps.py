@@ -89,6 +89,13 @@ class Steps:
         work = math.prod(a.shape), SCATTER * _bytes(a.shape) + 2 * _bytes(shape)
         return self._make("sums", (a,), (axes, index, mode, size), shape, *work)
 
+    def selected(self, a: Step, axis: int, index: Value, mode: Any) -> Step:
+        """`a` with zeros where no row of an index selects its place along `axis`."""
+        size, rows = a.shape[axis], math.prod(index.aval.shape)
+        hit = self._make("hit", (), (index, mode, size), (size,), 0.0, 4.0 * SCATTER * rows)
+        work = 0.0, _bytes(a.shape)  # the other half is read by what it is fused into
+        return self._make("selected", (a, hit), (axis,), a.shape, *work)
+
     def groups(self, index: Value, types: int) -> Step:
         """Blocks of rows of one type each."""
         rows = math.prod(index.aval.shape)
@@ -112,7 +119,7 @@ class Steps:
 
     def outer(
         self, a: Step, b: Step, a_rows: tuple[int, ...], b_rows: tuple[int, ...], index: Value,
-        spec: str, shape: Any, inner: float, how: Any,
+        mode: Any, spec: str, shape: Any, inner: float, how: Any,
     ) -> Step:  # fmt: skip
         """`typed.outer_sums`."""
         types = shape[0]
@@ -122,7 +129,7 @@ class Steps:
         traffic = (2 + slots / max(1, count)) * (_bytes(a.shape) + _bytes(b.shape))
         traffic += 2 * _bytes((weights,)) + SCATTER * _bytes((weights,)) / 2
         groups = self.groups(index, types)
-        params = a_rows, b_rows, index, spec, how, types
+        params = a_rows, b_rows, index, mode, spec, how, types
         return self._make("outer", (a, b, groups), params, shape, 2.0 * slots * inner, traffic)
 
 
@@ -207,6 +214,20 @@ def _sums(step: Step, operands: Any, extra: Any) -> Any:
     return lax.scatter_add(zeros, extra[0], rows, numbers, mode=mode)
 
 
+def _hit(step: Step, operands: Any, extra: Any) -> Any:
+    _, mode, size = step.params
+    index = extra[0].reshape(-1, 1)
+    numbers = lax.ScatterDimensionNumbers((), (0,), (0,))
+    there = jnp.ones(index.shape[:1], bool)
+    return lax.scatter(jnp.zeros((size,), bool), index, there, numbers, mode=mode)
+
+
+def _selected(step: Step, operands: Any, extra: Any) -> Any:
+    a, hit = operands
+    others = [d for d in range(a.ndim) if d != step.params[0]]
+    return jnp.where(lax.expand_dims(hit, others), a, jnp.zeros((), a.dtype))
+
+
 def _groups(step: Step, operands: Any, extra: Any) -> Any:
     return typed.groups(extra[0].reshape(-1), step.params[1])
 
@@ -222,8 +243,10 @@ def _product(step: Step, operands: Any, extra: Any) -> Any:
 
 def _outer(step: Step, operands: Any, extra: Any) -> Any:
     a, b, (row_of, _, kind_of) = operands
-    a_rows, b_rows, _, spec, how, types = step.params
+    a_rows, b_rows, _, mode, spec, how, types = step.params
     a, b = _flat_rows(a, a_rows), _flat_rows(b, b_rows)
+    if mode == lax.GatherScatterMode.FILL_OR_DROP:
+        row_of = typed.without(row_of, extra[0].reshape(-1), types)
     made = typed.outer_sums(a, b, row_of, kind_of, spec, types, **dict(how))
     return made.astype(a.dtype)
 
@@ -245,5 +268,5 @@ def _first(x: Any, axes: Sequence[int]) -> Any:
 
 _FUNCTIONS = {
     "leaf": _leaf, "dot": _dot, "total": _total, "gather": _gather, "sums": _sums,
-    "groups": _groups, "product": _product, "outer": _outer,
+    "groups": _groups, "product": _product, "outer": _outer, "hit": _hit, "selected": _selected,
 }  # fmt: skip

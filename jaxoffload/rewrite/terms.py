@@ -6,6 +6,9 @@ gather `x[index]` is the product with S[e, n] = (index[e] == n), summed over n; 
 product with the same S, summed over e. Terms of terms are terms, since sums distribute over
 products. So every order of products and sums of one term gives the same value, within rounding;
 `contract.py` looks for the best.
+
+That is arithmetic of numbers. Rows that no index selects may be infinite or NaN, and zero times
+these is NaN: `contract.py` leaves such rows out where they would be multiplied.
 """
 
 import dataclasses
@@ -23,6 +26,7 @@ from jaxoffload.rewrite.rows import Composed
 MAX_FACTORS = 6
 """Of a term; what has more is taken in parts. The search for an order takes all subsets."""
 
+_CLIP, _DROP = lax.GatherScatterMode.CLIP, lax.GatherScatterMode.FILL_OR_DROP
 Labels = tuple[int | None, ...]
 """One for each dimension; None where it has the size 1 and says nothing."""
 
@@ -33,7 +37,8 @@ class Selector:
 
     Attributes:
       index: an integer value of shape (*rows, 1).
-      mode: what is done with indices out of bounds.
+      mode: what is done with indices out of bounds, CLIP or FILL_OR_DROP. What is promised to be
+        in bounds is clipped by a gather and dropped by a scatter, as XLA does.
       rows: labels; table: a label.
     """
 
@@ -53,8 +58,8 @@ class Term:
       sizes: of the labels.
       inside: the equations that it stands for, the value's own first.
       zeros: values that are known to be zero.
-      composed: of indices that are repeated rows, which.
       precision: of its products. scales: numbers written in the program, factors of all.
+      gathered: labels of dimensions that rows are taken from.
     """
 
     out: Labels
@@ -65,6 +70,7 @@ class Term:
     zeros: frozenset[Value]
     precision: Any = None
     scales: list[Any] = dataclasses.field(default_factory=list)
+    gathered: set[int] = dataclasses.field(default_factory=set)
 
 
 class _Stop(Exception):
@@ -156,11 +162,12 @@ class Expander:
         """S of u[index] is the product of S of index with S of u, summed over the rows of u."""
         made = []
         for s in term.selectors:
-            if s.index in self._composed and s.mode != lax.GatherScatterMode.FILL_OR_DROP:
+            if s.index in self._composed:
                 repeat, rows = self._composed[s.index]
                 label = self._new(term, repeat.size)
                 assert label is not None
-                made.append(Selector(repeat.index, repeat.mode, s.rows, label))
+                term.gathered.add(label)
+                made.append(Selector(repeat.index, _CLIP, s.rows, label))
                 made.append(Selector(rows, s.mode, (label,), s.table))
             else:
                 made.append(s)
@@ -179,21 +186,30 @@ class Expander:
 
 
 def _unify(term: Term) -> None:
-    """One label for the rows that the same index chooses for the same row."""
+    """One label for the rows that the same index chooses for the same row.
+
+    Where it is in bounds both choose the same; where it is not and one of them drops, their product
+    is zero, as that of one that drops.
+    """
     while True:
         found: dict[Any, int] = {}
         names: dict[int, int] = {}
+        dropped = set()
         for s in term.selectors:
-            key = s.index, s.mode, s.rows, term.sizes[s.table]
+            key = s.index, s.rows, term.sizes[s.table]
             if found.setdefault(key, s.table) != s.table:
                 names[s.table] = found[key]
+            if s.mode == _DROP:
+                dropped.add(found[key])
         if not names:
             break
-        selectors = [
-            Selector(s.index, s.mode, _named(s.rows, names), names.get(s.table, s.table))
-            for s in term.selectors
-        ]
+        selectors = []
+        for s in term.selectors:
+            table = names.get(s.table, s.table)
+            mode = _DROP if table in dropped else s.mode
+            selectors.append(Selector(s.index, mode, _named(s.rows, names), table))
         term.selectors = list(dict.fromkeys(selectors))
+        term.gathered = {names.get(x, x) for x in term.gathered}
         term.out = _named(term.out, names)
         term.factors = [(x, _named(labels, names)) for x, labels in term.factors]
 
@@ -291,15 +307,15 @@ def _gather(e: Equation, out: Labels, new: Any, term: Term) -> Any:
         and tuple(p["slice_sizes"][1:]) == tuple(shape[1:])
         and index.aval.shape[-1] == 1
     )  # fmt: skip
-    mode = p["mode"]
-    fills = mode == lax.GatherScatterMode.FILL_OR_DROP
+    fills = p["mode"] == _DROP
     if not plain or shape[0] == 1 or (fills and (p["fill_value"] is None or p["fill_value"] != 0)):
         raise _Stop
     rows = tuple(x for x in out[:ndim] if x is not None)
     if len(rows) < ndim or not rows:
         raise _Stop
     label = new(shape[0])
-    term.selectors.append(Selector(index, mode, rows, label))
+    term.selectors.append(Selector(index, _DROP if fills else _CLIP, rows, label))
+    term.gathered.add(label)
     return [(table, (label, *out[ndim:]))]
 
 
@@ -315,12 +331,12 @@ def _scatter_add(e: Equation, out: Labels, new: Any, term: Term) -> Any:
         and numbers.update_window_dims == tuple(range(ndim, updates.aval.ndim))
         and updates.aval.shape[ndim:] == start.aval.shape[1:]
         and index.aval.shape[-1] == 1
-        and mode != lax.GatherScatterMode.CLIP
+        and mode in (_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
     )  # fmt: skip
     rows = tuple(x for n in index.aval.shape[:-1] if (x := new(n)) is not None)
     if not plain or out[0] is None or len(rows) < ndim or not rows:
         raise _Stop
-    term.selectors.append(Selector(index, mode, rows, out[0]))
+    term.selectors.append(Selector(index, _DROP, rows, out[0]))
     return [(updates, (*rows, *out[1:]))]
 
 

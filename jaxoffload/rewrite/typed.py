@@ -97,6 +97,15 @@ def outer_sums(a: Any, b: Any, row_of: Any, kind_of: Any, spec: str, types: int,
     return jax.ops.segment_sum(made, kind_of, types, indices_are_sorted=True)
 
 
+def without(row_of: Any, index: Any, types: int) -> Any:
+    """The row in each slot, without those whose type is out of bounds."""
+    (rows,) = index.shape
+    is_out = index < 0
+    if types <= jnp.iinfo(index.dtype).max:
+        is_out |= index >= types
+    return jnp.where(is_out.at[row_of].get(mode="fill", fill_value=False), rows, row_of)
+
+
 def _parts(spec: str) -> tuple[str, str, str]:
     operands, out = spec.split("->")
     left, right = operands.split(",")

@@ -32,7 +32,7 @@ def offload(
     recompute: str = "auto",
     host_compute: str = "auto",
     cut: str = "auto",
-    rewrites: str | bool | Sequence[str] = "auto",
+    rewrites: str | bool | Sequence[str] = False,
     profile: Any = None,
 ) -> Any:
     """Makes a function run within a device memory budget, with the same results.
@@ -89,11 +89,13 @@ def offload(
         fits it runs whole, as `jax.jit` would run it, at any first call's and any step's price.
         "always": it is cut there, too. That takes longer to compile, and on a CPU training steps
         may run faster than jit's, for layers of a scan are then programs of their own.
-      rewrites: True: products, gathers and segment sums are done in the order that takes least
-        time, rows are worked on before they are repeated, and no matrix is made for each row that
-        chooses one: docs/rewrites.md. Results are equal within rounding, dtypes are kept. "auto":
-        only where that saves half of the function's estimated time, or more. False: never. A
-        tuple names those that may be done, of "compact", "reorder" and "typed".
+      rewrites: False: none, results are those of the function as it is written; `explain` says
+        where "auto" would save much. True: products, gathers and segment sums are done in the order
+        that takes least time, rows are worked on before they are repeated, and no matrix is made
+        for each row that chooses one, where 5% of the function's estimated time or more is saved:
+        docs/rewrites.md. Results are equal within rounding, dtypes are kept. "auto": only where
+        that saves half of it, or more. A tuple names those that may be done, of "compact",
+        "reorder" and "typed".
       profile: what earlier runs measured: a `Profile`, or the path of a saved one. The function is
         cut and planned for the machine that they found, so that results may differ by rounding
         from those without. Also `Offloaded.profile`, which goes on measuring.

@@ -182,8 +182,8 @@ class Offloaded:
         found = Explanation.of(program.request(), asked, call.leaves)
         if found.plan is None and (part := program.repeated()) is not None:
             found = Explanation.of(part, asked)
-        if program.rewrites is not None:
-            found = dataclasses.replace(found, rewrites=str(program.rewrites))
+        if line := program.rewrites_line:
+            found = dataclasses.replace(found, rewrites=line)
         return found
 
     def predict(

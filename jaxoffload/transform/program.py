@@ -23,7 +23,7 @@ from jaxoffload.errors import CaptureError, PlanError, warn
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.once import Once
 from jaxoffload.options import Options, format_bytes
-from jaxoffload.rewrite.apply import rewritten
+from jaxoffload.rewrite.apply import hint, rewritten
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.plan import Plan
@@ -112,6 +112,15 @@ class Program:
         self._calls = 0  # of the plan that stays
         self._queued: QueuedCalls | None = None
         self.verified = False
+
+    @functools.cached_property
+    def rewrites_line(self) -> str:
+        """What rewrites saved, or would save where none are asked for; "" where nothing much."""
+        if self.rewrites is not None:
+            return str(self.rewrites)
+        if self.options.rewrites or is_spread(self.as_written):
+            return ""
+        return hint(self.as_written, backends.current().machine)
 
     def params(self) -> dict[str, Any]:
         """What the primitive takes beside operands and jaxpr."""

@@ -1,5 +1,6 @@
 """Rewritten programs compute the same, in less, and never a matrix for each row."""
 
+import functools
 import itertools
 import sys
 
@@ -14,7 +15,7 @@ from benchmarks import graphs
 from jaxoffload.capture.whole import bodies_of
 from jaxoffload.options import REWRITES
 from jaxoffload.plan.cost.machines import SMALL_SERVER
-from jaxoffload.rewrite.apply import rewritten
+from jaxoffload.rewrite.apply import hint, rewritten
 
 NODES, EDGES, RELATIONS, WIDTH = 60, 900, 5, 8
 WAYS = [("typed",), REWRITES]
@@ -191,8 +192,9 @@ def test_off_unless_it_saves_a_lot_or_is_asked_for():
     closed = jax.make_jaxpr(flat)(*leaves)
     assert rewritten(closed, REWRITES, SMALL_SERVER, True) == (closed, None)  # it is small
     assert rewritten(closed, (), SMALL_SERVER, False) == (closed, None)
-    for rewrites, words in (("auto", False), (False, False), (True, True)):
-        told = str(jo.offload(step, rewrites=rewrites, device_memory="64MiB").explain(*args))
+    for rewrites, words in (("auto", False), (None, False), (True, True)):
+        given = {} if rewrites is None else {"rewrites": rewrites}  # none: off
+        told = str(jo.offload(step, device_memory="64MiB", **given).explain(*args))
         assert ("Rewritten:" in told) is words
     large = [
         jax.ShapeDtypeStruct((64 * x.shape[0], *x.shape[1:]), x.dtype)
@@ -202,6 +204,36 @@ def test_off_unless_it_saves_a_lot_or_is_asked_for():
     ]  # fmt: skip
     closed = jax.make_jaxpr(flat)(*large)
     assert rewritten(closed, REWRITES, SMALL_SERVER, True)[1] is not None
+    told = str(jo.offload(_flat(step, args)[0], device_memory="64MiB").explain(*large))
+    assert "Rewritten:" not in told and 'Not rewritten: rewrites="auto" would leave' in told
+    asked = jo.offload(_flat(step, args)[0], device_memory="64MiB", rewrites="auto")
+    assert "Rewritten:" in str(asked.explain(*large))
+
+
+def test_a_program_with_many_equations_is_not_looked_through_for_a_line():
+    def step(x, w, index, count):
+        y = jnp.einsum("ed,edf->ef", x, w[index])
+        for _ in range(count):
+            y = jnp.sin(y)
+        return y
+
+    shapes = [jax.ShapeDtypeStruct(s, np.float32) for s in ((2000, 32), (9, 32, 32))]
+    shapes.append(jax.ShapeDtypeStruct((2000,), np.int32))
+    for count, is_told in ((0, True), (1001, False)):
+        closed = jax.make_jaxpr(functools.partial(step, count=count))(*shapes)
+        assert bool(hint(closed, SMALL_SERVER)) is is_told
+
+
+def test_what_saves_little_is_no_rewrite():
+    def step(x, w, index, large):
+        return jnp.einsum("ed,edf->ef", x, w[index]), large @ large
+
+    shapes = [jax.ShapeDtypeStruct(s, np.float32) for s in ((200, 16), (9, 16, 16))]
+    shapes.append(jax.ShapeDtypeStruct((200,), np.int32))
+    for side, is_made in ((8, True), (4096, False)):
+        square = jax.ShapeDtypeStruct((side, side), np.float32)
+        closed = jax.make_jaxpr(step)(*shapes, square)
+        assert (rewritten(closed, REWRITES, SMALL_SERVER, False)[1] is not None) is is_made
 
 
 @pytest.mark.parametrize(
