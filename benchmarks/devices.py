@@ -1,9 +1,11 @@
-"""LLaMA prefill, tensor parallel, on models of TURNIP's servers: simulated, nothing of it measured
-but planning time.
+"""LLaMA prefill over several devices on models of TURNIP's servers: simulated, nothing of it
+measured but planning time.
 
-Each device has its columns and rows of every matrix and its heads, so that two sums over all
-devices stand in a layer. For each server, with a link to host memory for each device and with one
-for all: launch policies with and without jitter, beside the levelwise schedule in which all
+Tensor parallel: each device has its columns and rows of every matrix and its heads, so that two
+sums over all devices stand in a layer. FSDP: each has rows of every matrix and of the batch, and
+gathers a layer's weights before it computes it. For each server, with a link to host memory for
+each device and with one for all: launch policies with and without jitter; the plan's order for each
+device, as TURNIP's ablation has it (`in_one_order`); and the levelwise schedule, in which all
 vertices of one depth end before the next begin. It takes as many CPU devices as the server has:
 XLA_FLAGS=--xla_force_host_platform_device_count=8.
 """
@@ -21,14 +23,16 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoffload as jo
 from benchmarks.measure import machine, save
+from jaxoffload.graphs.memgraph import EdgeKind, Kind, MemGraph
 from jaxoffload.options import format_bytes
-from jaxoffload.plan.cost.machines import A100_SERVER_40, P100_SERVER
+from jaxoffload.plan.cost.machines import A100_SERVER_40, P100_SERVER, Machine
 from jaxoffload.plan.cost.simulate import simulate
 
 SHARE = 0.9
 """Of a device's memory, the budget."""
 JITTERS, SEEDS = (0.0, 0.3), 5
-POLICIES = ("work-conserving", "fixed", "levelwise")
+ONE_ORDER = "one order a device"
+POLICIES = ("work-conserving", "fixed", ONE_ORDER, "levelwise")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,28 +50,43 @@ SIZES = {"7b": Size(4096, 32, 32, 11_008), "65b": Size(8192, 80, 64, 22_016)}
 TINY = Size(64, 3, 4, 128, 256)
 
 
-def prefill(size: Size, batch: int, length: int, count: int) -> tuple[Any, tuple[Any, ...]]:
-    """The function over so many devices, and its arguments as shapes."""
+def prefill(
+    size: Size, batch: int, length: int, count: int, fsdp: bool = False
+) -> tuple[Any, tuple[Any, ...]]:
+    """The function over so many devices, and its arguments as shapes.
+
+    Args:
+      fsdp: rows of weights and of the batch are spread; otherwise columns, rows and heads.
+    """
     each = size.width // size.heads
     scale = np.float32(1 / np.sqrt(each))
+    parts, rows_here = (1, batch // count) if fsdp else (count, batch)
 
     def normed(x: Any, weight: Any) -> Any:
         return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * weight[None, None, :]
+
+    def whole(weight: Any) -> Any:
+        is_spread = fsdp and weight.ndim == 2
+        return lax.all_gather(weight, "x", tiled=True) if is_spread else weight
+
+    def total(x: Any) -> Any:
+        return x if fsdp else lax.psum(x, "x")
 
     def part(layers: Any, embedding: Any, head: Any, tokens: Any) -> Any:
         x = embedding[tokens]
         causal = jnp.tril(jnp.ones((length, length), bool))[None, None]
 
         def layer(x: Any, p: Any) -> Any:
+            p = {name: whole(weight) for name, weight in p.items()}
             h = normed(x, p["norm1"])
-            shape = batch, length, size.heads // count, each
+            shape = rows_here, length, size.heads // parts, each
             q, k, v = ((h @ p[name]).reshape(shape) for name in "qkv")
             scores = jnp.einsum("bthd,bshd->bhts", q, k) * scale
             scores = jax.nn.softmax(jnp.where(causal, scores, np.float32(-1e30)), -1)
-            mixed = jnp.einsum("bhts,bshd->bthd", scores, v).reshape(batch, length, -1)
-            x = x + lax.psum(mixed @ p["o"], "x")
+            mixed = jnp.einsum("bhts,bshd->bthd", scores, v).reshape(rows_here, length, -1)
+            x = x + total(mixed @ p["o"])
             h = normed(x, p["norm2"])
-            return x + lax.psum((jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], "x"), None
+            return x + total((jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]), None
 
         x, _ = lax.scan(layer, x, layers)
         return x[:, -1] @ head
@@ -80,27 +99,68 @@ def prefill(size: Size, batch: int, length: int, count: int) -> tuple[Any, tuple
     weights |= {name: shape(layers, wide, hidden) for name in ("gate", "up")}
     weights |= {name: shape(layers, wide) for name in ("norm1", "norm2")}
     weights["down"] = shape(layers, hidden, wide)
-    columns, rows = P(None, None, "x"), P(None, "x")
+    rows = P(None, "x")
+    columns = rows if fsdp else P(None, None, "x")
     specs = {name: columns for name in ("q", "k", "v", "gate", "up")}
     specs |= {"o": rows, "down": rows, "norm1": P(), "norm2": P()}
     function = jax.shard_map(
         part,
         mesh=Mesh(np.array(jax.devices()[:count]), ("x",)),
-        in_specs=(specs, P(), P(None, "x"), P()),
-        out_specs=P(None, "x"),
+        in_specs=(specs, P(), P(), P("x")) if fsdp else (specs, P(), P(None, "x"), P()),
+        out_specs=P("x") if fsdp else P(None, "x"),
     )
     tokens = jax.ShapeDtypeStruct((batch, length), np.int32)
     vocabulary = size.vocabulary
     return function, (weights, shape(vocabulary, wide), shape(wide, vocabulary), tokens)
 
 
+def in_one_order(graph: MemGraph) -> MemGraph:
+    """The same plan with all kernels of a device, and the copies that others send to it, one after
+    another in the plan's order: TURNIP's ablation (figure 14) adds such dependencies. Offloads and
+    reloads go as they can."""
+    ours = np.isin(graph.kind, (Kind.KERNEL, Kind.TRANSFER))
+    rows = [np.flatnonzero(ours & (graph.device == d)) for d in range(len(graph.capacity))]
+    tail = np.concatenate([graph.edge_tail, *(row[:-1] for row in rows)])
+    head = np.concatenate([graph.edge_head, *(row[1:] for row in rows)])
+    kind = np.full(len(tail), int(EdgeKind.MEMORY), graph.edge_kind.dtype)
+    kind[: len(graph.edge_kind)] = graph.edge_kind
+    pairs = np.stack([tail, head], axis=1).astype(np.int32)
+    _, kept = np.unique(pairs, axis=0, return_index=True)  # the first: a data edge stays one
+    return dataclasses.replace(
+        graph,
+        edge_tail=np.ascontiguousarray(pairs[kept, 0]),
+        edge_head=np.ascontiguousarray(pairs[kept, 1]),
+        edge_kind=kind[kept],
+    )
+
+
+def compared(graph: MemGraph, on: Machine) -> dict[str, float]:
+    """Simulated seconds of a plan by policy and jitter, with jitter the mean of some seeds."""
+    seconds, ordered = on.vertex_seconds(graph), in_one_order(graph)
+    found = {}
+    for policy in POLICIES:
+        plan, name = (ordered, "work-conserving") if policy == ONE_ORDER else (graph, policy)
+        for jitter in JITTERS:
+            took = [
+                simulate(plan, seconds, machine=on, policy=name, seed=s, jitter=jitter).seconds
+                for s in range(SEEDS if jitter else 1)
+            ]
+            found[f"{policy}, jitter {jitter}"] = float(np.mean(took))
+    return found
+
+
 def run(small: bool = False, out: str | None = None) -> None:
     """Every model on every server."""
-    cases = [(P100_SERVER, "7b", 8, 1024), (P100_SERVER, "7b", 8, 4096),
-             (P100_SERVER, "65b", 1, 1024), (P100_SERVER, "65b", 8, 1024),
-             (A100_SERVER_40, "65b", 8, 1024), (A100_SERVER_40, "65b", 8, 4096)]  # fmt: skip
+    few = dataclasses.replace(P100_SERVER, name="4 x P100, 4 GiB each", device_bytes=4 << 30)
+    cases = [(P100_SERVER, "7b", 8, 1024, False), (P100_SERVER, "7b", 8, 4096, False),
+             (P100_SERVER, "65b", 1, 1024, False), (P100_SERVER, "65b", 8, 1024, False),
+             (A100_SERVER_40, "65b", 8, 1024, False), (A100_SERVER_40, "65b", 8, 4096, False),
+             (few, "7b", 8, 1024, False), (few, "7b", 8, 1024, True),
+             (P100_SERVER, "65b", 4, 1024, True),
+             (A100_SERVER_40, "65b", 8, 1024, True)]  # fmt: skip
     if small:
-        cases = [(dataclasses.replace(P100_SERVER, num_devices=2), "tiny", 2, 32)]
+        two = dataclasses.replace(P100_SERVER, num_devices=2)
+        cases = [(two, "tiny", 2, 32, fsdp) for fsdp in (False, True)]
     most = max(on.num_devices for on, *_ in cases)
     if len(jax.devices()) < most:
         raise SystemExit(
@@ -109,42 +169,30 @@ def run(small: bool = False, out: str | None = None) -> None:
         )
     print(machine())
     rows = []
-    for on, name, batch, length in cases:
-        function, args = prefill(SIZES.get(name, TINY), batch, length, on.num_devices)
+    for on, name, batch, length, fsdp in cases:
+        function, args = prefill(SIZES.get(name, TINY), batch, length, on.num_devices, fsdp)
+        way = "FSDP" if fsdp else "tensor parallel"
+        title = f"{name}, {way}, {batch} x {length}, {on.name}"
         budget = 150_000 if small else int(SHARE * on.device_bytes)
         start = time.perf_counter()
         try:
             step = jo.offload(function, device_memory=budget)
             found = step.predict(*args, machine=on)
         except jo.PlanError as error:
-            print(f"{name} {batch} x {length}, {on.name}: {error}")
+            print(f"{title}: {error}")
             continue
         planned, graph = time.perf_counter() - start, found.memgraph
         for links in (None, 1):
             model = dataclasses.replace(on, links=links)
-            seconds = model.vertex_seconds(graph)
-            times = {
-                f"{policy}, jitter {jitter}": float(
-                    np.mean(
-                        [
-                            simulate(
-                                graph, seconds, machine=model, policy=policy, seed=s, jitter=jitter
-                            ).seconds
-                            for s in range(SEEDS if jitter else 1)
-                        ]
-                    )
-                )
-                for policy in POLICIES
-                for jitter in JITTERS
-            }
-            row = {"model": name, "batch": batch, "length": length, "machine": on.name,
+            times = compared(graph, model)
+            row = {"model": name, "way": way, "batch": batch, "length": length, "machine": on.name,
                    "links": links or on.num_devices, "vertices": graph.num_vertices,
                    "bytes_reloaded": found.bytes_reloaded, "planning_seconds": planned,
                    "seconds": times}  # fmt: skip
             rows.append(row)
             told = ", ".join(f"{policy} {took:.4g}" for policy, took in times.items())
             print(
-                f"{name} {batch} x {length}, {on.name}, {row['links']} links: {told} s; brings "
+                f"{title}, {row['links']} links: {told} s; brings "
                 f"{format_bytes(found.bytes_reloaded)}; {graph.num_vertices} vertices planned in "
                 f"{planned:.1f} s"
             )

@@ -99,7 +99,7 @@ def along(found: Prediction) -> tuple[int, int, int]:
         own = int(size[reads].sum() + size[fresh].sum())
         planned = max(planned, int(live[vertex]) + task.workspace_bytes)
         modules = max(modules, int(live[vertex]) - own + kernel.held_bytes)
-    return planned, modules, found.peak_device_bytes + found.workspace_bytes
+    return planned, modules, found.peak_device_bytes
 
 
 def row_of(name: str, workload: Any, gpu: str, budget: int | None) -> dict[str, Any]:

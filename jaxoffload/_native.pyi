@@ -62,9 +62,10 @@ class Client:
         """Makes FFI handlers (capsules) known to the plugin. Names that it knows are left alone."""
     def trim(self) -> None:
         """Gives the device arenas' pages back to the system, after the runs that are queued."""
-    def throttle_copies(self, bytes_per_second: int) -> bool:
+    def throttle_copies(self, bytes_per_second: int, shared: bool = False) -> bool:
         """Lets no copy of the CPU backend be faster than this, as behind another machine's link; 0
-        ends that. False where copies go over a real link, and nothing changes.
+        ends that. `shared`: all devices have one link to the host together, in each direction.
+        False where copies go over a real link, and nothing changes.
         """
     def arena_bytes(self, device: int = 0) -> int:
         """Bytes of a device's arena that the largest living plan needs."""
@@ -400,6 +401,9 @@ def num_registered_plans() -> int:
 def ffi_targets() -> dict[str, tuple[dict[str, Any], Any]]:
     """By XLA's name of the platform, what `jax.ffi.register_ffi_target` takes for the target
     "jaxoffload_run", and `jax.ffi.register_ffi_type` for what its calls hold."""
+
+def devices_target() -> tuple[dict[str, Any], Any]:
+    """The same for the target "jaxoffload_run_devices", on CPU."""
 
 def stamps_handler() -> Any:
     """What `jax.ffi.register_ffi_target` takes for the target "jaxoffload_stamps", on CPU: of any

@@ -133,11 +133,11 @@ void BindClient(nb::module_& m) {
       .def("trim", &Client::Trim, nb::call_guard<WithoutGil>())
       .def(
           "throttle_copies",
-          [](Client& client, int64_t bytes_per_second) {
+          [](Client& client, int64_t bytes_per_second, bool shared) {
             if (bytes_per_second < 0) throw std::invalid_argument("bytes_per_second is negative");
-            return client.platform().Throttle(bytes_per_second);
+            return client.platform().Throttle(bytes_per_second, shared);
           },
-          "bytes_per_second"_a)
+          "bytes_per_second"_a, "shared"_a = false)
       .def(
           "arena_bytes",
           [](Client& client, int32_t device) {

@@ -4,6 +4,7 @@
 #include "bindings/gil.h"
 #include "cuda/driver.h"
 #include "ffi.h"
+#include "ffi_devices.h"
 #include "host_callback.h"
 
 namespace jaxoffload {
@@ -58,17 +59,19 @@ nb::dict DescribeCudaDriver(const std::string& path) {
   return found;
 }
 
+nb::tuple Describe(const FfiTarget& target) {
+  nb::dict handlers;
+  handlers["instantiate"] = nb::capsule(target.instantiate);
+  handlers["execute"] = nb::capsule(target.execute);
+  nb::dict type;
+  type["type_id"] = nb::capsule(target.type_id);
+  type["type_info"] = nb::capsule(target.type_info);
+  return nb::make_tuple(handlers, type);
+}
+
 nb::dict DescribeFfiTargets() {
   nb::dict found;
-  for (const FfiTarget& target : FfiTargets()) {
-    nb::dict handlers;
-    handlers["instantiate"] = nb::capsule(target.instantiate);
-    handlers["execute"] = nb::capsule(target.execute);
-    nb::dict type;
-    type["type_id"] = nb::capsule(target.type_id);
-    type["type_info"] = nb::capsule(target.type_info);
-    found[target.platform.c_str()] = nb::make_tuple(handlers, type);
-  }
+  for (const FfiTarget& target : FfiTargets()) found[target.platform.c_str()] = Describe(target);
   return found;
 }
 
@@ -88,6 +91,7 @@ NB_MODULE(_native, m) {
   SetIsCallersThread([] { return PyGILState_GetThisThreadState() != nullptr; });
   m.def("cuda_driver", &DescribeCudaDriver, "path"_a = "");
   m.def("ffi_targets", &DescribeFfiTargets);
+  m.def("devices_target", [] { return Describe(DevicesTarget()); });
   m.def("stamps_handler", [] { return nb::capsule(StampsHandler()); });
   m.def("set_host_callback", &CallBack, "function"_a);
   m.def("host_callback_handler", [] { return nb::capsule(HostCallbackHandler()); });

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <chrono>
 #include <thread>
 
@@ -55,16 +56,24 @@ PJRT_Error* CpuPlatform::Import(const BufferSpec& spec, PJRT_Buffer** buffer) {
   return api_->PJRT_Event_Destroy(&destroy);
 }
 
-bool CpuPlatform::Copy(int32_t, const CopySpec& copy, const std::atomic<bool>& abort,
+bool CpuPlatform::Copy(int32_t lane, const CopySpec& copy, const std::atomic<bool>& abort,
                        std::string*) {
   const int64_t rate = copy_bytes_per_second_.load(std::memory_order_relaxed);
-  const auto start = std::chrono::steady_clock::now();
-  CopyBytes(copy.to, copy.from, copy.bytes, abort);
+  auto start = std::chrono::steady_clock::now();
+  std::chrono::steady_clock::duration whole{0};
   if (rate > 0) {
-    const std::chrono::duration<double> whole(static_cast<double>(copy.bytes) / rate);
-    std::this_thread::sleep_until(
-        start + std::chrono::duration_cast<std::chrono::steady_clock::duration>(whole));
+    whole = std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+        std::chrono::duration<double>(static_cast<double>(copy.bytes) / rate));
+    const bool is_devices = lane < static_cast<int32_t>(devices_.size()) * kDeviceLanes;
+    if (is_devices && has_bus_.load(std::memory_order_relaxed)) {
+      MutexLock lock(bus_mutex_);
+      auto& free = bus_free_[lane % kDeviceLanes];
+      start = std::max(start, free);  // first come, first served
+      free = start + whole;
+    }
   }
+  CopyBytes(copy.to, copy.from, copy.bytes, abort);
+  if (rate > 0) std::this_thread::sleep_until(start + whole);
   return true;
 }
 

@@ -4,13 +4,17 @@
 #ifndef JAXOFFLOAD_PJRT_PLATFORM_H_
 #define JAXOFFLOAD_PJRT_PLATFORM_H_
 
+#include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "pjrt/api.h"
+#include "plan/lanes.h"
 #include "tiers/arena.h"
 #include "tiers/residents.h"
 
@@ -55,8 +59,9 @@ class Platform {
   // The same of what is beyond so many bytes of a device's arena, where pages are had one by one.
   virtual void TrimBeyond(int32_t /*device*/, int64_t /*bytes*/) {}
   // Lets no copy be faster than so many bytes a second (0: as fast as it is): another machine's
-  // link, for measurements. False where copies are real ones over a link.
-  virtual bool Throttle(int64_t /*bytes_per_second*/) { return false; }
+  // link, for measurements; with `is_shared` one for the host's copies with all devices, in each
+  // direction. False where copies are real ones over a link.
+  virtual bool Throttle(int64_t /*bytes_per_second*/, bool /*is_shared*/) { return false; }
   // Copies of so many bytes are over before another thread would be awake.
   virtual int64_t quick_bytes() const { return -1; }
   // What is in the arenas between runs. Platforms pay and forget what they give back.
@@ -100,8 +105,9 @@ class CpuPlatform : public Platform {
   void Prepare() override {}
   void Trim() override;
   void TrimBeyond(int32_t device, int64_t bytes) override;
-  bool Throttle(int64_t bytes_per_second) override {
+  bool Throttle(int64_t bytes_per_second, bool is_shared) override {
     copy_bytes_per_second_.store(bytes_per_second, std::memory_order_relaxed);
+    has_bus_.store(is_shared, std::memory_order_relaxed);
     return true;
   }
   int64_t quick_bytes() const override;
@@ -120,6 +126,10 @@ class CpuPlatform : public Platform {
   const std::vector<PJRT_Device*> devices_;
   std::vector<std::unique_ptr<Arena>> arenas_;
   std::atomic<int64_t> copy_bytes_per_second_{0};
+  std::atomic<bool> has_bus_{false};
+  Mutex bus_mutex_;
+  // By direction, when the link that all devices share is free.
+  std::array<std::chrono::steady_clock::time_point, kDeviceLanes> bus_free_ GUARDED_BY(bus_mutex_);
 };
 
 }  // namespace jaxoffload

@@ -113,7 +113,7 @@ def numbers(found: Prediction) -> dict[str, Any]:
         "seconds": found.seconds,
         "bound_seconds": found.bound_seconds,
         "compute_seconds": found.compute_seconds,
-        "peak_device_bytes": found.peak_device_bytes + found.reserved_bytes,
+        "peak_device_bytes": found.peak_device_bytes,
         "bytes_reloaded": found.bytes_reloaded,
         "bytes_offloaded": found.bytes_offloaded,
         "vertices": found.memgraph.num_vertices,

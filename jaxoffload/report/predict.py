@@ -35,7 +35,8 @@ class Prediction(ShownMemory):
       memgraph: what would be run.
       timeline: when each vertex would run.
       policy: the launch policy.
-      reserved_bytes: device bytes beside the arena: arguments and results that are in place.
+      reserved_bytes: device bytes beside the arena: workspace, and arguments and results that are
+        in place.
       argument_names: what the user calls each flat argument, as far as that is known.
       carried: where one memory is for everything, what made it fit.
       kernels: what each kernel became, by `Vertex.kernel`; empty where nothing was compiled.
@@ -71,8 +72,9 @@ class Prediction(ShownMemory):
 
     @property
     def peak_device_bytes(self) -> int:
-        """Highest address in use in the arena."""
-        return int(self.memgraph.peak_arena_bytes().max())
+        """Device bytes that a run uses at most, as a plan counts them: the arena, workspace, and
+        arguments and results that are in place."""
+        return int(self.memgraph.peak_arena_bytes().max()) + self.reserved_bytes
 
     @property
     def workspace_bytes(self) -> int:
@@ -109,7 +111,8 @@ class Prediction(ShownMemory):
 
     def _workspace(self) -> str:
         if self.kernels:
-            return f", workspace {format_bytes(self.workspace_bytes)}, {self.workspace_words}"
+            workspace = format_bytes(self.workspace_bytes)
+            return f", of which workspace {workspace}, {self.workspace_words}"
         return f" ({self.workspace_words})" if self.workspace_words else ""
 
 

@@ -103,12 +103,12 @@ class Cutting:
             cuts = self._ranked.simulated() if self._ranked else []
         return cuts[:COMPILED]
 
-    def _best_cut_if_any(self, budget: int, gives_up: bool) -> CompiledCut | None:
+    def _best_cut_if_any(self, budget: int) -> CompiledCut | None:
         """See `_best_cut`; where none can work, nothing is simulated."""
         # Any cut needs room for the largest operand or result that cannot be split. The coarse cut
         # is looked at first: it has all of them, and is soon made.
         is_hopeless = all(least_whole(self.graph(cut)) > budget for cut in (WHOLE, FINEST))
-        return None if is_hopeless else self._best_cut(budget, gives_up)
+        return None if is_hopeless else self._best_cut(budget)
 
     def _whole(self) -> CompiledCut:
         """The program as it is cut if memory does not matter."""
@@ -185,18 +185,14 @@ class Cutting:
         on_host = self._host_compute == "always"
         return self._program.compiled(Cut(size, piece_bytes=size, updates_on_host=on_host))
 
-    def _best_cut(self, budget: int, gives_up: bool = False) -> CompiledCut | None:
+    def _best_cut(self, budget: int) -> CompiledCut | None:
         """The best cut that works within a budget, None if none is found.
 
         Cuts are simulated before they are compiled, by estimated workspace. Where compiled kernels
         take more than was estimated, and that matters, or where no cut works, all are simulated
         once more with so much less memory.
-
-        Args:
-          gives_up: after a few that do not work it is asked whether any does: that is known sooner.
         """
         best, least, assumed, workspace = None, float("inf"), 0, 0
-        misses = 0
         for graphs in (self._program.estimated, self.graph):
             number = 0
             self._ranked = self._ranking(budget - workspace, graphs)
@@ -205,14 +201,6 @@ class Cutting:
                     break
                 compiled = self.within(cut, budget)
                 if compiled is None:
-                    misses += 1
-                    if (
-                        gives_up
-                        and misses == COMPILED
-                        and best is None
-                        and self._least.needs > budget
-                    ):
-                        return None
                     continue
                 if expected is None:
                     return compiled

@@ -141,7 +141,7 @@ class Planner(Cutting):
                 if kept is not None:
                     return self._finish(cut, kept, budget, resident=True)
         assert budget is not None, "without a limit everything is kept"
-        found = self._fixed_cut() or self._best_cut_if_any(budget, gives_up=not has_other_ways)
+        found = self._fixed_cut() or self._best_cut_if_any(budget)
         if has_other_ways and (found is None or found.needs > budget):
             raise NoCutFound(lambda: self._plan_of_cut(found or self._least, budget))
         return self._plan_of_cut(found or self._least, budget)

@@ -18,7 +18,7 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.words import Code, code_of, decoded, encoded
 from jaxoffload.compile import callbacks
-from jaxoffload.errors import CaptureError, PlanError
+from jaxoffload.errors import PlanError
 from jaxoffload.identity import Key
 from jaxoffload.options import Options
 from jaxoffload.plan.cost.machines import Machine
@@ -122,11 +122,7 @@ class Offloaded:
                 more = program.traced.captured_words()
                 flat = whole.inline(*program.as_given(call.leaves), *more)
             elif program.is_over_devices:
-                raise CaptureError(
-                    f"offload({self._spec.name}) is over several devices, and is called inside "
-                    "jax.jit or another transformation, where it would be one custom call. Put "
-                    "the offload around all of it, offload(step), or call it outside."
-                )
+                flat = program.in_call_of_devices(call.leaves)
             else:
                 leaves = [*call.leaves, *program.traced.captured_words()]
                 flat = bind(leaves, program.traced.jaxpr, **program.params())

@@ -25,6 +25,7 @@ from jaxoffload.once import Once
 from jaxoffload.options import Options, format_bytes
 from jaxoffload.rewrite.apply import rewritten
 from jaxoffload.runtime import backends
+from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.profile import Profile
 from jaxoffload.runtime.request import Request, make_request
@@ -39,6 +40,7 @@ from jaxoffload.search.whole import (
     whole_or_refused,
 )
 from jaxoffload.transform import queued
+from jaxoffload.transform.devices_call import call_of_all
 from jaxoffload.transform.loops import LoopPlan
 from jaxoffload.transform.primitive import Derived, plan_request
 from jaxoffload.transform.queued import QueuedCalls
@@ -145,6 +147,27 @@ class Program:
     def is_over_devices(self) -> bool:
         """Whether it is planned for several devices together."""
         return self._spread is not None
+
+    def in_call_of_devices(self, leaves: Sequence[Any]) -> list[Any]:
+        """The call of a function over several devices inside `jax.jit`.
+
+        Raises:
+          CaptureError: it closes over what is traced, or is over devices of other processes.
+          ValueError: an argument is in a lower tier.
+        """
+        if self.traced.captured or self._spread is None:
+            raise CaptureError(
+                f"offload({self._name}) is over several devices, and closes over values of the "
+                "jax.jit or other transformation around it. Pass them as arguments."
+            )
+        for leaf in leaves:
+            if isinstance(leaf, TierArray):
+                raise ValueError(
+                    f"offload({self._name}) is over several devices, and an argument inside "
+                    f"jax.jit is {leaf!r}, which XLA cannot divide among them. Pass a NumPy array "
+                    "or a jax.Array, or call it outside of jax.jit."
+                )
+        return call_of_all(leaves, self._spread, self.request(), self._derived.link)
 
     def repeated(self) -> Request | None:
         """Of a function with loops that do not fit as they are, the part that holds most; None of

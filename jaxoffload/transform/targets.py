@@ -11,6 +11,7 @@ from jaxoffload import _native
 from jaxoffload.runtime import backends
 
 RUN_TARGET = "jaxoffload_run"
+DEVICES_TARGET = "jaxoffload_run_devices"
 _STAMPS_TARGET = "jaxoffload_stamps"
 
 
@@ -25,6 +26,15 @@ def register_target(backend_name: str) -> None:
     handlers, held = _native.ffi_targets()[platform]
     jax.ffi.register_ffi_type(f"{RUN_TARGET}_call", held, platform=platform)
     jax.ffi.register_ffi_target(RUN_TARGET, handlers, platform=platform)
+
+
+@functools.cache
+def register_devices_target() -> None:
+    """Tells XLA of the launcher for several CPU devices."""
+    jax.local_devices(backend="cpu")  # see register_target
+    handlers, held = _native.devices_target()
+    jax.ffi.register_ffi_type(f"{DEVICES_TARGET}_call", held, platform="cpu")
+    jax.ffi.register_ffi_target(DEVICES_TARGET, handlers, platform="cpu")
 
 
 def new_stamps(operands: Sequence[Any]) -> Any:

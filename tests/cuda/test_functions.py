@@ -8,7 +8,7 @@ import pytest
 import jaxoffload as jo
 from jaxoffload import _native
 from jaxoffload.runtime import backends
-from jaxoffload.search import planner
+from jaxoffload.search import cutting
 from jaxoffload.store import place
 from tests.cuda import fake
 from tests.transform import test_resident as resident
@@ -182,8 +182,8 @@ def test_what_was_explained_and_predicted_is_found_again(gpu, tmp_path, monkeypa
     """Plans that are only looked at have no executables, which are not kept here."""
     monkeypatch.setenv(place.VARIABLE, str(tmp_path / "kept"))
     state, batch = state_and_batch()
-    made, real = [], planner.CutProgram
-    monkeypatch.setattr(planner, "CutProgram", lambda *args: made.append(args) or real(*args))
+    made, real = [], cutting.CutProgram
+    monkeypatch.setattr(cutting, "CutProgram", lambda *args: made.append(args) or real(*args))
 
     def told():
         jo.clear_caches()

@@ -10,6 +10,7 @@ import pytest
 
 import jaxoffload as jo
 from jaxoffload.graphs.memgraph import Kind, Space
+from jaxoffload.options import format_bytes
 from jaxoffload.plan.cost.machines import SMALL_SERVER, Link
 from jaxoffload.report.subjects import format_seconds, scene_of
 from jaxoffload.report.told import fate
@@ -211,4 +212,9 @@ def test_what_notebooks_keep_as_text_is_a_line(step):
     for shown in (step.plan(*args), step.last_run, found, curve):
         assert len(repr(shown)) < 200 and "\n" not in repr(shown)
     assert repr(found).startswith("Prediction(function on H200, budget 70 KiB: ")
+    free = jo.offload(function, device_memory=None).predict(*args, machine="H200")
+    given = sum(x.nbytes for x in jax.tree.leaves(args))
+    arena = int(free.memgraph.peak_arena_bytes().max())
+    assert free.peak_device_bytes >= arena + given
+    assert f"peak {format_bytes(free.peak_device_bytes)}" in str(free)
     assert repr(curve) == f"Tradeoff(function on H200: {len(curve.points)} points)"

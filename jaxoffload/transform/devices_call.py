@@ -1,0 +1,146 @@
+"""A plan for several devices inside `jax.jit`: one custom call in the program of each.
+
+Takes a function over several devices (capture/spread.py) and its arguments as tracers; gives its
+results. The primitive stands in a `shard_map` over the same mesh, so that XLA brings each device
+what it has of every argument; the handlers of all (custom_calls/ffi_devices.cc) enter the launcher
+together, once.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.interpreters import ad, mlir
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload import _native
+from jaxoffload.capture.spread import Spread
+from jaxoffload.errors import CaptureError
+from jaxoffload.runtime import backends
+from jaxoffload.runtime.request import Request
+from jaxoffload.search.whole import make_plan
+from jaxoffload.transform.primitive import Held, Link
+from jaxoffload.transform.targets import DEVICES_TARGET, register_devices_target
+
+offload_devices_p = compat.Primitive("jaxoffload_devices")
+offload_devices_p.multiple_results = True
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Asked:
+    """What is planned, as a param of the primitive: the same where it is the same object."""
+
+    request: Request
+
+    def __repr__(self) -> str:
+        return f"Asked({self.request.name})"
+
+
+def call_of_all(leaves: Sequence[Any], made: Spread, request: Request, derived: Link) -> list[Any]:
+    """Applies a function over several devices to tracers.
+
+    Args:
+      leaves: its arguments, of all devices together.
+      request: what is planned for direct calls.
+      derived: keeps the plan.
+
+    Raises:
+      CaptureError: some devices are of other processes.
+    """
+    here = set(jax.local_devices())
+    if not here.issuperset(made.mesh.devices.flat):
+        raise CaptureError(
+            f"offload({request.name}) is over devices of other processes. Offload what each device "
+            "computes between collectives: jax.shard_map(offload(f), ...)."
+        )
+    asked = Asked(dataclasses.replace(request, donated=()))  # nothing is written over under jit
+
+    def part(*local: Any) -> list[Any]:
+        places = [lax.axis_index(name) for name in made.mesh.axis_names]
+        rank = np.int32(0)
+        for place, size in zip(places, made.mesh.devices.shape, strict=True):
+            rank = rank * np.int32(size) + place
+        return offload_devices_p.bind(rank, *local, *places, asked=asked, derived=derived)
+
+    # Eager transformations come here with arrays, for which there is no such call.
+    return list(
+        jax.jit(
+            jax.shard_map(
+                part,
+                mesh=made.mesh,
+                in_specs=made.in_specs,
+                out_specs=list(made.out_specs),
+                check_vma=False,
+            )
+        )(*leaves)
+    )
+
+
+@offload_devices_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, asked: Asked, derived: Link) -> tuple[list[Any], Any]:
+    return list(asked.request.jaxpr.out_avals), asked.request.jaxpr.effects
+
+
+def _lower(context: Any, *operands: Any, asked: Asked, derived: Link) -> Any:
+    request = asked.request
+    if compat.is_export(context):
+        raise NotImplementedError(
+            f"offload({request.name}) is exported, and a plan lives in the process that made it. "
+            "Export the function itself, jax.export.export(jax.jit(f)), and offload what is "
+            "deserialized."
+        )
+    register_devices_target()
+    count, backend = request.num_devices, backends.several(request.num_devices)
+    key = ("devices", id(request.jaxpr), request.options, backend.name)
+    make = lambda: (request.jaxpr, make_plan(request, None, backend))  # noqa: E731
+    plan: Any = derived.get().plans.get(key, make)[1]
+    registration = _native.PlanRegistration(plan.native)
+    compat.keep_alive(context, Held(request.name, registration))  # until it is instantiated
+    constants = plan.constants[::count]  # every device has all of each
+    operands = (*operands, *map(mlir.ir_constant, constants))
+    extra = [compat.ShapedArray(c.shape, c.dtype) for c in constants]
+    unread = compat.ShapedArray((0,), np.dtype(np.uint8))  # as primitive.py says
+    results = len(context.avals_out)
+    context = context.replace(
+        avals_in=[*context.avals_in, *extra], avals_out=[*context.avals_out, unread]
+    )
+    launch, options = request.options.launch, request.options
+    with compat.operation_named(context, f"jaxoffload {request.name}"):
+        return jax.ffi.ffi_lowering(DEVICES_TARGET)(
+            context,
+            *operands,
+            key=registration.key,
+            devices=compat.int64_attribute(count),
+            policy=compat.int64_attribute(launch.code),
+            seed=compat.int64_attribute(launch.seed),
+            max_delay_us=compat.int64_attribute(round(launch.max_delay_seconds * 1e6)),
+            check=compat.int64_attribute(options.check),
+        )[:results]
+
+
+mlir.register_lowering(offload_devices_p, _lower, platform="cpu", cacheable=False)
+
+
+def _refuse(asked: Asked, what: str, instead: str) -> Any:
+    name = asked.request.name
+    raise CaptureError(
+        f"offload({name}) is over several devices, and is {what} from outside. Put the offload "
+        f"around all of it: {instead}."
+    )
+
+
+def _jvp(primals: Any, tangents: Any, *, asked: Asked, derived: Link) -> Any:
+    return _refuse(asked, "differentiated", "offload(jax.value_and_grad(f))")
+
+
+def _batch(axis: Any, operands: Any, dims: Any, *, asked: Asked, derived: Link) -> Any:
+    return _refuse(asked, "batched", "offload(jax.vmap(f))")
+
+
+def register() -> None:
+    """Tells JAX of these rules."""
+    ad.primitive_jvps[offload_devices_p] = _jvp
+    compat.register_batcher(offload_devices_p, _batch)

@@ -1,0 +1,119 @@
+"""The papers' examples from their jaxprs: TURNIP's figure 3 run within budgets, DISCO's chain of
+layers planned and simulated."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxoffload as jo
+from benchmarks.bus import disco, slow_links
+from benchmarks.devices import TINY, in_one_order, prefill
+from jaxoffload.graphs.memgraph import Kind
+from jaxoffload.graphs.taskgraph import VertexKind
+from jaxoffload.graphs.verify import verify
+from jaxoffload.plan.cost.machines import Link, Machine
+from jaxoffload.plan.cost.simulate import simulate
+from jaxoffload.runtime import backends
+from tests.devices.programs import mesh_of, normal
+
+
+def figure_3(first, second):
+    """What the three devices do together; numbers are the figure's. Every device does the work of
+    all, so that each has its own of every kernel; transfers are the figure's three."""
+    made = first @ second  # 5 on device 1, 6 on device 2
+    one = lax.ppermute(made, "x", [(1, 0)])
+    two = lax.ppermute(made, "x", [(2, 0)])
+    three = jnp.tanh(first @ one)
+    four = jnp.tanh(second @ two)
+    seven = lax.ppermute(three, "x", [(0, 1)])
+    return three @ four, jnp.tanh(made @ seven)  # 8 on device 0, 9 on device 1
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_turnip_figure_3_end_to_end(seed):
+    mesh = mesh_of(3)
+    f = jax.shard_map(
+        figure_3, mesh=mesh, in_specs=(P("x"), P("x")), out_specs=P("x"), check_vma=False
+    )
+    first, second = normal(192, 64) / 8, normal(192, 64, seed=1) / 8
+    a, c, e = first.reshape(3, 64, 64)
+    b, d, g = second.reshape(3, 64, 64)
+    three, four = np.tanh(a @ (c @ d)), np.tanh(b @ (e @ g))
+    eight, nine = three @ four, np.tanh((c @ d) @ three)
+    plan = jo.offload(f, device_memory=None, vertex_memory=1).plan(first, second)
+    graph = plan.taskgraph
+    copies = [v for v in graph.vertices if v.kind == VertexKind.TRANSFER]
+    ways = {(graph.tensors[v.inputs[0]].device, v.device) for v in copies}
+    assert len(copies) == 3 and ways == {(1, 0), (2, 0), (0, 1)}
+    launch = "work-conserving" if seed is None else jo.policies.random(seed, delays=5e-4)
+    for budget in (None, plan.min_device_memory):
+        step = jo.offload(f, device_memory=budget, vertex_memory=1, launch=launch)
+        got = step(first, second)
+        np.testing.assert_allclose(got[0][:64], eight, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(got[1][64:128], nine, rtol=1e-4, atol=1e-5)
+        if budget is not None:
+            assert step.last_run.bytes_offloaded > 0 and step.last_run.bytes_reloaded > 0
+
+
+def test_disco_at_64_layers():
+    """3n level by level against 2n + 1, of one link for both devices, a device's half of one
+    layer's weights on it at a time. Activations count here, which are a 32nd of that."""
+    layers, width, rows = 64, 256, 8
+    f, shapes = disco(layers, width, rows)
+    half = width * width * 4 // 2
+    link = Link(float(half), 0.0)
+    machine = Machine(
+        "DISCO", float(rows * width * width), 1e18, 1 << 30, link, link, peer=Link(1e18, 0.0),
+        num_devices=2, links=1, launch=0.0,
+    )  # fmt: skip
+    least = jo.offload(f, device_memory=None, cut="always").plan(*shapes).min_device_memory
+    step = jo.offload(f, device_memory=least + 2 * rows * width * 4, cut="always")
+    found = {
+        policy: step.predict(*shapes, machine=machine, policy=policy)
+        for policy in ("work-conserving", "levelwise")
+    }
+    assert found["levelwise"].peak_device_bytes < 1.25 * half
+    assert found["work-conserving"].seconds == pytest.approx(2 * layers + 1, rel=0.01)
+    assert found["levelwise"].seconds == pytest.approx(3 * layers, rel=0.01)
+
+
+def test_one_order_a_device_is_a_plan_with_more_edges():
+    """What TURNIP's ablation fixes keeps copies between devices from going beside kernels."""
+    f, shapes = prefill(TINY, 2, 32, 2, fsdp=True)
+    machine = Machine("two", 1e10, 1e9, 1 << 30, Link(1e8), Link(1e8), peer=Link(1e8),
+                      num_devices=2)  # fmt: skip
+    plan = jo.offload(f, device_memory=150_000).predict(*shapes, machine=machine).memgraph
+    ordered = in_one_order(plan)
+    verify(ordered)
+    times = {}
+    for name, graph in (("free", plan), ("ordered", ordered)):
+        timeline = simulate(graph, machine=machine)
+        times[name] = timeline.seconds
+        for device in range(2):
+            mine = np.isin(graph.kind, (Kind.KERNEL, Kind.TRANSFER)) & (graph.device == device)
+            start, end = timeline.start[mine], timeline.end[mine]
+            in_turn = (start[1:] >= end[:-1]).all()
+            assert in_turn == (name == "ordered")
+    assert times["ordered"] > times["free"]
+
+
+def test_one_link_for_all_devices_carries_one_copy_at_a_time():
+    """All copies to the devices take as long together as they have bytes; no more is asked, for
+    other work only makes them later."""
+    f, shapes = disco(4, 256, 8)
+    least = jo.offload(f, device_memory=None, cut="always").plan(*shapes).min_device_memory
+    x, weights = normal(8, 256), [normal(256, 256, seed=i) / 16 for i in range(4)]
+    rate = 5e5
+    with slow_links(rate, shared=True):
+        step = jo.offload(f, device_memory=least + 16384, cut="always")
+        got = step(x, weights)
+    run = step.last_run
+    assert run.bytes_reloaded >= sum(w.nbytes for w in weights)
+    assert run.seconds >= 0.999 * run.bytes_reloaded / rate
+    for weight in weights:
+        x = np.tanh(x @ weight)
+    np.testing.assert_allclose(got, x, rtol=1e-3, atol=1e-4)
+    assert backends.several(2).machine.links is None, "what was is again"
