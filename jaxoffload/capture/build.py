@@ -17,7 +17,7 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload import identity
 from jaxoffload.capture import cost
 from jaxoffload.capture.alike import make_alike
-from jaxoffload.capture.cluster import MAX_EQUATIONS, Cluster, Known, cut
+from jaxoffload.capture.cluster import Cluster, Known, cut
 from jaxoffload.capture.devices import collective_of, of_all_devices
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
 from jaxoffload.capture.in_place import elementwise_ancestors, is_like
@@ -126,7 +126,7 @@ def build_taskgraph(
     kinds: Sequence[TensorKind],
     donated: Sequence[tuple[int, int]] = (),
     max_bytes: float = float("inf"),
-    max_equations: int = MAX_EQUATIONS,
+    max_equations: int | None = None,
     updates_on_host: bool = False,
     kernels: bool = True,
     known: Known | None = None,

@@ -37,6 +37,12 @@ fuses; of one that is made or read by such an operation; of one that products or
 operations make and read, which goes through memory anyway, and counts for the arena's sake only."""
 SEGMENT_SECONDS = 100e-6
 """A scan iteration estimated below this is not worth a vertex of its own."""
+LAUNCHES = 200
+"""On a device that is not the host's cores a cluster may have more than `MAX_EQUATIONS`, as long as
+they take at most so many launches there: of a longer one a launch is half a percent at most. XLA's
+GPU compiler fuses by a model of cost, where its CPU compiler repeats what stands between."""
+MOST_EQUATIONS = 64
+"""The most of such a cluster, for the compiler's sake."""
 
 
 Known = dict[Any, list[tuple[float, float, Sequence[tuple[int, int]]]]]
@@ -66,7 +72,7 @@ def cut(
     whole: Set[int] = frozenset(),
     rates: cost.Rates,
     max_bytes: float = float("inf"),
-    max_equations: int = MAX_EQUATIONS,
+    max_equations: int | None = None,
     known: Known | None = None,
 ) -> tuple[list[Cluster], float]:
     """Clusters that together compute every result; and the least `max_bytes` that gives the same.
@@ -83,7 +89,7 @@ def cut(
       max_bytes: the largest working set of a cluster, where single equations allow it. Those that
         fuse into one loop, which has no temporaries, may have that of the largest of them, up to
         three times this.
-      max_equations: the most operations of a cluster.
+      max_equations: the most operations of a cluster; None: as many as `reach` says.
       known: what was found by the same rates in other cuts of a program; takes what is found now.
     """
     equations, solid = program.equations, program.solid
@@ -107,19 +113,51 @@ def cut(
         here = segments[start], on_host[start], alone[start]
         if i == len(solid) or (segments[i], on_host[i], alone[i]) != here:
             stretch = _Stretch(solid, reads, last_reader, start, i)
-            most = max(max_equations, MAX_UPDATE if segments[start] in updates else 0)
+            most = max_equations or MAX_EQUATIONS
+            most = max(most, MAX_UPDATE if segments[start] in updates else 0)
+            is_usual = max_equations is None and not on_host[start]
+            if is_usual:
+                ends = reach(stretch.equations, rates, most)
+            else:
+                ends = [first + most for first in range(i - start)]
             limit = float("inf") if on_host[start] else max_bytes
-            alike = known.setdefault((stretch.key, most), [])
+            alike = known.setdefault((stretch.key, most, is_usual), [])
             fits = (x for x in alike if x[0] <= limit <= x[1])
             needed, _, found = next(fits, (-1.0, limit, ()))
             if needed < 0:
-                found, needed = _best_cuts(stretch, bytes_of_a_cut, limit, most)
+                found, needed = _best_cuts(stretch, bytes_of_a_cut, limit, ends)
                 alike.append((needed, limit, found))
             runs += [(start + a, start + b) for a, b in found]
             if limit == max_bytes:
                 least = max(least, needed)
             start = i
     return _assemble(equations, solid, reads, view_of, runs, results), least
+
+
+def reach(equations: Sequence[Equation], rates: cost.Rates, max_equations: int) -> list[int]:
+    """For each equation, where a cluster that begins with it ends at the latest.
+
+    On the host's own cores, and with kernels that take no time to launch, it has `max_equations`;
+    elsewhere more, up to `MOST_EQUATIONS`, if all of them take at most `LAUNCHES` launches.
+    """
+    ends = [i + max_equations for i in range(len(equations))]
+    short = 0 if rates.is_host else _picoseconds(LAUNCHES * rates.launch)
+    if not short or max_equations >= MOST_EQUATIONS:
+        return ends
+    # In whole numbers, so that every part of a program gets the same sums.
+    took = [_picoseconds(cost.seconds(e, rates)) for e in equations]
+    stop = total = 0
+    for i, mine in enumerate(took):
+        while stop < len(took) and stop - i < MOST_EQUATIONS and total + took[stop] <= short:
+            total += took[stop]
+            stop += 1
+        ends[i] = max(ends[i], stop)
+        total -= mine
+    return ends
+
+
+def _picoseconds(seconds: float) -> int:
+    return round(seconds * 1e12)
 
 
 def _segments_worth_a_cut(
@@ -183,7 +221,7 @@ class _Stretch:
 
 
 def _best_cuts(
-    stretch: _Stretch, bytes_of_a_cut: float, max_bytes: float, max_equations: int
+    stretch: _Stretch, bytes_of_a_cut: float, max_bytes: float, ends: Sequence[int]
 ) -> tuple[list[tuple[int, int]], float]:
     """The runs, and the least `max_bytes` that admits them: with any from there on to this one the
     same are best."""
@@ -206,7 +244,9 @@ def _best_cuts(
     for stop in range(1, len(run) + 1):
         held: dict[Value, int] = {}
         total, products, largest, has_temporaries = 0, 0, 0, False
-        for first in range(stop - 1, max(-1, stop - 1 - max_equations), -1):
+        for first in range(stop - 1, -1, -1):
+            if stop > ends[first]:
+                break
             for v, size, until in written[first]:
                 now = 0 if until < stop else size
                 total += now - held.get(v, 0)

@@ -16,6 +16,14 @@ class Rates(Protocol):
     @property
     def memory_bytes_per_second(self) -> float: ...
 
+    @property
+    def launch(self) -> float:
+        """Seconds that a kernel takes beside its work."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it is the host's cores."""
+
     def kernel_seconds(self, flops: Any, traffic: Any) -> Any:
         """Time of so many floating-point operations with so many bytes of traffic."""
 

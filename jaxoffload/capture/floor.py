@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jaxoffload.capture import cost
 from jaxoffload.capture.build import Ordered
-from jaxoffload.capture.cluster import MAX_EQUATIONS, MAX_UPDATE
+from jaxoffload.capture.cluster import MAX_EQUATIONS, MAX_UPDATE, reach
 from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
 
@@ -51,16 +51,20 @@ def floor_of(
     longest = max_equations or MAX_EQUATIONS
     if longest > 1 and program.updates:
         longest = max(longest, MAX_UPDATE)
+    if max_equations is None:
+        ends = reach(solid, program.rates, longest)
+    else:
+        ends = [i + longest for i in range(len(solid))]
     last: dict[Value, int] = {}
     read_afar = [0] * len(solid)
     for i in range(len(solid)):
         for v in reads[i] if here[i] else ():
             last[v] = i
-            if v not in results and i - made.get(v, i) >= longest:
+            if v not in results and i >= ends[made.get(v, i)]:
                 read_afar[i] += _place(v)
     change = [0] * (len(solid) + 1)
     for value, position in made.items():
-        begin, end = position + longest, last.get(value, -1)
+        begin, end = ends[position], last.get(value, -1)
         if begin <= end and value not in results and here[position]:
             change[begin] += value.num_bytes()
             change[end + 1] -= value.num_bytes()
@@ -72,7 +76,7 @@ def floor_of(
     for i, equation in enumerate(solid):
         if not here[i]:
             continue
-        afar = [v for v in equation.outputs if last.get(v, i) - i >= longest and v not in results]
+        afar = [v for v in equation.outputs if last.get(v, i) >= ends[i] and v not in results]
         written = sum(_place(v) for v in afar if _is_fresh(v, equation))
         vertex = max(vertex, read_afar[i] + written)
     recomputes = any(e.recomputed for e in solid)

@@ -246,17 +246,16 @@ class CutProgram:
         return self._floors[key]
 
     def _captured(self, cut: Cut) -> Captured:
-        limit = {} if cut.max_equations is None else {"max_equations": cut.max_equations}
         captured = build_taskgraph(
             self.ordered(cut),
             kinds=(*self._request.kinds, *[TensorKind.WEIGHT] * len(self.constants)),
             donated=self._request.donated,
             max_bytes=cut.max_bytes,
+            max_equations=cut.max_equations,
             updates_on_host=cut.updates_on_host,
             kernels=False,
             known=self._known_runs,
             num_devices=self._request.num_devices,
-            **limit,
         )
         graph = dataclasses.replace(
             captured.taskgraph,

@@ -1,5 +1,6 @@
 """Which equations become one vertex, and from which limit on they do."""
 
+import dataclasses
 import math
 
 import jax
@@ -7,22 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxoffload.capture import cluster
+from jaxoffload.capture import cluster, cost
 from jaxoffload.capture.build import order_program
+from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.scan import unroll
-from jaxoffload.plan.cost.machines import SMALL_SERVER
+from jaxoffload.plan.cost.machines import H200, SMALL_SERVER
 from tests.workloads import ALL
 
 
-def _ordered(function, args):
+def _ordered(function, args, rates=SMALL_SERVER):
     flat, tree = jax.tree.flatten(args)
     closed = jax.make_jaxpr(lambda *f: jax.tree.leaves(function(*jax.tree.unflatten(tree, f))))(
         *flat
     )
-    return order_program(unroll(closed, 0, rates=SMALL_SERVER))
+    return order_program(unroll(closed, 0, rates=rates))
 
 
-def _cut(ordered, max_bytes):
+def _cut(ordered, max_bytes, **limits):
     """The equations of each vertex, by their positions, and the least limit that gives the same."""
     program = ordered.program
     results = {v for v in program.result_values() if v.argument is None}
@@ -31,8 +33,9 @@ def _cut(ordered, max_bytes):
         program.parents,
         results,
         program.updates,
-        rates=SMALL_SERVER,
+        rates=program.rates,
         max_bytes=max_bytes,
+        **limits,
     )
     place = {id(e): i for i, e in enumerate(ordered.equations)}
     return [[place[id(e)] for e in c.equations] for c in clusters], least
@@ -47,9 +50,15 @@ PROGRAMS = {name: made() for name, made in ALL.items() if name != "no_work"}
 PROGRAMS["clamped"] = (_clamped, (SQUARES,))
 
 
+MACHINES = {"2 cores": SMALL_SERVER, "H200": H200}
+# So slow that what a launch takes is soon reached.
+MACHINES["slow GPU"] = dataclasses.replace(H200, memory_bytes_per_second=2e8, launch=5e-6)
+
+
+@pytest.mark.parametrize("machine", ["2 cores", "slow GPU"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_from_the_least_limit_on_the_cut_is_the_same(name):
-    ordered = _ordered(*PROGRAMS[name][:2])
+def test_from_the_least_limit_on_the_cut_is_the_same(name, machine):
+    ordered = _ordered(*PROGRAMS[name][:2], MACHINES[machine])
     limit, seen = math.inf, 0
     while limit > 0 and seen < 40:
         cut, least = _cut(ordered, limit)
@@ -68,3 +77,79 @@ def test_what_fuses_into_one_loop_may_take_three_times_the_limit():
     whole, least = _cut(_ordered(_clamped, (SQUARES,)), math.inf)
     # Both read three arrays and write one.
     assert len(whole) == 1 and least == 4 * SQUARES[0].nbytes / 3
+
+
+def _sizes(ordered, **limits):
+    """Of each cluster of the uncut program: operations without views, and their seconds."""
+    found = []
+    for positions in _cut(ordered, math.inf, **limits)[0]:
+        equations = [ordered.equations[i] for i in positions]
+        equations = [e for e in equations if not is_view(e)]
+        seconds = sum(cost.seconds(e, ordered.program.rates) for e in equations)
+        found.append((len(equations), seconds))
+    return found
+
+
+def _chain(rates):
+    """300 operations that all read and write 16 KiB; not of one array alone, as an update is."""
+
+    def f(x, y):
+        x = jnp.sort(x)
+        for _ in range(150):
+            x = jnp.tanh(x * 1.01)
+        return x[:1] + y
+
+    return _ordered(f, (np.ones((64, 64), np.float32), np.ones((1, 64), np.float32)), rates)
+
+
+def test_short_operations_of_a_gpu_are_launched_together():
+    assert {n for n, _ in _sizes(_chain(SMALL_SERVER))} <= set(range(1, cluster.MAX_EQUATIONS + 1))
+    found = _sizes(_chain(H200))
+    assert len(found) == 5 and max(n for n, _ in found) == cluster.MOST_EQUATIONS
+    host = dataclasses.replace(H200, is_host=True)
+    at_once = dataclasses.replace(H200, launch=0.0)  # as of `Machine.measured`
+    for machine in (host, at_once):
+        assert _sizes(_chain(machine)) == [
+            (n, pytest.approx(s * 1e10 / 4800e9)) for n, s in _sizes(_chain(SMALL_SERVER))
+        ]
+
+
+def test_no_cluster_of_a_gpu_is_long_and_has_many_operations():
+    one = 2 * 64 * 64 * 4 / H200.memory_bytes_per_second  # seconds of an operation of the chain
+    for number in (10, 25, 40):
+        machine = dataclasses.replace(H200, launch=(number + 0.5) * one / cluster.LAUNCHES)
+        found = _sizes(_chain(machine))
+        most = max(number, cluster.MAX_EQUATIONS)
+        total = sum(n for n, _ in found)
+        assert len(found) == -(-total // most) and max(n for n, _ in found) == most
+
+
+def test_a_number_that_is_asked_for_is_the_most_on_any_machine():
+    ordered, known = _chain(H200), {}
+    assert len(_sizes(ordered, known=known)) == 5
+    assert max(n for n, _ in _sizes(ordered, known=known, max_equations=16)) == 16
+    assert len(_sizes(ordered, known=known)) == 5
+
+
+def test_what_the_host_is_to_do_is_not_put_together_as_for_a_gpu():
+    ordered = _chain(H200)
+    segments = {0, *(e.segment for e in ordered.equations)}
+    assert max(n for n, _ in _sizes(ordered, whole=segments)) <= cluster.MAX_EQUATIONS
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_how_far_a_cluster_reaches(name, machine):
+    """Against the definition, tried for every pair of operations."""
+    rates = MACHINES[machine]
+    solid = _ordered(*PROGRAMS[name][:2], rates).apart.solid
+    took = [round(cost.seconds(e, rates) * 1e12) for e in solid]
+    short = 0 if rates.is_host else round(cluster.LAUNCHES * rates.launch * 1e12)
+    for i, end in enumerate(cluster.reach(solid, rates, 4)):
+        ends = [
+            n
+            for n in range(i, len(solid) + 5)
+            if n <= i + 4
+            or (n <= min(len(solid), i + cluster.MOST_EQUATIONS) and sum(took[i:n]) <= short)
+        ]
+        assert end == max(ends)

@@ -11,7 +11,7 @@ import pytest
 import jaxoffload as jo
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
 from jaxoffload.plan.alloc.limits import live_ranges, min_budget
-from jaxoffload.plan.cost.machines import SMALL_SERVER
+from jaxoffload.plan.cost.machines import H200, SMALL_SERVER
 from jaxoffload.search.cut import FINEST, WHOLE, Cut
 from jaxoffload.search.planner import Planner
 from tests.workloads import ALL
@@ -39,15 +39,16 @@ def _most_held(graph):
     )
 
 
-def _planner(function, args, donate=()):
+def _planner(function, args, donate=(), machine=SMALL_SERVER):
     step = jo.offload(function, device_memory=None, donate_argnums=donate)
     request = step._program(step._spec.bind(args, {})).request()
-    return Planner(request, machine=SMALL_SERVER, compiles=False)
+    return Planner(request, machine=machine, compiles=False)
 
 
+@pytest.mark.parametrize("machine", [SMALL_SERVER, H200], ids=lambda m: m.name)
 @pytest.mark.parametrize("name", ALL)
-def test_no_cut_holds_or_computes_less(name):
-    planner = _planner(*ALL[name]())
+def test_no_cut_holds_or_computes_less(name, machine):
+    planner = _planner(*ALL[name](), machine=machine)
     for cut in CUTS:
         graph, floor = planner.graph(cut), planner._program.floor(cut)
         assert floor.bytes <= _most_held(graph)
