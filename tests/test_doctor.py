@@ -45,7 +45,7 @@ def test_a_driver_without_jax_cuda_is_told_apart(monkeypatch):
 def test_what_the_driver_says():
     found = _native.cuda_driver(fake.library().path)
     assert found["version"] == 12040
-    assert found["devices"][0] == {"name": "Fake GPU", "free_bytes": 2**29, "total_bytes": 2**30}
+    assert found["devices"][0] == {"name": "Fake GPU", "free_bytes": 2**30, "total_bytes": 2**30}
     with pytest.raises(RuntimeError, match="no NVIDIA driver.*Install it"):
         _native.cuda_driver("/no/such/library.so")
 

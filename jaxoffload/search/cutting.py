@@ -178,6 +178,11 @@ class Cutting:
         rest = lambda room: self._ranking(room, self.graph).feasible()  # noqa: E731
         return least_cut(self._program, rest, may_run_whole=self._whole_bytes is not None)
 
+    @property
+    def _may_update_on_host(self) -> bool:
+        """Whether there are updates that the host's cores may do."""
+        return self._host_compute != "never" and bool(self._program.ordered(FINEST).program.updates)
+
     def _fixed_cut(self) -> CompiledCut | None:
         size = self.request.options.vertex_memory
         if size is None:

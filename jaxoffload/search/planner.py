@@ -142,7 +142,9 @@ class Planner(Cutting):
                     return self._finish(cut, kept, budget, resident=True)
         assert budget is not None, "without a limit everything is kept"
         found = self._fixed_cut() or self._best_cut_if_any(budget)
-        if has_other_ways and (found is None or found.needs > budget):
+        works = found is not None and found.needs <= budget
+        # Where updates can wait on the host's cores, less may do than in any other way.
+        if has_other_ways and not works and not self._may_update_on_host:
             raise NoCutFound(lambda: self._plan_of_cut(found or self._least, budget))
         return self._plan_of_cut(found or self._least, budget)
 

@@ -73,7 +73,7 @@ class Program:
         shapes = shapes_of(signature)
         self.traced = trace(call, shapes, signature.codes, signature.tree)
         self.as_written, self.rewrites = self.traced.jaxpr, None
-        if not is_spread(self.traced.jaxpr):
+        if options.rewrites and not is_spread(self.traced.jaxpr):
             made, self.rewrites = rewritten(
                 self.traced.jaxpr, options.rewrites, backends.current().machine,
                 options.rewrites_much,
