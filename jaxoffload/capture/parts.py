@@ -298,7 +298,8 @@ def _structure(
     for e in equations:
         # The equation itself, too, for its line.
         steps.append((id(e.operation.eqn), e.operation.key, *map(of, e.inputs)))
-        number.update((v, len(number) + i) for i, v in enumerate(e.outputs))
+        for v in e.outputs:
+            number[v] = len(number)
     return tuple(steps), tuple(map(of, gives))
 
 

@@ -8,7 +8,8 @@ import pytest
 from jax.experimental.ode import odeint
 
 import jaxoffload as jo
-from jaxoffload.capture.parts import in_parts
+from jaxoffload.capture.flat import Equation, Operation, Value
+from jaxoffload.capture.parts import _structure, in_parts
 from jaxoffload.transform.program import Program
 from tests.foreign import judge
 
@@ -432,3 +433,17 @@ def test_a_refusal_names_the_least_of_both_ways(monkeypatch, of_parts):
         step.plan(matrices(), X, 3)
     assert (str(caught.value) == "in parts") == (of_parts == 1)
     assert caught.value.min_device_memory == of_parts or of_parts > caught.value.min_device_memory
+
+
+def test_parts_that_differ_in_who_reads_what_are_others():
+    """The same equations, as of functions that are traced once: only an operand is another."""
+
+    def part(reads_half):
+        x, a, b, c, d = (Value(jax.core.ShapedArray((4,), np.dtype(np.float32))) for _ in range(5))
+        steps = [((x,), (a, b)), ((a,), (c,)), ((b if reads_half else c,), (d,))]
+        return _structure(
+            [Equation(each, *step) for each, step in zip(same, steps, strict=True)], [x], [d]
+        )
+
+    same = [Operation.of_function("f", lambda x: x, None, i) for i in range(3)]
+    assert part(True) == part(True) and part(True) != part(False)
