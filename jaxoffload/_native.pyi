@@ -438,6 +438,32 @@ def place_intervals(
       ValueError: lists of several lengths, an empty interval or buffer, or sums beyond 64 bits.
     """
 
+def best_cuts(
+    bytes: np.ndarray,
+    until: np.ndarray,
+    written: np.ndarray,
+    written_offsets: np.ndarray,
+    read: np.ndarray,
+    read_offsets: np.ndarray,
+    alone: np.ndarray,
+    is_elementwise: np.ndarray,
+    is_product: np.ndarray,
+    ends: np.ndarray,
+    crossing: np.ndarray,
+    price: float,
+    max_bytes: float,
+    where_all_fuse: float,
+    max_products: int,
+) -> tuple[np.ndarray, float]:
+    """Where each run of a stretch of operations begins, and the least `max_bytes` that gives the
+    same; see planner/best_cuts.h, and capture/cluster.py for what is counted.
+
+    Args: int64 arrays, but for float64 `crossing`; `written` and `read` are numbers of values.
+
+    Raises:
+      ValueError: arrays that do not fit one another.
+    """
+
 def next_writers(
     memory: np.ndarray, start: np.ndarray, end: np.ndarray, time: np.ndarray
 ) -> np.ndarray:

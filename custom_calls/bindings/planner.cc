@@ -1,9 +1,12 @@
 // What plans are made with: searches that would be slow in Python, and the lanes' numbers and
 // names.
 
+#include <algorithm>
+
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
 #include "plan/lanes.h"
+#include "planner/best_cuts.h"
 #include "planner/order_check.h"
 #include "planner/place_intervals.h"
 #include "planner/simulate.h"
@@ -60,10 +63,59 @@ void BindSuccessors(nb::module_& m) {
           "seconds"_a, "lane"_a, "num_lanes"_a, "priority"_a, "fixed"_a);
 }
 
+void RequireRagged(const char* what, const Array<int64_t>& values, const Array<int64_t>& offsets,
+                   size_t num_rows, size_t num_values) {
+  const int64_t* at = offsets.data();
+  bool fits = offsets.size() == num_rows + 1 && at[0] == 0 &&
+              at[num_rows] == static_cast<int64_t>(values.size()) &&
+              std::is_sorted(at, at + num_rows + 1);
+  for (size_t i = 0; fits && i < values.size(); ++i) {
+    fits = values.data()[i] >= 0 && values.data()[i] < static_cast<int64_t>(num_values);
+  }
+  if (!fits) throw std::invalid_argument(std::string("best_cuts: ") + what + " does not fit");
+}
+
+nb::tuple FindCuts(const Array<int64_t>& bytes, const Array<int64_t>& until,
+                   const Array<int64_t>& written, const Array<int64_t>& written_offsets,
+                   const Array<int64_t>& read, const Array<int64_t>& read_offsets,
+                   const Array<int64_t>& alone, const Array<int64_t>& is_elementwise,
+                   const Array<int64_t>& is_product, const Array<int64_t>& ends,
+                   const Array<double>& crossing, double price, double max_bytes,
+                   double where_all_fuse, int64_t max_products) {
+  const size_t count = alone.size();
+  RequireEqualSizes("best_cuts: values", bytes, until);
+  RequireEqualSizes("best_cuts: operations", alone, is_elementwise, is_product, ends);
+  RequireRagged("written", written, written_offsets, count, bytes.size());
+  RequireRagged("read", read, read_offsets, count, bytes.size());
+  if (crossing.size() != count + 1) throw std::invalid_argument("best_cuts: crossing has no end");
+  const Stretch stretch{static_cast<int64_t>(count),
+                        static_cast<int64_t>(bytes.size()),
+                        bytes.data(),
+                        until.data(),
+                        written.data(),
+                        written_offsets.data(),
+                        read.data(),
+                        read_offsets.data(),
+                        alone.data(),
+                        is_elementwise.data(),
+                        is_product.data(),
+                        ends.data(),
+                        crossing.data()};
+  Cuts cuts;
+  {
+    const WithoutGil without_gil;
+    cuts = BestCuts(stretch, {price, max_bytes, where_all_fuse, max_products});
+  }
+  return nb::make_tuple(Owned(std::move(cuts.begins)), cuts.least);
+}
+
 }  // namespace
 
 void BindPlanner(nb::module_& m) {
   BindSuccessors(m);
+  m.def("best_cuts", &FindCuts, "bytes"_a, "until"_a, "written"_a, "written_offsets"_a, "read"_a,
+        "read_offsets"_a, "alone"_a, "is_elementwise"_a, "is_product"_a, "ends"_a, "crossing"_a,
+        "price"_a, "max_bytes"_a, "where_all_fuse"_a, "max_products"_a);
   m.def(
       "place_intervals",
       [](const std::vector<int64_t>& lower, const std::vector<int64_t>& upper,

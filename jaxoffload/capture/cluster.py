@@ -9,9 +9,13 @@ Only contiguous runs of the given order are considered.
 """
 
 import dataclasses
-from collections.abc import Sequence, Set
+import itertools
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
+import numpy as np
+
+from jaxoffload import _native
 from jaxoffload.capture import cost, operations
 from jaxoffload.capture.collectives import exchange_of
 from jaxoffload.capture.flat import Equation, Value
@@ -225,57 +229,47 @@ def _best_cuts(
 ) -> tuple[list[tuple[int, int]], float]:
     """The runs, and the least `max_bytes` that admits them: with any from there on to this one the
     same are best."""
-    run, reads, fused_until = stretch.equations, stretch.reads, stretch.fused_until
-    crossing = _crossing_bytes(run, reads)
-    written = [[(v, v.num_bytes(), fused_until.get(v, len(run))) for v in e.outputs] for e in run]
-    sizes = [[(v, v.num_bytes()) for v in values] for values in reads]
-    alone = [
-        sum(v.num_bytes() for v in (*values, *e.outputs))
-        for e, values in zip(run, reads, strict=True)
-    ]
+    run, reads, until = stretch.equations, stretch.reads, stretch.fused_until
+    number: dict[Value, int] = {}
+    written = [[number.setdefault(v, len(number)) for v in e.outputs] for e in run]
+    read = [[number.setdefault(v, len(number)) for v in values] for values in reads]
     kinds = [operations.of(e) for e in run]
-    fuses = [known.is_elementwise for known in kinds]
-    is_product = [
-        known.flops is not None and not known.is_light and e.outputs[0].num_bytes() > bytes_of_a_cut
-        for e, known in zip(run, kinds, strict=True)
-    ]
-    best, previous = [0.0] + [float("inf")] * len(run), [0] * (len(run) + 1)
-    needs_of = [0.0] * (len(run) + 1)
-    for stop in range(1, len(run) + 1):
-        held: dict[Value, int] = {}
-        total, products, largest, has_temporaries = 0, 0, 0, False
-        for first in range(stop - 1, -1, -1):
-            if stop > ends[first]:
-                break
-            for v, size, until in written[first]:
-                now = 0 if until < stop else size
-                total += now - held.get(v, 0)
-                held[v] = now
-            for v, size in sizes[first]:
-                if v not in held:
-                    held[v] = size
-                    total += size
-            has_temporaries = has_temporaries or not fuses[first]
-            largest = max(largest, alone[first])
-            products += is_product[first]
-            if products > MAX_PRODUCTS:
-                break
-            in_one_loop = not has_temporaries and total <= largest
-            needs = total / _WHERE_ALL_FUSE if in_one_loop else total
-            if first == stop - 1:
-                needs = 0.0  # What one equation needs is not the cut's choice.
-            if needs > max_bytes:
-                continue
-            price = best[first] + bytes_of_a_cut + crossing[stop]
-            if price < best[stop]:
-                best[stop], previous[stop] = price, first
-                needs_of[stop] = needs
-    cuts, stop, least = [], len(run), 0.0
-    while stop:
-        cuts.append((previous[stop], stop))
-        least = max(least, needs_of[stop])
-        stop = previous[stop]
-    return cuts[::-1], least
+    begins, least = _native.best_cuts(
+        bytes=_int64(v.num_bytes() for v in number),
+        until=_int64(until.get(v, len(run)) for v in number),
+        **_ragged("written", written),
+        **_ragged("read", read),
+        alone=_int64(
+            sum(v.num_bytes() for v in (*values, *e.outputs))
+            for e, values in zip(run, reads, strict=True)
+        ),
+        is_elementwise=_int64(known.is_elementwise for known in kinds),
+        is_product=_int64(
+            known.flops is not None
+            and not known.is_light
+            and e.outputs[0].num_bytes() > bytes_of_a_cut
+            for e, known in zip(run, kinds, strict=True)
+        ),
+        ends=_int64(ends),
+        crossing=np.array(_crossing_bytes(run, reads)),
+        price=bytes_of_a_cut,
+        max_bytes=max_bytes,
+        where_all_fuse=_WHERE_ALL_FUSE,
+        max_products=MAX_PRODUCTS,
+    )
+    starts = begins.tolist()
+    return list(zip(starts, [*starts[1:], len(run)], strict=True)), least
+
+
+def _int64(numbers: Iterable[int]) -> np.ndarray:
+    return np.fromiter(numbers, np.int64)
+
+
+def _ragged(name: str, rows: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+    return {
+        name: _int64(itertools.chain.from_iterable(rows)),
+        f"{name}_offsets": _int64(itertools.accumulate(map(len, rows), initial=0)),
+    }
 
 
 def _crossing_bytes(run: Sequence[Equation], reads: Sequence[list[Value]]) -> list[float]:

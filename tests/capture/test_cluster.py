@@ -1,6 +1,7 @@
 """Which equations become one vertex, and from which limit on they do."""
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxoffload import _native
 from jaxoffload.capture import cluster, cost
 from jaxoffload.capture.build import order_program
 from jaxoffload.capture.operations import is_view
@@ -153,3 +155,69 @@ def test_how_far_a_cluster_reaches(name, machine):
             or (n <= min(len(solid), i + cluster.MOST_EQUATIONS) and sum(took[i:n]) <= short)
         ]
         assert end == max(ends)
+
+
+def _ragged(rows):
+    offsets = np.cumsum([0, *map(len, rows)])
+    return np.array([v for row in rows for v in row], np.int64), offsets.astype(np.int64)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_other_cuts_cost_less(seed):
+    """Against every way to cut a stretch of seven random operations."""
+    rng = np.random.default_rng(seed)
+    count, num_values = 7, 10
+    sizes = rng.integers(1, 9, num_values)
+    until = rng.integers(0, count + 1, num_values)
+    written = [[i] for i in range(count)]
+    read = [
+        [*{*rng.integers(0, i, min(i, 2)), *rng.integers(count, num_values, 1)}]
+        for i in range(count)
+    ]
+    alone = np.array([sum(sizes[v] for v in (*read[i], i)) for i in range(count)])
+    elementwise, product = rng.random(count) < 0.7, rng.random(count) < 0.5
+    ends = np.maximum.accumulate(np.arange(count) + rng.integers(1, 5, count))
+    crossing = np.append(rng.integers(0, 20, count), 0).astype(float)
+    price, most = float(rng.integers(1, 6)), float(rng.choice([12.0, 18.0, 30.0, np.inf]))
+    begins, least = _native.best_cuts(
+        sizes, until, *_ragged(written), *_ragged(read), alone, elementwise.astype(np.int64),
+        product.astype(np.int64), ends, crossing, price, most, 3.0, 2,
+    )  # fmt: skip
+
+    def needs(first, stop):
+        """Bytes of a run; None where it may not be one."""
+        if stop > ends[first] or product[first:stop].sum() > 2:
+            return None
+        if stop == first + 1:
+            return 0.0
+        made = {v for i in range(first, stop) for v in written[i]}
+        others = {v for i in range(first, stop) for v in read[i]} - made
+        total = sum(sizes[v] for v in others) + sum(sizes[v] for v in made if until[v] >= stop)
+        in_one = elementwise[first:stop].all() and total <= alone[first:stop].max()
+        return total / 3 if in_one else float(total)
+
+    costs = {}
+    for inner in itertools.product((False, True), repeat=count - 1):
+        cuts = [0, *(i + 1 for i, is_cut in enumerate(inner) if is_cut), count]
+        found = [needs(a, b) for a, b in itertools.pairwise(cuts)]
+        if None not in found and max(found) <= most:
+            costs[tuple(cuts[:-1])] = sum(price + crossing[b] for b in cuts[1:]), max(found)
+    assert tuple(begins) in costs and costs[tuple(begins)][0] == min(c for c, _ in costs.values())
+    assert least == costs[tuple(begins)][1]
+
+
+def test_cuts_of_arrays_that_do_not_fit_are_refused():
+    two, one = np.array([1, 1]), np.array([1])
+    given = {
+        "bytes": two, "until": two, "written": two - 1, "written_offsets": np.array([0, 1, 2]),
+        "read": one, "read_offsets": np.array([0, 1, 1]), "alone": two, "is_elementwise": two,
+        "is_product": two, "ends": two, "crossing": np.zeros(3), "price": 1.0, "max_bytes": 1.0,
+        "where_all_fuse": 3.0, "max_products": 3,
+    }  # fmt: skip
+    _native.best_cuts(**given)
+    for name, other in {
+        "until": one, "written": two + 1, "read": -one, "written_offsets": np.array([0, 2, 1]),
+        "read_offsets": np.array([0, 1]), "ends": one, "crossing": np.zeros(2),
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match="best_cuts"):
+            _native.best_cuts(**given | {name: other})
