@@ -129,6 +129,9 @@ class RunReport:
     def bytes_loaded(self) -> int:
         """Read from disk."""
     @property
+    def rows_loaded(self) -> int:
+        """Rows of tables, by number, among them; each once a vertex."""
+    @property
     def bytes_stored(self) -> int:
         """Written to disk."""
     @property

@@ -24,9 +24,10 @@ enum class Kind : uint8_t {
   kInput = 4,  // in hand-made graphs only; cannot run
   kLoad = 5,
   kStore = 6,
-  kHostKernel = 7
+  kHostKernel = 7,
+  kLoadRows = 8
 };
-constexpr int kNumKinds = 8;
+constexpr int kNumKinds = 9;
 
 // Whether a vertex runs an executable.
 constexpr bool IsKernel(Kind kind) { return kind == Kind::kKernel || kind == Kind::kHostKernel; }
@@ -69,6 +70,7 @@ class Lanes {
       case Kind::kOffload:
         return device * kDeviceLanes + 2;
       case Kind::kLoad:
+      case Kind::kLoadRows:
         return first_shared();
       case Kind::kStore:
         return first_shared() + 1;

@@ -128,11 +128,12 @@ bool IsOnDisk(const PlanArrays& a, int32_t version_id) {
   }
 }
 
-// A load reads from disk and a store writes to it; both have host memory at the other end. Nothing
-// else touches the disk.
+// A load reads from disk and a store writes to it; both have host memory at the other end. Rows are
+// read from disk by numbers that are in memory. Nothing else touches the disk.
 void CheckTiers(const PlanArrays& a, int64_t v, const Lanes& lanes) {
   const auto kind = static_cast<Kind>(a.kind[v]);
-  if (lanes.IsDisk(a.lane[v]) != (kind == Kind::kLoad || kind == Kind::kStore) ||
+  const bool takes_rows = kind == Kind::kLoadRows;
+  if (lanes.IsDisk(a.lane[v]) != (kind == Kind::kLoad || kind == Kind::kStore || takes_rows) ||
       lanes.IsHost(a.lane[v]) != (kind == Kind::kHostKernel)) {
     Refuse(Entry("lane", v, a.lane[v]) + " does not go with " + Entry("kind", v, a.kind[v]));
   }
@@ -144,7 +145,8 @@ void CheckTiers(const PlanArrays& a, int64_t v, const Lanes& lanes) {
            " of " + Entry("kind", v, a.kind[v]) + " cannot reach");
   };
   for (int64_t i = a.input_offsets[v]; i < a.input_offsets[v + 1]; ++i) {
-    check("inputs", i, a.inputs[i], kind == Kind::kLoad, kind == Kind::kStore);
+    const bool is_table = takes_rows && i == a.input_offsets[v];
+    check("inputs", i, a.inputs[i], kind == Kind::kLoad || is_table, kind == Kind::kStore);
   }
   for (int64_t o = a.output_offsets[v]; o < a.output_offsets[v + 1]; ++o) {
     check("outputs", o, a.outputs[o], kind == Kind::kStore, kind == Kind::kLoad);
@@ -175,11 +177,13 @@ void CheckVertex(const PlanArrays& a, int64_t v, const Lanes& lanes) {
     return;
   }
   if (a.executable[v] >= 0) Refuse(Entry("executable", v, a.executable[v]) + ", but a copy");
-  if (num_inputs != 1 || num_outputs != 1) {
+  const bool takes_rows = static_cast<Kind>(a.kind[v]) == Kind::kLoadRows;
+  if (num_inputs != (takes_rows ? 2 : 1) || num_outputs != 1) {
     Refuse("vertex " + std::to_string(v) + " is a copy with " + std::to_string(num_inputs) +
            " inputs and " + std::to_string(num_outputs) + " outputs");
   }
-  if (a.bytes[a.inputs[a.input_offsets[v]]] != a.bytes[a.outputs[a.output_offsets[v]]]) {
+  if (!takes_rows &&
+      a.bytes[a.inputs[a.input_offsets[v]]] != a.bytes[a.outputs[a.output_offsets[v]]]) {
     Refuse("vertex " + std::to_string(v) + " copies between versions of different sizes");
   }
   // An argument that is returned in its own donated memory is "copied" to where it is.

@@ -10,7 +10,13 @@
 namespace jaxoffload {
 
 // Of graphs/taskgraph.py's VertexKind.
-enum class TaskKind : uint8_t { kInput = 0, kKernel = 1, kTransfer = 2, kHostKernel = 3 };
+enum class TaskKind : uint8_t {
+  kInput = 0,
+  kKernel = 1,
+  kTransfer = 2,
+  kHostKernel = 3,
+  kLoadRows = 4
+};
 
 // The arrays that Python made; they outlive whoever reads them. CSR offsets have one entry more
 // than there are rows.
@@ -80,9 +86,14 @@ class TaskTable {
   Row readers(int64_t tensor) const {
     return Slice(reader_offsets_.data(), readers_.data(), tensor);
   }
-  // Whether a vertex runs on the host's cores, on tensors in the host's memory.
+  // Whether a vertex works on tensors in the host's memory.
   bool on_host(int64_t vertex) const {
-    return static_cast<TaskKind>(columns_.kind[vertex]) == TaskKind::kHostKernel;
+    const auto kind = static_cast<TaskKind>(columns_.kind[vertex]);
+    return kind == TaskKind::kHostKernel || kind == TaskKind::kLoadRows;
+  }
+  // Whether it reads its first operand, an argument, on disk.
+  bool reads_disk(int64_t vertex) const {
+    return static_cast<TaskKind>(columns_.kind[vertex]) == TaskKind::kLoadRows;
   }
   // The last vertex that reads a tensor on its device, or -1.
   int64_t last_device_reader(int64_t tensor) const { return last_device_reader_[tensor]; }

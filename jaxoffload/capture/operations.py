@@ -163,6 +163,7 @@ TABLE: dict[str, Known] = {
     "split": _along("axis", is_priced=True, has_several=True),
     "gather": Known(is_priced=True, takes_rows=True, ways=along.gather),
     "dynamic_slice": Known(is_priced=True, takes_rows=True),
+    "read rows": Known(takes_rows=True),
     "random_bits": Known(is_priced=True),
     **dict.fromkeys(
         "dynamic_update_slice scatter scatter-mul scatter-min scatter-max".split(), _UPDATE

@@ -41,6 +41,8 @@ class Kind(enum.IntEnum):
     HOST_KERNEL = 7
     """Runs one executable on the host's cores, on versions in the host tier and in the caller's
     arrays."""
+    LOAD_ROWS = 8
+    """Reads rows of an argument on disk, by numbers in host memory, to there."""
 
 
 KERNELS = (Kind.KERNEL, Kind.HOST_KERNEL)

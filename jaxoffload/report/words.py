@@ -100,15 +100,17 @@ def _table(scene: Scene, times: Times, seconds: float) -> list[str]:
     sizes = scene.sizes
     rows: list[tuple[str, float, int]] = []
     for kind in (*KERNELS, Kind.RELOAD, Kind.OFFLOAD, Kind.TRANSFER, Kind.LOAD, Kind.STORE):
-        chosen = np.flatnonzero(graph.kind == kind)
+        kinds = (kind, Kind.LOAD_ROWS) if kind == Kind.LOAD else (kind,)
+        chosen = np.flatnonzero(np.isin(graph.kind, kinds))
         if not len(chosen):
             continue
         # Each device has a lane of its own; the disk has one a direction, the host's cores one.
         busy = np.bincount(graph.device[chosen], spent[chosen]).max()
         if LANE_OF_KIND[kind] >= DEVICE_LANES:
             busy = spent[chosen].sum()
+        # A copy's output is as large as its operand; of a table it is the rows.
         moved = (
-            0 if kind in KERNELS else int(sizes[graph.inputs[graph.input_offsets[chosen]]].sum())
+            0 if kind in KERNELS else int(sizes[graph.outputs[graph.output_offsets[chosen]]].sum())
         )
         name = "between devices" if kind == Kind.TRANSFER else LANES[LANE_OF_KIND[kind]]
         rows.append((name, float(busy), moved))

@@ -19,6 +19,7 @@ from jaxoffload.capture.flat import Equation
 from jaxoffload.capture.floor import Floor, floor_of
 from jaxoffload.capture.inline import Constant
 from jaxoffload.capture.kernel import Kernel
+from jaxoffload.capture.read_rows import with_rows_read
 from jaxoffload.capture.recompute import Recomputer
 from jaxoffload.capture.scan import unroll
 from jaxoffload.capture.split import Tilings, split
@@ -148,6 +149,8 @@ class CutProgram:
                 honours=self._honours,
                 distributes=not whole_loops,
             )
+            if self._request.num_devices == 1:
+                with_rows_read(program, self._request.disk_arguments)
             extra = program.arguments[len(self._request.jaxpr.in_avals) :]
             self.constants = [v.array for v in extra if isinstance(v, Constant)]
             if program.has_loops:

@@ -44,7 +44,10 @@ def min_host_memory(graph: TaskGraph, disk: bool) -> tuple[int, int]:
     """
     if not disk and not (graph.disk_arguments or graph.disk_results):
         return 0, -1
-    is_read = np.bincount(graph.columns.inputs, minlength=len(graph.tensors)) > 0
+    columns = graph.columns
+    by_rows = np.repeat(columns.kind == VertexKind.LOAD_ROWS, np.diff(columns.input_offsets))
+    whole = columns.inputs[~(by_rows & (columns.gathered > 0))]
+    is_read = np.bincount(whole, minlength=len(graph.tensors)) > 0
     moving = (
         (host_place(t.bytes), i)
         for i, t in enumerate(graph.tensors)
@@ -202,7 +205,7 @@ def live_ranges(graph: TaskGraph) -> LiveRanges:
     writes = _rows(columns.output_offsets)
     first[columns.outputs], last[columns.outputs] = writes + _is_over(graph), writes
     reads = _rows(columns.input_offsets)
-    on_host = columns.kind == VertexKind.HOST_KERNEL
+    on_host = columns.in_host_memory
     made_there = columns.outputs[on_host[writes]]
     first[made_there], last[made_there] = count, -1
     here = ~on_host[reads]

@@ -105,7 +105,10 @@ class Machine:
             on_host, self.host_seconds(flops, traffic), self.kernel_seconds(flops, traffic)
         )
         given = np.array([v.seconds for v in tasks] or [0.0])
-        return np.where(known, work + self.launch, given)
+        found = np.where(known, work + self.launch, given)
+        by_rows = [i for i, v in enumerate(tasks) if v.kind is VertexKind.LOAD_ROWS and known[i]]
+        found[by_rows] = self.disk_read.seconds(traffic[by_rows])
+        return found
 
     def vertex_seconds(self, memgraph: MemGraph) -> np.ndarray:
         """Time of each vertex, float64[N]: copies by the links, kernels by their work.

@@ -1,0 +1,138 @@
+"""Rows of tables on disk inside an offloaded function: those that it takes are read, and no others."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxoffload as jo
+from jaxoffload.graphs.memgraph import Kind
+from jaxoffload.runtime.arrays import disk_store
+
+ROWS, WIDTH, BLOCK = 6000, 64, 16384
+SEED = 7
+
+
+def table_of(dtype=np.float32, shape=(ROWS, WIDTH)):
+    return (100 * np.random.default_rng(SEED).normal(size=shape)).astype(dtype)
+
+
+def ids_of(shape=(40, 3), low=-ROWS, high=ROWS, dtype=np.int32):
+    found = np.random.default_rng(SEED + 1).integers(low, high, shape).astype(dtype)
+    found.reshape(-1)[1] = found.reshape(-1)[0]  # a row that is taken twice
+    return found
+
+
+def equal(got, want):
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.dtype == want.dtype and got.shape == want.shape
+    assert got.tobytes() == want.tobytes()
+
+
+WAYS = {
+    "indexed": (lambda t, i: t[i], {}),
+    "take, filled": (lambda t, i: jnp.take(t, i, axis=0), {"low": -2 * ROWS, "high": 2 * ROWS}),
+    "clipped": (lambda t, i: t.at[i].get(mode="clip"), {"low": -9, "high": 2 * ROWS}),
+    "filled by 3": (
+        lambda t, i: t.at[i].get(mode="fill", fill_value=3),
+        {"low": 0, "high": 2 * ROWS},
+    ),
+    "promised": (lambda t, i: t.at[i].get(mode="promise_in_bounds"), {"low": 0}),
+    "small unsigned": (lambda t, i: t.at[i].get(mode="fill"), {"dtype": np.uint8, "low": 0, "high": 256}),
+    "mapped": (lambda t, i: jax.vmap(lambda k: t[k] + 1)(i.reshape(-1)), {}),
+    "slice": (lambda t, i: lax.dynamic_slice(t, (i[0, 0], 0), (11, WIDTH)), {"low": ROWS - 5}),
+    "one row": (lambda t, i: t[i[2, 1]], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int16, jnp.bfloat16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_are_those_of_jit_and_no_others_are_read(way, dtype, tmp_path):
+    function, about = WAYS[way]
+    table, ids = table_of(dtype, (3 * ROWS, WIDTH)), ids_of(**about)
+    array = jo.disk_put(table, tmp_path)
+    want = jax.jit(function)(table, ids)
+    step = jo.offload(function, device_memory="128KiB", host_memory="256KiB", check=True)
+    store = disk_store((str(tmp_path),))
+    before = store.stats()["bytes_read"]
+    equal(step(array, ids), want)
+    run, plan = step.last_run, step.plan(array, ids)
+    assert not plan.bytes_loaded and (plan.memgraph.kind == Kind.LOAD_ROWS).sum() == 1
+    assert store.stats()["bytes_read"] - before <= run.rows_loaded * BLOCK
+    assert 0 < run.rows_loaded and run.bytes_loaded == run.rows_loaded * table[0].nbytes
+    plan.verify()
+
+
+def test_each_row_is_read_once_and_each_block(tmp_path):
+    table, ids = table_of(), ids_of((500,))
+    array, store = jo.disk_put(table, tmp_path), disk_store((str(tmp_path),))
+    step = jo.offload(lambda t, i: t[i] * 2, device_memory="512KiB")
+    before = store.stats()["bytes_read"]
+    equal(step(array, ids), table[ids] * 2)
+    rows = np.unique(ids % ROWS)
+    assert step.last_run.rows_loaded == rows.size
+    blocks = np.unique(rows * WIDTH * 4 // BLOCK)
+    assert store.stats()["bytes_read"] - before == blocks.size * BLOCK
+    assert "rows by number" in str(step.explain(array, ids))
+
+
+def test_of_a_checkpoint_and_of_a_layer_of_a_stack(tmp_path):
+    table, ids = table_of(shape=(3, ROWS, WIDTH)), ids_of()
+    spans = {"before": ([7], [0, 28]), "x": (list(table.shape), [28, 28 + table.nbytes])}
+    entries = {k: {"dtype": "F32", "shape": a, "data_offsets": b} for k, (a, b) in spans.items()}
+    header = json.dumps(entries).encode()
+    path = tmp_path / "one.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(28) + table.tobytes())
+    array = jo.open_safetensors(path)["x"]
+    step = jo.offload(lambda t, i: t[1][i] - t[2][i], device_memory="256KiB")
+    equal(step(array, ids), table[1][ids] - table[2][ids])
+    assert step.last_run.rows_loaded == 2 * np.unique(ids % ROWS).size
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(jo.RunError, match="was changed since"):
+        step(array, ids)
+
+
+def test_under_jit_and_in_a_step_that_overwrites_the_table(tmp_path):
+    table, ids = table_of(), ids_of()
+    array = jo.disk_put(table, tmp_path)
+    step = jo.offload(lambda t, i: jnp.sin(t[i]).sum(-1), device_memory="256KiB")
+    want = jax.jit(lambda t, i: jnp.sin(t[i]).sum(-1))(table, ids)
+    np.testing.assert_allclose(jax.jit(lambda i: step(array, i))(ids), want, rtol=1e-5, atol=1e-5)
+
+    def update(table, ids):
+        return table.at[ids[0]].add(1.0), table[ids] + 0
+
+    step = jo.offload(update, device_memory="5MiB", donate_argnums=0, check=True)
+    new, rows = step(array, ids)
+    equal(rows, table[ids])
+    want, _ = jax.jit(update)(table, ids)
+    equal(np.asarray(new), want)
+
+
+def test_numbers_that_are_made_in_the_function_and_rows_that_make_numbers(tmp_path):
+    """A row of one table numbers the rows of the next: the disk waits for the device twice."""
+    random = np.random.default_rng(SEED)
+    links, table = random.integers(0, ROWS, (ROWS, 64)).astype(np.int32), table_of()
+    arrays = jo.disk_put((links, table), tmp_path)
+
+    def walk(links, table, start):
+        first = links[start * 3 % ROWS].sum(-1) % ROWS
+        return table[links[first][:, :2].max(-1)].sum(0)
+
+    start = np.arange(30, dtype=np.int32)
+    step = jo.offload(walk, device_memory="64KiB", launch=jo.policies.random(3, delays=0.002))
+    np.testing.assert_allclose(
+        step(*arrays, start), jax.jit(walk)(links, table, start), rtol=1e-5, atol=1e-3
+    )
+    assert (step.plan(*arrays, start).memgraph.kind == Kind.LOAD_ROWS).sum() == 3
+
+
+def test_what_is_taken_in_large_part_or_small_is_loaded_whole(tmp_path):
+    for table, count in ((table_of(), 4000), (table_of(shape=(100, 8)), 5)):
+        array, ids = jo.disk_put(table, tmp_path), ids_of((count,), -len(table), len(table))
+        step = jo.offload(lambda t, i: t[i] + 1, device_memory="4MiB")
+        equal(step(array, ids), table[ids] + 1)
+        assert not step.last_run.rows_loaded and step.last_run.bytes_loaded == table.nbytes
