@@ -59,8 +59,8 @@ class Captured:
 
     @functools.cached_property
     def with_kernels(self) -> "Captured":
-        """The same with its kernels, and their numbers in the graph; collectives have none, nor have
-        reads of rows."""
+        """The same with its kernels, and their numbers in the graph; collectives and reads of rows
+        have none."""
         if self.kernels:
             return self
         graph, kernels = self.taskgraph, []

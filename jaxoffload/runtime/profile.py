@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxoffload.graphs.memgraph import KERNELS, Kind
-from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
+from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.options import parse_path
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.runtime.run import Run
