@@ -132,6 +132,9 @@ class RunReport:
     def rows_loaded(self) -> int:
         """Rows of tables, by number, among them; each once a vertex."""
     @property
+    def rows_stored(self) -> int:
+        """Likewise, among `bytes_stored`."""
+    @property
     def bytes_stored(self) -> int:
         """Written to disk."""
     @property

@@ -25,10 +25,13 @@ enum class Kind : uint8_t {
   kLoad = 5,
   kStore = 6,
   kHostKernel = 7,
-  kLoadRows = 8
+  kLoadRows = 8,
+  kStoreRows = 9
 };
-constexpr int kNumKinds = 9;
+constexpr int kNumKinds = 10;
 
+// Whether a vertex reads or writes rows of a table on disk, its first operand.
+constexpr bool MovesRows(Kind kind) { return kind == Kind::kLoadRows || kind == Kind::kStoreRows; }
 // Whether a vertex runs an executable.
 constexpr bool IsKernel(Kind kind) { return kind == Kind::kKernel || kind == Kind::kHostKernel; }
 
@@ -73,6 +76,7 @@ class Lanes {
       case Kind::kLoadRows:
         return first_shared();
       case Kind::kStore:
+      case Kind::kStoreRows:
         return first_shared() + 1;
       case Kind::kHostKernel:
         return first_shared() + kDiskLanes;

@@ -18,6 +18,8 @@ Kind KindOf(uint8_t kind) {
       return Kind::kHostKernel;
     case TaskKind::kLoadRows:
       return Kind::kLoadRows;
+    case TaskKind::kStoreRows:
+      return Kind::kStoreRows;
     default:
       return Kind::kKernel;
   }
@@ -67,7 +69,7 @@ void SimulatedMemory::ExecuteOnHost(int64_t vertex) {
   std::vector<int32_t> inputs, outputs(written.size(), -1), after;
   for (int64_t k = 0; k < read.size(); ++k) {
     const int32_t t = read[k], callers = lower_.callers(t);
-    if (k == 0 && table_.reads_disk(vertex)) {
+    if (k == 0 && table_.moves_rows(vertex)) {
       inputs.push_back(lower_.argument(t));
       continue;
     }

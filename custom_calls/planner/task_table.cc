@@ -108,8 +108,8 @@ void TaskTable::CheckOrder() const {
       if (!is_there[t]) RefuseVertex(v, "reads what is not there");
       if (std::exchange(read_by[t], v) == v) RefuseVertex(v, "names an input twice");
     }
-    if (reads_disk(v) && (inputs(v).size() != 2 || !is_argument(inputs(v)[0]))) {
-      RefuseVertex(v, "reads rows of what is no argument");
+    if (moves_rows(v) && (inputs(v).size() < 2 || !is_argument(inputs(v)[0]))) {
+      RefuseVertex(v, "moves rows of what is no argument");
     }
     std::vector<bool> is_over(outputs(v).size(), false);
     for (int64_t k = 0; k < num_overwrites(v); ++k) {

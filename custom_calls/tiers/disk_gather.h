@@ -1,4 +1,4 @@
-// Rows of a table on disk in any order, named any number of times: each is read once.
+// Rows of a table on disk in any order, named any number of times: each is read or written once.
 
 #ifndef JAXOFFLOAD_TIERS_DISK_GATHER_H_
 #define JAXOFFLOAD_TIERS_DISK_GATHER_H_
@@ -7,11 +7,12 @@
 #include <cstdint>
 #include <string>
 
+#include "tiers/disk_extent.h"
 #include "tiers/disk_source.h"
 
 namespace jaxoffload {
 
-// What to read: rows of `row_bytes` each, numbered from `first_row` of the source on.
+// What to move: rows of `row_bytes` each, numbered from `first_row` of the source on.
 struct Gather {
   const int32_t* numbers;
   int64_t count;
@@ -24,6 +25,11 @@ struct Gather {
 // std::bad_alloc.
 int64_t GatherFromDisk(const DiskSource& source, const Gather& gather, char* to,
                        const std::atomic<bool>& abort, std::string* error);
+
+// The other way: writes the i-th row of `from` over row `numbers[i]`, of a row that is named
+// several times the first, and likewise returns how many were written.
+int64_t ScatterToDisk(DiskExtent& extent, const Gather& scatter, const char* from,
+                      const std::atomic<bool>& abort, std::string* error);
 
 }  // namespace jaxoffload
 

@@ -25,8 +25,8 @@ from jaxoffload.capture.kernel import Kernel, kernel_of, main_source, sized
 from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.order import live_equations, serial_order
 from jaxoffload.capture.products import with_small_transpositions
-from jaxoffload.capture.read_rows import reads_rows, traffic_of
 from jaxoffload.capture.rows import bytes_read, few_rows
+from jaxoffload.capture.rows_on_disk import moved_in, traffic_of
 from jaxoffload.capture.sinking import sunk
 from jaxoffload.capture.views import Apart
 from jaxoffload.capture.workspace import estimated_workspace
@@ -59,15 +59,15 @@ class Captured:
 
     @functools.cached_property
     def with_kernels(self) -> "Captured":
-        """The same with its kernels, and their numbers in the graph; collectives and reads of rows
-        have none."""
+        """The same with its kernels, and their numbers in the graph; collectives have none, nor
+        have rows that are moved."""
         if self.kernels:
             return self
         graph, kernels = self.taskgraph, []
         known: dict[object, int] = {}
         vertices = []
         for vertex, cluster in zip(graph.vertices, self.clusters, strict=True):
-            if collective_of(cluster) is not None or vertex.kind is VertexKind.LOAD_ROWS:
+            if collective_of(cluster) is not None or moved_in(cluster.equations) is not None:
                 vertices.append(vertex)
                 continue
             kernel = kernel_of(cluster, cluster.outputs, vertex.overwrites)
@@ -252,8 +252,8 @@ class _Builder:
         return TaskGraph(tuple(self.tensors), tuple(vertices), donated)
 
     def _kind(self, cluster: Cluster) -> VertexKind:
-        if any(map(reads_rows, cluster.equations)):
-            return VertexKind.LOAD_ROWS
+        if (moving := moved_in(cluster.equations)) is not None:
+            return moving.kind
         if self.on_host is None:
             return VertexKind.KERNEL
         there = {

@@ -15,7 +15,7 @@ from typing import Any
 from jaxoffload.capture import cost, operations
 from jaxoffload.capture.collectives import exchange_of
 from jaxoffload.capture.flat import Equation, Value
-from jaxoffload.capture.read_rows import reads_rows
+from jaxoffload.capture.rows_on_disk import moves_rows
 from jaxoffload.capture.views import Apart
 
 MAX_EQUATIONS = 16
@@ -101,8 +101,8 @@ def cut(
     segments = _segments_worth_a_cut(solid, parents, updates, rates)
     on_host = [e.operation.on_host or s in whole for e, s in zip(solid, segments, strict=True)]
     # A collective is a cluster by itself: devices.py makes more than one vertex of it. So are rows
-    # that the disk's lane reads.
-    alone = [i if exchange_of(e.operation) or reads_rows(e) else -1 for i, e in enumerate(solid)]
+    # that the disk's lanes move.
+    alone = [i if exchange_of(e.operation) or moves_rows(e) else -1 for i, e in enumerate(solid)]
     last_reader = dict.fromkeys(results, len(solid))
     for i, values in enumerate(reads):
         for v in values:

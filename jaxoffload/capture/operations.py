@@ -164,6 +164,7 @@ TABLE: dict[str, Known] = {
     "gather": Known(is_priced=True, takes_rows=True, ways=along.gather),
     "dynamic_slice": Known(is_priced=True, takes_rows=True),
     "read rows": Known(takes_rows=True),
+    "write rows": _UPDATE,
     "random_bits": Known(is_priced=True),
     **dict.fromkeys(
         "dynamic_update_slice scatter scatter-mul scatter-min scatter-max".split(), _UPDATE

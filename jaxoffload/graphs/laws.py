@@ -18,6 +18,7 @@ _READS: dict[Kind, tuple[Space, ...]] = {
     Kind.STORE: (Space.HOST,),
     Kind.HOST_KERNEL: _LOWER,
     Kind.LOAD_ROWS: _LOWER,
+    Kind.STORE_ROWS: _LOWER,
 }
 _WRITES: dict[Kind, tuple[Space, ...]] = {
     Kind.RELOAD: (Space.DEVICE,),
@@ -26,6 +27,7 @@ _WRITES: dict[Kind, tuple[Space, ...]] = {
     Kind.STORE: (Space.DISK, Space.RESULT),
     Kind.HOST_KERNEL: (Space.HOST, Space.RESULT),
     Kind.LOAD_ROWS: (Space.HOST, Space.RESULT),
+    Kind.STORE_ROWS: (Space.RESULT,),
 }
 _KERNEL_READS = (Space.DEVICE, Space.ARGUMENT, Space.RESULT)
 _KERNEL_WRITES = (Space.DEVICE, Space.RESULT)

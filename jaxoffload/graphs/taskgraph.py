@@ -46,9 +46,14 @@ class VertexKind(enum.IntEnum):
     LOAD_ROWS = 4
     """Reads rows of its first operand, an argument on disk, into host memory: those that its second
     one numbers (int32, within bounds). In all else it is as a HOST_KERNEL."""
+    STORE_ROWS = 5
+    """Writes rows, its third operand, over those of its first that its second numbers; of a row
+    that is named twice both are the same. Its output is the argument, overwritten in place."""
 
 
-IN_HOST_MEMORY = (VertexKind.HOST_KERNEL, VertexKind.LOAD_ROWS)
+MOVES_ROWS = (VertexKind.LOAD_ROWS, VertexKind.STORE_ROWS)
+"""Kinds whose first operand is an argument on disk of which a few rows are read or written."""
+IN_HOST_MEMORY = (VertexKind.HOST_KERNEL, *MOVES_ROWS)
 """Kinds that work on tensors in host memory."""
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxoffload.graphs.memgraph import KERNELS, Kind
+from jaxoffload.graphs.memgraph import KERNELS, ROWS, Kind
 from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.options import parse_path
 from jaxoffload.plan.cost.machines import Machine
@@ -62,7 +62,7 @@ class Profile:
         """
         graph = run.memgraph
         took = run.end_seconds - run.start_seconds
-        kernels = np.flatnonzero(np.isin(graph.kind, (*KERNELS, Kind.LOAD_ROWS)))
+        kernels = np.flatnonzero(np.isin(graph.kind, (*KERNELS, *ROWS)))
         mine = np.zeros(len(graph.taskgraph.vertices))
         mine[graph.task_vertex[kernels]] = took[kernels]
         key = digest(graph.taskgraph)
@@ -75,7 +75,7 @@ class Profile:
             Kind.RELOAD: run.bytes_reloaded,
             Kind.OFFLOAD: run.bytes_offloaded,
             Kind.LOAD: 0 if run.rows_loaded else run.bytes_loaded,
-            Kind.STORE: run.bytes_stored,
+            Kind.STORE: 0 if run.rows_stored else run.bytes_stored,
         }
         for way, kind in _WAYS.items():
             busy = float(took[(graph.kind == kind) & ~run.idle].sum())

@@ -19,8 +19,9 @@ from jaxoffload.capture.flat import Equation
 from jaxoffload.capture.floor import Floor, floor_of
 from jaxoffload.capture.inline import Constant
 from jaxoffload.capture.kernel import Kernel
-from jaxoffload.capture.read_rows import with_rows_read
 from jaxoffload.capture.recompute import Recomputer
+from jaxoffload.capture.row_updates import with_rows_updated
+from jaxoffload.capture.rows_on_disk import with_rows_read
 from jaxoffload.capture.scan import unroll
 from jaxoffload.capture.split import Tilings, split
 from jaxoffload.capture.tiled import TiledOperation
@@ -149,8 +150,10 @@ class CutProgram:
                 honours=self._honours,
                 distributes=not whole_loops,
             )
-            if self._request.num_devices == 1:
-                with_rows_read(program, self._request.disk_arguments)
+            if (request := self._request).num_devices == 1:
+                with_rows_read(program, request.disk_arguments)
+                in_host = request.lasting if self._honours else frozenset()
+                with_rows_updated(program, request.donated, request.disk_arguments, in_host)
             extra = program.arguments[len(self._request.jaxpr.in_avals) :]
             self.constants = [v.array for v in extra if isinstance(v, Constant)]
             if program.has_loops:

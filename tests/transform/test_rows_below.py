@@ -136,3 +136,89 @@ def test_what_is_taken_in_large_part_or_small_is_loaded_whole(tmp_path):
         step = jo.offload(lambda t, i: t[i] + 1, device_memory="8MiB")
         equal(step(array, ids), table[ids] + 1)
         assert not step.last_run.rows_loaded and step.last_run.bytes_loaded == table.nbytes
+
+
+def kept(table, tier, folder):
+    return jo.disk_put(table, folder) if tier == "disk" else jo.host_put(table)
+
+
+UPDATES = {
+    "add": lambda t, i, x: t.at[i].add(x),
+    "add, clipped": lambda t, i, x: t.at[i].add(x, mode="clip"),
+    "set": lambda t, i, x: t.at[i[:, 0]].set(x[:, 0]),
+    "multiply": lambda t, i, x: t.at[i].multiply(x),
+    "max": lambda t, i, x: t.at[i].max(x),
+    "one": lambda t, i, x: t.at[i[0, 1]].add(x[0, 0]),
+}
+
+
+@pytest.mark.parametrize("tier", ["disk", "host"])
+@pytest.mark.parametrize("way", UPDATES)
+def test_a_table_is_updated_by_rows_where_it_is(way, tier, tmp_path):
+    """Bit for bit, with numbers out of bounds, which are dropped or clipped, and named twice."""
+
+    def step(table, ids, x):
+        rows = jnp.take(table, ids, axis=0, mode="clip")
+        return UPDATES[way](table, ids, x * jnp.sign(rows)), rows[:, 0] * 2
+
+    ids = ids_of(low=-2 * ROWS, high=2 * ROWS)
+    if way == "set":  # of rows that are named twice XLA does not say which it takes
+        ids[:, 0] = np.random.default_rng(SEED).permutation(3 * ROWS)[:40] - ROWS
+    table, x = table_of(), 1 + table_of(shape=(*ids.shape, WIDTH)) ** 2
+    array = kept(table, tier, tmp_path)
+    offloaded = jo.offload(step, device_memory="512KiB", donate_argnums=0, check=True)
+    want = table
+    for turn in range(2):
+        old, (array, seen) = array, offloaded(array, ids + turn, x)
+        want, expected = jax.jit(step)(want, ids + turn, x)
+        assert old.is_deleted() and type(array) is type(old)
+        np.testing.assert_array_equal(seen, expected)
+        equal(np.asarray(array), want)
+    run = offloaded.last_run
+    if tier == "disk":
+        assert 0 < run.rows_stored <= ids.size and not run.bytes_found
+        assert run.bytes_stored == run.rows_stored * table[0].nbytes
+    assert run.bytes_offloaded + run.bytes_reloaded < 6 * ids.size * table[0].nbytes
+    offloaded.plan(array, ids, x).verify()
+
+
+def test_only_blocks_of_rows_are_written_and_the_old_rows_are_seen(tmp_path):
+    """Whatever runs first, what reads the table beside its update sees it as it was."""
+    table, ids = table_of(), ids_of((60,), low=0)
+    array, store = jo.disk_put(table, tmp_path), disk_store((str(tmp_path),))
+
+    def step(table, ids):
+        return table.at[ids].add(1.0), table[ids[::-1]], table[(ids + 1) % ROWS].sum(-1)
+
+    step_of = jo.offload(
+        step, device_memory="512KiB", donate_argnums=0, launch=jo.policies.random(1, delays=0.002)
+    )
+    before = store.stats()["bytes_written"]
+    new, same, others = step_of(array, ids)
+    blocks = np.unique(ids * WIDTH * 4 // BLOCK)
+    assert store.stats()["bytes_written"] - before == blocks.size * BLOCK
+    want = jax.jit(step)(table, ids)
+    equal(same, want[1])
+    np.testing.assert_allclose(others, want[2], rtol=1e-5, atol=1e-3)
+    equal(np.asarray(new), want[0])
+
+
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_what_reads_the_new_table_or_all_of_it_has_it_whole(tier, tmp_path):
+    table, ids = table_of(), ids_of((60,))
+
+    def reads_all(table, ids):
+        return table.at[ids].add(1.0), table.sum()
+
+    def reads_new(table, ids):
+        new = table.at[ids].add(1.0)
+        return new, new[ids[0]]
+
+    for step in (reads_all, reads_new):
+        for donated in ((), (0,)):
+            step_of = jo.offload(step, device_memory=None, donate_argnums=donated)
+            new, other = step_of(kept(table, tier, tmp_path), ids)
+            want = jax.jit(step)(table, ids)
+            np.testing.assert_allclose(other, want[1], rtol=1e-4)
+            equal(np.asarray(new), want[0])
+            assert not step_of.last_run.rows_stored

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxoffload import _native
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
-from jaxoffload.graphs.taskgraph import TaskGraph, Tensor, VertexKind
+from jaxoffload.graphs.taskgraph import MOVES_ROWS, TaskGraph, Tensor
 
 
 def align(count: int) -> int:
@@ -45,13 +45,16 @@ def min_host_memory(graph: TaskGraph, disk: bool) -> tuple[int, int]:
     if not disk and not (graph.disk_arguments or graph.disk_results):
         return 0, -1
     columns = graph.columns
-    by_rows = np.repeat(columns.kind == VertexKind.LOAD_ROWS, np.diff(columns.input_offsets))
-    whole = columns.inputs[~(by_rows & (columns.gathered > 0))]
-    is_read = np.bincount(whole, minlength=len(graph.tensors)) > 0
+    by_rows = np.flatnonzero(np.isin(columns.kind, MOVES_ROWS))
+    is_whole = np.ones(len(columns.inputs), dtype=bool)
+    is_whole[columns.input_offsets[by_rows]] = False  # tables of which rows are read or written
+    is_read = np.bincount(columns.inputs[is_whole], minlength=len(graph.tensors)) > 0
+    stay = {t for v in by_rows for _, k in graph.vertices[v].overwrites
+            for t in graph.vertices[v].outputs[k : k + 1]}  # fmt: skip
     moving = (
         (host_place(t.bytes), i)
         for i, t in enumerate(graph.tensors)
-        if _may_pass_through_host(graph, t, bool(is_read[i]))
+        if i not in stay and _may_pass_through_host(graph, t, bool(is_read[i]))
     )
     return max(moving, default=(0, -1))
 

@@ -106,8 +106,10 @@ class Machine:
         )
         given = np.array([v.seconds for v in tasks] or [0.0])
         found = np.where(known, work + self.launch, given)
-        by_rows = [i for i, v in enumerate(tasks) if v.kind is VertexKind.LOAD_ROWS and known[i]]
-        found[by_rows] = self.disk_read.seconds(traffic[by_rows])
+        ways = {VertexKind.LOAD_ROWS: self.disk_read, VertexKind.STORE_ROWS: self.disk_write}
+        for i, vertex in enumerate(tasks):
+            if known[i] and vertex.kind in ways:
+                found[i] = ways[vertex.kind].seconds(traffic[i])
         return found
 
     def vertex_seconds(self, memgraph: MemGraph) -> np.ndarray:

@@ -22,6 +22,7 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
 from jaxoffload.capture.rows import takes_few_rows
 from jaxoffload.capture.words import is_small
+from jaxoffload.graphs.taskgraph import VertexKind
 
 _BLOCK = 16384
 """Bytes that are read from disk at least, for a row."""
@@ -32,10 +33,15 @@ _MODES = (
 )
 
 
-class RowsRead(Operation):
-    """Rows of its first operand, an argument on disk, by the numbers that its second one has."""
+class RowsMoved(Operation):
+    """Rows of its first operand, an argument on disk, by the numbers that its second one has.
+
+    Attributes:
+      kind: of its vertex.
+    """
 
     __slots__ = ()
+    kind = VertexKind.LOAD_ROWS
 
     @property
     def on_host(self) -> bool:
@@ -43,9 +49,22 @@ class RowsRead(Operation):
         return True
 
 
-def reads_rows(equation: Equation) -> bool:
-    """Whether an equation is a vertex that reads rows from disk."""
-    return isinstance(equation.operation, RowsRead)
+class RowsWritten(RowsMoved):
+    """Overwrites such rows by those that its third operand has."""
+
+    __slots__ = ()
+    kind = VertexKind.STORE_ROWS
+
+
+def moves_rows(equation: Equation) -> bool:
+    """Whether an equation is a vertex that moves rows of a table on disk."""
+    return isinstance(equation.operation, RowsMoved)
+
+
+def moved_in(equations: Sequence[Equation]) -> RowsMoved | None:
+    """The operation of such a vertex; None of others."""
+    found = (e.operation for e in equations if isinstance(e.operation, RowsMoved))
+    return next(found, None)
 
 
 def traffic_of(
@@ -57,15 +76,17 @@ def traffic_of(
       read: of each of its inputs.
 
     Returns:
-      Of one that reads rows from disk, what it reads there at most: whole blocks, each once.
+      Of one that moves rows of a table on disk, what it moves there at most: whole blocks, each
+      once; those that it writes are read before.
     """
-    reading = next(filter(reads_rows, equations), None)
-    if reading is None:
+    moving = next(filter(moves_rows, equations), None)
+    if moving is None:
         return float(sum(read) + sum(v.num_bytes() for v in outputs))
-    (table, numbers), equation = reading.inputs, reading
+    table, numbers, *given = moving.inputs
+    rows = given[0] if given else moving.outputs[0]
     count = max(1, int(np.prod(numbers.aval.shape)))
-    row = equation.outputs[0].num_bytes() // count
-    return float(min(table.num_bytes(), count * -(-row // _BLOCK) * _BLOCK))
+    blocks = count * -(-(rows.num_bytes() // count) // _BLOCK) * _BLOCK
+    return float(min(table.num_bytes(), blocks) * (1 + len(given)))
 
 
 def with_rows_read(program: Program, on_disk: Set[int]) -> None:
@@ -91,14 +112,14 @@ def with_rows_read(program: Program, on_disk: Set[int]) -> None:
 
 def _instead(equation: Equation, table: Value) -> list[Equation]:
     """What reads rows in place of an equation; nothing where it does not take a few whole rows."""
-    if not takes_few_rows(equation) or not _has_whole_rows(table):
+    if not takes_few_rows(equation) or not has_whole_rows(table):
         return []
     if equation.operation.name == "gather":
         return list(_rows_of_gather(equation, table))
     return list(_rows_of_slice(equation, table))
 
 
-def _has_whole_rows(table: Value) -> bool:
+def has_whole_rows(table: Value) -> bool:
     """Whether it is so many rows of its argument, each of whole bytes."""
     if compat.is_extended(table.aval) or is_small(table.aval.dtype) or not table.shape:
         return False
@@ -125,16 +146,16 @@ def _rows_of_gather(equation: Equation, table: Value) -> Iterator[Equation]:
         return
     each = {"most": shape[0] - run, "column": numbers.start_index_map.index(0)}
     made = Value(compat.ShapedArray((*index.aval.shape[:-1], run), np.dtype(np.int32)))
-    function = functools.partial(_numbers, run=run, **each)
-    yield _equation("row numbers", function, equation, (index,), made, run, *each.values())
+    function = functools.partial(numbers_of, run=run, **each)
+    yield equation_of("row numbers", function, equation, (index,), made, run, *each.values())
     if mode != lax.GatherScatterMode.FILL_OR_DROP:
-        yield _reading(equation, table, made, out)
+        yield reading(equation, table, made, out)
         return
     rows, fill = Value(out.aval), _fill(params["fill_value"], out.aval.dtype)
-    yield _reading(equation, table, made, rows)
+    yield reading(equation, table, made, rows)
     function = functools.partial(_filled, fill=fill, **each)
     parts = *each.values(), np.asarray(fill).tobytes()
-    yield _equation("fill rows", function, equation, (index, rows), out, *parts)
+    yield equation_of("fill rows", function, equation, (index, rows), out, *parts)
 
 
 def _rows_of_slice(equation: Equation, table: Value) -> Iterator[Equation]:
@@ -144,19 +165,21 @@ def _rows_of_slice(equation: Equation, table: Value) -> Iterator[Equation]:
     made = Value(compat.ShapedArray((run,), np.dtype(np.int32)))
     function = functools.partial(_numbers_from, most=table.shape[0] - run, run=run)
     parts = "from", table.shape[0], run
-    yield _equation("row numbers", function, equation, (start,), made, *parts)
-    yield _reading(equation, table, made, equation.outputs[0])
+    yield equation_of("row numbers", function, equation, (start,), made, *parts)
+    yield reading(equation, table, made, equation.outputs[0])
 
 
-def _equation(
+def equation_of(
     name: str, function: Any, at: Equation, inputs: tuple[Any, ...], out: Value, *parts: Any
 ) -> Equation:
+    """An equation in place of another; name and parts tell its function apart."""
     operation = Operation.of_function(name, function, at.operation.eqn, *parts)
     return Equation(operation, inputs, (out,), at.segment)
 
 
-def _reading(at: Equation, table: Value, numbers: Value, out: Value) -> Equation:
-    operation = RowsRead.of_function("read rows", _rows, at.operation.eqn)
+def reading(at: Equation, table: Value, numbers: Value, out: Value) -> Equation:
+    """What reads rows in place of an equation."""
+    operation = RowsMoved.of_function("read rows", _rows, at.operation.eqn)
     return Equation(operation, (table, numbers), (out,), at.segment)
 
 
@@ -169,7 +192,7 @@ def _within(ids: Any, most: int) -> Any:
     return lax.clamp(kind(0), ids, kind(min(most, np.iinfo(ids.dtype).max)))
 
 
-def _numbers(index: Any, most: int, column: int, run: int) -> Any:
+def numbers_of(index: Any, most: int, column: int, run: int) -> Any:
     """Numbers of `run` rows from each of those on that one of an index's columns says."""
     index = lax.slice_in_dim(index, column, column + 1, axis=-1)
     first = lax.convert_element_type(_within(index, most), np.int32)
@@ -177,16 +200,21 @@ def _numbers(index: Any, most: int, column: int, run: int) -> Any:
 
 
 def _numbers_from(start: Any, most: int, run: int) -> Any:
-    return _numbers(jnp.asarray(start).reshape(1), most, 0, run)
+    return numbers_of(jnp.asarray(start).reshape(1), most, 0, run)
 
 
 def _filled(index: Any, rows: Any, most: int, column: int, fill: Any) -> Any:
-    ids = lax.index_in_dim(index, column, axis=-1, keepdims=False)
-    is_in = ids >= 0
+    inside = is_within(lax.index_in_dim(index, column, axis=-1, keepdims=False), most)
+    inside = lax.broadcast_in_dim(inside, rows.shape, tuple(range(inside.ndim)))
+    return lax.select(inside, rows, jnp.full_like(rows, fill))
+
+
+def is_within(ids: Any, most: int) -> Any:
+    """Whether each number is from 0 to `most`."""
+    inside = ids >= 0
     if most < np.iinfo(ids.dtype).max:
-        is_in &= ids <= ids.dtype.type(most)
-    is_in = lax.broadcast_in_dim(is_in, rows.shape, tuple(range(ids.ndim)))
-    return lax.select(is_in, rows, jnp.full_like(rows, fill))
+        inside &= ids <= ids.dtype.type(most)
+    return inside
 
 
 def _fill(value: Any, dtype: Any) -> Any:
