@@ -9,8 +9,7 @@ same scatter on these alone; and a vertex that writes them over those of the tab
 
 It is right because a scatter of whole rows reads and writes the rows that it names alone. A row
 that is named several times is gathered several times: all changes go to the first of these, in the
-order in which the scatter has them, and all are that one in the end, so that whichever is written
-last makes no difference. Nothing reads the updated table, so the scatter may come last; what else
+order in which the scatter has them, and that one is written. Nothing reads the updated table, so the scatter may come last; what else
 reads rows of the old one comes before, as its results are operands.
 """
 
@@ -161,7 +160,7 @@ def _flat_numbers(index: Any, most: int) -> Any:
 
 
 def _changed(index: Any, rows: Any, updates: Any, *before: Any, eqn: Any, most: int) -> Any:
-    """The rows after a scatter: of those that are one row of the table all the same."""
+    """The rows after a scatter: of those that are one row of the table the first."""
     count = len(rows)
     numbers = _flat_numbers(index, most)
     order = jnp.argsort(numbers, stable=True).astype(np.int32)
@@ -174,7 +173,7 @@ def _changed(index: Any, rows: Any, updates: Any, *before: Any, eqn: Any, most: 
         at = jnp.where(is_within(index.reshape(-1), most), first, count)
     params = eqn.params | {"indices_are_sorted": False}
     (made,) = compat.evaluate(eqn, [rows, at.reshape(index.shape), updates], params)
-    return made[first]
+    return made
 
 
 def _written(table: Any, numbers: Any, rows: Any) -> Any:

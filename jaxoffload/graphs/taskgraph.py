@@ -47,8 +47,8 @@ class VertexKind(enum.IntEnum):
     """Reads rows of its first operand, an argument on disk, into host memory: those that its second
     one numbers (int32, within bounds). In all else it is as a HOST_KERNEL."""
     STORE_ROWS = 5
-    """Writes rows, its third operand, over those of its first that its second numbers; of a row
-    that is named twice both are the same. Its output is the argument, overwritten in place."""
+    """Writes rows, its third operand, over those of its first that its second numbers, of a row
+    that is named several times the first. Its output is the argument, overwritten in place."""
 
 
 MOVES_ROWS = (VertexKind.LOAD_ROWS, VertexKind.STORE_ROWS)

@@ -10,6 +10,7 @@ from jax import lax
 
 import jaxoffload as jo
 from jaxoffload.graphs.memgraph import Kind
+from jaxoffload.graphs.taskgraph import VertexKind
 from jaxoffload.runtime.arrays import disk_store
 
 ROWS, WIDTH, BLOCK = 6000, 128, 16384
@@ -201,6 +202,16 @@ def test_only_blocks_of_rows_are_written_and_the_old_rows_are_seen(tmp_path):
     equal(same, want[1])
     np.testing.assert_allclose(others, want[2], rtol=1e-5, atol=1e-3)
     equal(np.asarray(new), want[0])
+    # In any other serial order, too: the write depends on all that reads.
+    graph = step_of.plan(new, ids).taskgraph
+    writer, before = graph.producer(), set()
+    waiting = [i for i, v in enumerate(graph.vertices) if v.kind is VertexKind.STORE_ROWS]
+    while waiting:
+        vertex = waiting.pop()
+        before.add(vertex)
+        waiting += [w for t in graph.vertices[vertex].inputs if (w := writer[t]) >= 0]
+    readers = {i for i, v in enumerate(graph.vertices) if v.kind is VertexKind.LOAD_ROWS}
+    assert len(readers) == 3 and readers <= before
 
 
 @pytest.mark.parametrize("tier", ["disk", "host"])
