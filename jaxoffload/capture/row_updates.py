@@ -9,8 +9,9 @@ same scatter on these alone; and a vertex that writes them over those of the tab
 
 It is right because a scatter of whole rows reads and writes the rows that it names alone. A row
 that is named several times is gathered several times: all changes go to the first of these, in the
-order in which the scatter has them, and that one is written. Nothing reads the updated table, so the scatter may come last; what else
-reads rows of the old one comes before, as its results are operands.
+order in which the scatter has them, and that one is written. Nothing reads the updated table, so
+the scatter may come last; what else reads rows of the old one comes before, as its results are
+operands.
 """
 
 import functools
