@@ -21,7 +21,7 @@ import optax
 import jaxoffload as jo
 from benchmarks.measure import interleaved, machine, save
 from jaxoffload import _native
-from jaxoffload.graph import Batches, Graph, layers
+from jaxoffload.graph import Batches, Graph, HotRows, layers
 from jaxoffload.runtime.arrays import DiskArray, disk_store, empty_host_array, reserve
 from jaxoffload.runtime.rows import num_threads
 
@@ -133,6 +133,54 @@ def disk(folder: str, small: bool, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def hot(folder: str, small: bool, rounds: int) -> list[dict[str, Any]]:
+    """Rows by Zipf's law of a table on disk, with a share of the table in host memory: those that
+    were taken most in calls before."""
+    count, size, each, calls = (4000, 256, 500, 4) if small else (1_000_000, 1024, 20_000, 20)
+    random, rows = np.random.default_rng(0), []
+    extent = reserve((folder,), count * size)
+    piece = random.integers(0, 256, size * min(count, 4000)).astype(np.uint8)
+    for start in range(0, count * size, piece.size):
+        extent.write(piece[: count * size - start], start)
+    table, store = DiskArray((count, size), np.uint8, extent, (folder,)), disk_store((folder,))
+    whole = np.cumsum(1 / np.arange(1, count + 1))
+    places = random.permutation(count)
+
+    def ids() -> np.ndarray:
+        drawn = np.searchsorted(whole, whole[-1] * random.random(each))
+        return np.unique(places[drawn])  # as a batch has them
+
+    learned, asked = ([ids() for _ in range(calls)] for _ in range(2))
+    out = np.zeros((each, size), np.uint8)
+    ways = {"0%": table}
+    for share in (0.01, 0.05, 0.2):
+        kept = HotRows(table, int(share * count * size))
+        for numbers in learned:
+            kept.take(numbers)
+        kept.refresh()
+        ways[f"{share:.0%}"] = kept
+    for name, way in ways.items():
+        before = store.stats()["bytes_read"]
+        for numbers in asked:
+            way.take(numbers, out=out[: numbers.size])
+        read = (store.stats()["bytes_read"] - before) / calls
+        seconds = least(
+            {name: lambda w=way: [w.take(i, out=out[: i.size]) for i in asked]},
+            rounds,
+            time.perf_counter,
+        )[name]
+        rows.append({
+            "tier": "hot", "kept": name, "row_bytes": size, "table_rows": count,
+            "rows": float(np.mean([i.size for i in asked])), "bytes_read": read,
+            "seconds": seconds / calls,
+        })  # fmt: skip
+        print(
+            f"Zipf, {count} rows of {size} B on disk, {rows[-1]['rows']:.0f} a call: {name} in "
+            f"memory: {read / 2**20:.1f} MiB read, {1e3 * seconds / calls:.1f} ms a call"
+        )
+    return rows
+
+
 def sage(small: bool, rounds: int) -> list[dict[str, Any]]:
     """An epoch of two layers of GraphSAGE; features come by rows, whole a step, whole an epoch."""
     nodes, width, seeds = (2000, 32, 256) if small else (200_000, 512, 8192)
@@ -214,6 +262,7 @@ def run(
     rows = host(small, rounds)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         rows += disk(place, small, rounds)
+        rows += hot(place, small, rounds)
     rows += sage(small, 1 if small else 3)
     print(f"{time.perf_counter() - start:.0f} s")
     save("rows", rows, out)

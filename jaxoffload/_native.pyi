@@ -302,6 +302,9 @@ class DiskSource:
           OSError: the disk failed, or gave back other bytes than were written.
         """
 
+    @property
+    def stamp(self) -> int:
+        """Changes with what is there, as far as this process knows."""
     def read_rows(self, buffer: np.ndarray, ids: np.ndarray, row_bytes: int) -> None:
         """Fills a uint8 array with rows of so many bytes, without the GIL.
 
