@@ -163,8 +163,6 @@ TABLE: dict[str, Known] = {
     "split": _along("axis", is_priced=True, has_several=True),
     "gather": Known(is_priced=True, takes_rows=True, ways=along.gather),
     "dynamic_slice": Known(is_priced=True, takes_rows=True),
-    "read rows": Known(takes_rows=True),
-    "write rows": _UPDATE,
     "random_bits": Known(is_priced=True),
     **dict.fromkeys(
         "dynamic_update_slice scatter scatter-mul scatter-min scatter-max".split(), _UPDATE
@@ -172,7 +170,9 @@ TABLE: dict[str, Known] = {
     **dict.fromkeys(
         ("scatter-add", "scatter-sub"), dataclasses.replace(_UPDATE, ways=along.scatter)
     ),
-    # Made by capture itself: see slicing.py.
+    # Made by capture itself: see slicing.py, rows_on_disk.py, row_updates.py.
+    "read rows": Known(takes_rows=True),
+    "write rows": _UPDATE,
     "start": Known(is_priced=True),
     "slice[": _LIGHT,
     "combine[": Known(is_light=True, is_priced=True, overwrites="all"),
