@@ -142,18 +142,21 @@ class Planner(Cutting):
                     return self._finish(cut, kept, budget, resident=True)
         assert budget is not None, "without a limit everything is kept"
         found = self._fixed_cut() or self._best_cut_if_any(budget)
+
+        def cut() -> Plan:
+            best = found or self._least
+            if best.needs > budget:
+                raise self._refusal(budget)
+            timed, memgraph = self._steady(
+                self._fastest_with_or_without_recomputing(best, budget), budget
+            )
+            return self._finish(timed.cut, memgraph, budget, resident=False)
+
         works = found is not None and found.needs <= budget
         # Where updates can wait on the host's cores, less may do than in any other way.
         if has_other_ways and not works and not self._may_update_on_host:
-            raise NoCutFound(lambda: self._plan_of_cut(found or self._least, budget))
-        return self._plan_of_cut(found or self._least, budget)
-
-    def _plan_of_cut(self, found: CompiledCut, budget: int) -> Plan:
-        if found.needs > budget:
-            raise self._refusal(budget)
-        best = self._fastest_with_or_without_recomputing(found, budget)
-        best, memgraph = self._steady(best, budget)
-        return self._finish(best.cut, memgraph, budget, resident=False)
+            raise NoCutFound(cut)
+        return cut()
 
     def _steady(self, best: Timed, budget: int) -> tuple[Timed, MemGraph]:
         """The best draft with its MemGraph, in which stays what is best kept from call to call; of
