@@ -53,7 +53,7 @@ def with_rows_updated(
     for argument, result in pairs:
         out = program.results[result][0][0]
         equation = None if is_literal(out) else maker.get(out)
-        if equation is None or not _updates_few_rows(equation, argument):
+        if equation is None or not updates_few_rows(equation, argument):
             continue
         readers = _other_readers(program, equation, argument)
         if readers is None:
@@ -61,7 +61,7 @@ def with_rows_updated(
         if argument not in on_disk:
             operation = _OnHost(equation.operation.eqn, equation.operation.params)
             new = [Equation(operation, equation.inputs, equation.outputs, equation.segment)]
-        elif _is_of_whole_rows(equation):
+        elif is_of_whole_rows(equation):
             new = _on_disk(equation, [v for e in readers for v in e.outputs])
         else:
             continue
@@ -78,7 +78,7 @@ class _OnHost(Operation):
         return True
 
 
-def _updates_few_rows(equation: Equation, argument: int) -> bool:
+def updates_few_rows(equation: Equation, argument: int) -> bool:
     """Whether an equation is a scatter of few updates into a whole argument."""
     if not equation.operation.name.startswith("scatter") or len(equation.inputs) != 3:
         return False
@@ -116,7 +116,8 @@ def _is_of(value: Value, argument: int) -> bool:
     return value.argument is not None and value.argument.index == argument
 
 
-def _is_of_whole_rows(equation: Equation) -> bool:
+def is_of_whole_rows(equation: Equation) -> bool:
+    """Whether such a scatter is one of whole rows, each by a number."""
     numbers = equation.operation.params["dimension_numbers"]
     table, index, updates = equation.inputs
     ahead = len(index.aval.shape) - 1
@@ -144,7 +145,7 @@ def _on_disk(equation: Equation, before: Sequence[Value]) -> list[Equation]:
     rows = Value(compat.ShapedArray((count, *table.shape[1:]), table.aval.dtype))
     new = Value(rows.aval)
     flat = functools.partial(_flat_numbers, most=most)
-    change = functools.partial(_changed, eqn=eqn, most=most)
+    change = functools.partial(changed_rows, eqn=eqn, most=most)
     writing = RowsWritten.of_function("write rows", _written, eqn)
     # What else is read of the table comes first: the operands say so.
     operands = (index, rows, updates, *before)
@@ -160,7 +161,7 @@ def _flat_numbers(index: Any, most: int) -> Any:
     return numbers_of(index, most, 0, 1).reshape(-1)
 
 
-def _changed(index: Any, rows: Any, updates: Any, *before: Any, eqn: Any, most: int) -> Any:
+def changed_rows(index: Any, rows: Any, updates: Any, *before: Any, eqn: Any, most: int) -> Any:
     """The rows after a scatter: of those that are one row of the table the first."""
     count = len(rows)
     numbers = _flat_numbers(index, most)

@@ -20,6 +20,7 @@ from jaxoffload.capture.floor import Floor, floor_of
 from jaxoffload.capture.inline import Constant
 from jaxoffload.capture.kernel import Kernel
 from jaxoffload.capture.recompute import Recomputer
+from jaxoffload.capture.row_gradients import with_gradients_by_rows
 from jaxoffload.capture.row_updates import with_rows_updated
 from jaxoffload.capture.rows_on_disk import with_rows_read
 from jaxoffload.capture.scan import unroll
@@ -153,6 +154,8 @@ class CutProgram:
             if (request := self._request).num_devices == 1:
                 with_rows_read(program, request.disk_arguments)
                 in_host = request.lasting if self._honours else frozenset()
+                below = request.disk_arguments | in_host
+                with_gradients_by_rows(program, request.donated, below)
                 with_rows_updated(program, request.donated, request.disk_arguments, in_host)
             extra = program.arguments[len(self._request.jaxpr.in_avals) :]
             self.constants = [v.array for v in extra if isinstance(v, Constant)]
