@@ -282,8 +282,11 @@ def test_what_else_needs_the_gradient_has_it_whole(tmp_path):
     def turned(table, ids):
         return jax.grad(loss_of)(table, ids) - table
 
+    def from_ones(table, ids):
+        return table - jnp.ones_like(table).at[ids].add(1.0)
+
     table, ids = table_of(), ids_of()
-    for step in (clipped, decayed, turned):
+    for step in (clipped, decayed, turned, from_ones):
         offloaded = jo.offload(step, device_memory=None, donate_argnums=0)
         new = offloaded(jo.disk_put(table, tmp_path), ids)
         np.testing.assert_allclose(np.asarray(new), jax.jit(step)(table, ids), rtol=1e-5, atol=1e-5)
