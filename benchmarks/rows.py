@@ -181,6 +181,75 @@ def hot(folder: str, small: bool, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def inside(folder: str, small: bool, rounds: int) -> list[dict[str, Any]]:
+    """Functions that take rows of a table below the device, and change them by plain descent:
+    seconds a call in so small a memory, beside the same rows taken outside, the table read whole,
+    and jit with the table in memory."""
+    count, width, each = (6000, 128, 100) if small else (1_000_000, 256, 2048)
+    random = np.random.default_rng(0)
+    table = random.normal(size=(count, width)).astype(np.float32)
+    weights = (random.normal(size=(width, width)) / 16).astype(np.float32)
+    ids = [random.integers(0, count, each).astype(np.int32) for _ in range(8)]
+
+    def forward(table: Any, weights: Any, ids: Any) -> Any:
+        return jnp.tanh(table[ids] @ weights).mean()
+
+    def descent(table: Any, weights: Any, ids: Any) -> Any:
+        value, by = jax.value_and_grad(forward)(table, weights, ids)
+        return table - 0.1 * by, value
+
+    on_disk, budget = jo.disk_put(table, folder), "2MiB" if small else "16MiB"
+    out, whole = np.empty((each, width), np.float32), np.empty(table.nbytes, np.uint8)
+    looked = jo.offload(forward, device_memory=budget)
+    ways = {
+        "rows of the function, on disk": lambda i: np.asarray(looked(on_disk, weights, i)),
+        "the same rows, taken outside": lambda i: on_disk.take(i, out=out),
+        "the table read whole": lambda i: on_disk.source.read_into(whole, 0),
+    }
+
+    def steps(step: Any, first: Any) -> Callable[[Any], None]:
+        held = [first]
+
+        def call(i: Any) -> None:
+            held[0], value = step(held[0], weights, i)
+            np.asarray(value)
+
+        return call
+
+    stepped = {
+        "descent, in host memory": (jo.offload, jo.host_put(table)),
+        "descent, on disk": (jo.offload, jo.disk_put(table, folder)),
+    }
+    of_ours = {}
+    for name, (make, first) in stepped.items():
+        of_ours[name] = make(descent, device_memory=budget, donate_argnums=0)
+        ways[name] = steps(of_ours[name], first)
+    ways["descent, jit, in memory"] = steps(jax.jit(descent, donate_argnums=0), jnp.array(table))
+    rows = []
+    for name, way in ways.items():
+        turn = iter(range(10**6))
+        seconds = least(
+            {name: lambda w=way, t=turn: w(ids[next(t) % 8])}, rounds, time.perf_counter
+        )[name]
+        rows.append(
+            {"tier": "inside", "way": name, "table_bytes": table.nbytes, "seconds": seconds}
+        )
+        run = of_ours[name].last_run if name in of_ours else None
+        if name.startswith("rows"):
+            run = looked.last_run
+        if run is not None:
+            rows[-1] |= {
+                "peak_bytes": run.peak_device_bytes, "rows_loaded": run.rows_loaded,
+                "rows_stored": run.rows_stored,
+            }  # fmt: skip
+        peak = f", peak {run.peak_device_bytes / 2**20:.1f} MiB" if run is not None else ""
+        print(
+            f"{each} rows of a table of {table.nbytes >> 20} MiB: {name}: "
+            f"{1e3 * seconds:.1f} ms{peak}"
+        )
+    return rows
+
+
 def sage(small: bool, rounds: int) -> list[dict[str, Any]]:
     """An epoch of two layers of GraphSAGE; features come by rows, whole a step, whole an epoch."""
     nodes, width, seeds = (2000, 32, 256) if small else (200_000, 512, 8192)
@@ -263,6 +332,7 @@ def run(
     with tempfile.TemporaryDirectory(dir=folder) as place:
         rows += disk(place, small, rounds)
         rows += hot(place, small, rounds)
+        rows += inside(place, small, rounds)
     rows += sage(small, 1 if small else 3)
     print(f"{time.perf_counter() - start:.0f} s")
     save("rows", rows, out)
