@@ -15,7 +15,7 @@ operands.
 """
 
 import functools
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ def with_rows_updated(
             operation = _OnHost(equation.operation.eqn, equation.operation.params)
             new = [Equation(operation, equation.inputs, equation.outputs, equation.segment)]
         elif is_of_whole_rows(equation):
-            new = _on_disk(equation, [v for e in readers for v in e.outputs])
+            new = _on_disk(equation, readers, maker)
         else:
             continue
         program.equations[:] = [e for e in program.equations if e is not equation] + new
@@ -133,28 +133,51 @@ def is_of_whole_rows(equation: Equation) -> bool:
     )
 
 
-def _on_disk(equation: Equation, before: Sequence[Value]) -> list[Equation]:
+def _on_disk(
+    equation: Equation, readers: Sequence[Equation], maker: Mapping[Value, Equation]
+) -> list[Equation]:
     """What an update becomes.
 
     Args:
-      before: values that are made before the table is overwritten.
+      readers: equations that read rows of the table.
+      maker: the equation that makes each value.
     """
-    (table, index, updates), eqn = equation.inputs, equation.operation.eqn
+    (table, index, _), eqn = equation.inputs, equation.operation.eqn
     count, most = int(np.prod(index.aval.shape)), table.shape[0] - 1
-    numbers = Value(compat.ShapedArray((count,), np.dtype(np.int32)))
-    rows = Value(compat.ShapedArray((count, *table.shape[1:]), table.aval.dtype))
-    new = Value(rows.aval)
-    flat = functools.partial(_flat_numbers, most=most)
+    new = Value(compat.ShapedArray((count, *table.shape[1:]), table.aval.dtype))
+    made: list[Equation] = []
+    same = next((e for e in readers if _reads(e, equation, maker)), None)
+    if same is not None:
+        numbers, rows = same.inputs[1], same.outputs[0]
+    else:
+        numbers, rows = Value(compat.ShapedArray((count,), np.dtype(np.int32))), Value(new.aval)
+        flat = functools.partial(_flat_numbers, most=most)
+        made.append(equation_of("row numbers", flat, equation, (index,), numbers, "flat", most))
+        made.append(reading(equation, table, numbers, rows))
     change = functools.partial(changed_rows, eqn=eqn, most=most)
-    writing = RowsWritten.of_function("write rows", _written, eqn)
     # What else is read of the table comes first: the operands say so.
-    operands = (index, rows, updates, *before)
+    before = (v for e in readers if e is not same for v in e.outputs)
+    operands, key = (index, rows, equation.inputs[2], *before), equation.operation.key
+    writing = RowsWritten.of_function("write rows", _written, eqn)
     return [
-        equation_of("row numbers", flat, equation, (index,), numbers, "flat", most),
-        reading(equation, table, numbers, rows),
-        equation_of("change rows", change, equation, operands, new, equation.operation.key, most),
+        *made,
+        equation_of("change rows", change, equation, operands, new, key, most),
         Equation(writing, (table, numbers, new), equation.outputs, equation.segment),
     ]
+
+
+def _reads(reader: Equation, update: Equation, maker: Mapping[Value, Equation]) -> bool:
+    """Whether an equation reads the very rows that an update changes, one for each number."""
+    if not moves_rows(reader):
+        return False
+    table, numbers = reader.inputs
+    made, (into, index, updates) = maker.get(numbers), update.inputs
+    return (
+        made is not None
+        and made.inputs == (index,)
+        and (table.argument, table.shape) == (into.argument, into.shape)
+        and reader.outputs[0].num_bytes() == updates.num_bytes()
+    )
 
 
 def _flat_numbers(index: Any, most: int) -> Any:
@@ -163,7 +186,8 @@ def _flat_numbers(index: Any, most: int) -> Any:
 
 def changed_rows(index: Any, rows: Any, updates: Any, *before: Any, eqn: Any, most: int) -> Any:
     """The rows after a scatter: of those that are one row of the table the first."""
-    count = len(rows)
+    count = int(np.prod(index.shape))
+    rows = rows.reshape(count, *updates.shape[index.ndim - 1 :])
     numbers = _flat_numbers(index, most)
     order = jnp.argsort(numbers, stable=True).astype(np.int32)
     ordered = numbers[order]
