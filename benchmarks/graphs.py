@@ -181,17 +181,30 @@ def others(small: bool) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
     }  # fmt: skip
 
 
-def layers(sizes: tuple[int, ...], runs: int, names: Sequence[str]) -> list[Any]:
-    """Such layers on a graph of so many nodes, edges, relations and numbers a node."""
+def wordnet() -> tuple[tuple[int, ...], Any] | None:
+    """The real WordNet, where it is installed: sizes, and its edges as of `graph`."""
+    try:
+        found = jo.graph.read_wordnet().graph
+    except FileNotFoundError:
+        return None
+    edges = tuple(jnp.array(x) for x in (found.sources, found.relations, found.destinations))
+    return (found.num_nodes, found.num_edges, found.num_relations, WIDTH), edges
+
+
+def layers(
+    sizes: tuple[int, ...], runs: int, names: Sequence[str], ids: Any = None, what: str = ""
+) -> list[Any]:
+    """Such layers on a graph of so many nodes, edges, relations and numbers a node; `ids`: its
+    edges, if they are not random."""
     nodes, edges, relations, width = sizes
-    src, rel, dst = graph(nodes, edges, relations, RATIO)
+    src, rel, dst = graph(nodes, edges, relations, RATIO) if ids is None else ids
     rows, rng = jo.compact((src, rel)), np.random.default_rng(1)
     x = jnp.array(rng.normal(size=(nodes, width)), jnp.float32)
     labels = jnp.array(rng.integers(0, width, nodes), jnp.int32)
     p = parameters(relations, width)
     print(f"{nodes} nodes, {edges} edges, {relations} relations, {len(rows.rows[0])} pairs")
     return [
-        compare(f"{name}, {kind}, {edges} edges", step, (p, x, rows, dst, labels), runs)
+        compare(f"{name}, {kind}, {what}{edges} edges", step, (p, x, rows, dst, labels), runs)
         for name in names
         for kind, step in programs(LAYERS[name]).items()
     ]
@@ -204,6 +217,8 @@ def run(small: bool = False, out: str | None = None) -> None:
     for share in (1,) if small else (4, 1):
         whole = (300, 2_000, 7, 16) if small else (NODES, EDGES, RELATIONS, WIDTH)
         rows += layers((whole[0] // share, whole[1] // share, *whole[2:]), 3 if small else 5, names)
+    if not small and (real := wordnet()) is not None:
+        rows += layers(real[0], 3, names, real[1], "WordNet, ")
     for name, (step, args) in others(small).items():
         rows.append(compare(name, step, args, 3 if small else 5))
     save("graphs", rows, out)
