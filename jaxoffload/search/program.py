@@ -155,6 +155,8 @@ class CutProgram:
                 with_rows_read(program, request.disk_arguments)
                 in_host = request.lasting if self._honours else frozenset()
                 below = request.disk_arguments | in_host
+                if request.options.memory is not None:  # then all arguments are in host memory
+                    below |= {i for i, _ in request.donated}
                 with_gradients_by_rows(program, request.donated, below)
                 with_rows_updated(program, request.donated, request.disk_arguments, in_host)
             extra = program.arguments[len(self._request.jaxpr.in_avals) :]

@@ -272,6 +272,16 @@ def test_descent_on_few_rows_changes_those_alone(step, tier, tmp_path):
     equal(np.asarray(array)[still], table[still])
 
 
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+def test_in_one_memory_the_gradient_is_not_made_either(tmp_path):
+    table, ids = table_of(), ids_of()
+    for tier in ("disk", "host"):
+        step = jo.offload(by_hand, memory="2MiB", donate_argnums=0)
+        new, _ = step(kept(table, tier, tmp_path), ids, np.float32(50))
+        want, _ = jax.jit(by_hand)(table, ids, np.float32(50))
+        np.testing.assert_allclose(np.asarray(new), want, rtol=1e-5, atol=1e-5)
+
+
 def test_what_else_needs_the_gradient_has_it_whole(tmp_path):
     def clipped(table, ids):
         grads = jax.grad(loss_of)(table, ids)
