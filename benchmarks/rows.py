@@ -21,7 +21,7 @@ import optax
 import jaxoffload as jo
 from benchmarks.measure import interleaved, machine, save
 from jaxoffload import _native
-from jaxoffload.graph import Batches, Graph, layers
+from jaxoffload.graph import Batches, Graph, HotRows, layers
 from jaxoffload.runtime.arrays import DiskArray, disk_store, empty_host_array, reserve
 from jaxoffload.runtime.rows import num_threads
 
@@ -133,6 +133,123 @@ def disk(folder: str, small: bool, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def hot(folder: str, small: bool, rounds: int) -> list[dict[str, Any]]:
+    """Rows by Zipf's law of a table on disk, with a share of the table in host memory: those that
+    were taken most in calls before."""
+    count, size, each, calls = (4000, 256, 500, 4) if small else (1_000_000, 1024, 20_000, 20)
+    random, rows = np.random.default_rng(0), []
+    extent = reserve((folder,), count * size)
+    piece = random.integers(0, 256, size * min(count, 4000)).astype(np.uint8)
+    for start in range(0, count * size, piece.size):
+        extent.write(piece[: count * size - start], start)
+    table, store = DiskArray((count, size), np.uint8, extent, (folder,)), disk_store((folder,))
+    whole = np.cumsum(1 / np.arange(1, count + 1))
+    places = random.permutation(count)
+
+    def ids() -> np.ndarray:
+        drawn = np.searchsorted(whole, whole[-1] * random.random(each))
+        return np.unique(places[drawn])  # as a batch has them
+
+    learned, asked = ([ids() for _ in range(calls)] for _ in range(2))
+    out = np.zeros((each, size), np.uint8)
+    ways = {"0%": table}
+    for share in (0.01, 0.05, 0.2):
+        kept = HotRows(table, int(share * count * size))
+        for numbers in learned:
+            kept.take(numbers)
+        kept.refresh()
+        ways[f"{share:.0%}"] = kept
+    for name, way in ways.items():
+        before = store.stats()["bytes_read"]
+        for numbers in asked:
+            way.take(numbers, out=out[: numbers.size])
+        read = (store.stats()["bytes_read"] - before) / calls
+        seconds = least(
+            {name: lambda w=way: [w.take(i, out=out[: i.size]) for i in asked]},
+            rounds,
+            time.perf_counter,
+        )[name]
+        rows.append({
+            "tier": "hot", "kept": name, "row_bytes": size, "table_rows": count,
+            "rows": float(np.mean([i.size for i in asked])), "bytes_read": read,
+            "seconds": seconds / calls,
+        })  # fmt: skip
+        print(
+            f"Zipf, {count} rows of {size} B on disk, {rows[-1]['rows']:.0f} a call: {name} in "
+            f"memory: {read / 2**20:.1f} MiB read, {1e3 * seconds / calls:.1f} ms a call"
+        )
+    return rows
+
+
+def inside(folder: str, small: bool, rounds: int) -> list[dict[str, Any]]:
+    """Functions that take rows of a table below the device, and change them by plain descent:
+    seconds a call in so small a memory, beside the same rows taken outside, the table read whole,
+    and jit with the table in memory."""
+    count, width, each = (6000, 128, 100) if small else (1_000_000, 256, 2048)
+    random = np.random.default_rng(0)
+    table = random.normal(size=(count, width)).astype(np.float32)
+    weights = (random.normal(size=(width, width)) / 16).astype(np.float32)
+    ids = [random.integers(0, count, each).astype(np.int32) for _ in range(8)]
+
+    def forward(table: Any, weights: Any, ids: Any) -> Any:
+        return jnp.tanh(table[ids] @ weights).mean()
+
+    def descent(table: Any, weights: Any, ids: Any) -> Any:
+        value, by = jax.value_and_grad(forward)(table, weights, ids)
+        return table - 0.1 * by, value
+
+    on_disk, budget = jo.disk_put(table, folder), "2MiB" if small else "16MiB"
+    out, whole = np.empty((each, width), np.float32), np.empty(table.nbytes, np.uint8)
+    looked = jo.offload(forward, device_memory=budget)
+    ways = {
+        "rows of the function, on disk": lambda i: np.asarray(looked(on_disk, weights, i)),
+        "the same rows, taken outside": lambda i: on_disk.take(i, out=out),
+        "the table read whole": lambda i: on_disk.source.read_into(whole, 0),
+    }
+
+    def steps(step: Any, first: Any) -> Callable[[Any], None]:
+        held = [first]
+
+        def call(i: Any) -> None:
+            held[0], value = step(held[0], weights, i)
+            np.asarray(value)
+
+        return call
+
+    stepped = {
+        "descent, in host memory": (jo.offload, jo.host_put(table)),
+        "descent, on disk": (jo.offload, jo.disk_put(table, folder)),
+    }
+    of_ours = {}
+    for name, (make, first) in stepped.items():
+        of_ours[name] = make(descent, device_memory=budget, donate_argnums=0)
+        ways[name] = steps(of_ours[name], first)
+    ways["descent, jit, in memory"] = steps(jax.jit(descent, donate_argnums=0), jnp.array(table))
+    rows = []
+    for name, way in ways.items():
+        turn = iter(range(10**6))
+        seconds = least(
+            {name: lambda w=way, t=turn: w(ids[next(t) % 8])}, rounds, time.perf_counter
+        )[name]
+        rows.append(
+            {"tier": "inside", "way": name, "table_bytes": table.nbytes, "seconds": seconds}
+        )
+        run = of_ours[name].last_run if name in of_ours else None
+        if name.startswith("rows"):
+            run = looked.last_run
+        if run is not None:
+            rows[-1] |= {
+                "peak_bytes": run.peak_device_bytes, "rows_loaded": run.rows_loaded,
+                "rows_stored": run.rows_stored,
+            }  # fmt: skip
+        peak = f", peak {run.peak_device_bytes / 2**20:.1f} MiB" if run is not None else ""
+        print(
+            f"{each} rows of a table of {table.nbytes >> 20} MiB: {name}: "
+            f"{1e3 * seconds:.1f} ms{peak}"
+        )
+    return rows
+
+
 def sage(small: bool, rounds: int) -> list[dict[str, Any]]:
     """An epoch of two layers of GraphSAGE; features come by rows, whole a step, whole an epoch."""
     nodes, width, seeds = (2000, 32, 256) if small else (200_000, 512, 8192)
@@ -214,6 +331,8 @@ def run(
     rows = host(small, rounds)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         rows += disk(place, small, rounds)
+        rows += hot(place, small, rounds)
+        rows += inside(place, small, rounds)
     rows += sage(small, 1 if small else 3)
     print(f"{time.perf_counter() - start:.0f} s")
     save("rows", rows, out)

@@ -129,6 +129,12 @@ class RunReport:
     def bytes_loaded(self) -> int:
         """Read from disk."""
     @property
+    def rows_loaded(self) -> int:
+        """Rows of tables, by number, among them; each once a vertex."""
+    @property
+    def rows_stored(self) -> int:
+        """Likewise, among `bytes_stored`."""
+    @property
     def bytes_stored(self) -> int:
         """Written to disk."""
     @property
@@ -296,6 +302,9 @@ class DiskSource:
           OSError: the disk failed, or gave back other bytes than were written.
         """
 
+    @property
+    def stamp(self) -> int:
+        """Changes with what is there, as far as this process knows."""
     def read_rows(self, buffer: np.ndarray, ids: np.ndarray, row_bytes: int) -> None:
         """Fills a uint8 array with rows of so many bytes, without the GIL.
 

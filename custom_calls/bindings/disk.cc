@@ -96,6 +96,7 @@ void WriteRows(DiskExtent& extent, const Bytes<const uint8_t>& buffer, const Arr
 
 void BindDisk(nb::module_& m) {
   nb::class_<DiskSource>(m, "DiskSource", nb::is_weak_referenceable())
+      .def_prop_ro("stamp", &DiskSource::stamp)
       .def_prop_ro("bytes", &DiskSource::bytes)
       .def("read_into", &ReadInto, "buffer"_a, "offset"_a = 0)
       .def("read_rows", &ReadRows, "buffer"_a, "ids"_a, "row_bytes"_a);

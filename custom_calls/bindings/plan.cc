@@ -216,6 +216,8 @@ void BindReport(nb::module_& m) {
       .def_ro("bytes_reloaded", &RunReport::bytes_reloaded)
       .def_ro("bytes_transferred", &RunReport::bytes_transferred)
       .def_ro("bytes_loaded", &RunReport::bytes_loaded)
+      .def_ro("rows_loaded", &RunReport::rows_loaded)
+      .def_ro("rows_stored", &RunReport::rows_stored)
       .def_ro("bytes_stored", &RunReport::bytes_stored)
       .def_ro("bytes_found", &RunReport::bytes_found)
       .def_ro("bytes_left", &RunReport::bytes_left)

@@ -55,6 +55,7 @@ struct RunContext {
   // Counters of Execute and Begin. Relaxed: read after the run, which orders them.
   std::atomic<int64_t> copied_outputs{0};
   std::atomic<int64_t> realigned_bytes{0};
+  std::atomic<int64_t> rows_loaded{0}, row_bytes_loaded{0}, rows_stored{0}, row_bytes_stored{0};
 };
 
 class Backend {

@@ -239,6 +239,10 @@ void Run::End() {
     if (plan_->kind(v) == Kind::kLoad) report->bytes_loaded += bytes;
     if (plan_->kind(v) == Kind::kStore) report->bytes_stored += bytes;
   }
+  report->rows_loaded = context_.rows_loaded.load(std::memory_order_relaxed);
+  report->bytes_loaded += context_.row_bytes_loaded.load(std::memory_order_relaxed);
+  report->rows_stored = context_.rows_stored.load(std::memory_order_relaxed);
+  report->bytes_stored += context_.row_bytes_stored.load(std::memory_order_relaxed);
   report->start_ns = std::move(start_ns_);
   report->end_ns = std::move(end_ns_);
   if (live_ranges_) report->peak_live_bytes = live_ranges_->peak_device_bytes();

@@ -42,7 +42,9 @@ struct RunReport {
   int64_t bytes_offloaded = 0;
   int64_t bytes_reloaded = 0;
   int64_t bytes_transferred = 0;
-  int64_t bytes_loaded = 0;
+  int64_t bytes_loaded = 0;  // rows among them
+  int64_t rows_loaded = 0;   // by number, each once a vertex
+  int64_t rows_stored = 0;   // likewise
   int64_t bytes_stored = 0;
   int64_t bytes_found = 0;  // that a run before had left on the devices
   int64_t bytes_left = 0;   // that are left there instead of being offloaded

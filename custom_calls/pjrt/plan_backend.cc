@@ -1,10 +1,13 @@
 #include "pjrt/plan_backend.h"
 
+#include <algorithm>
 #include <cstring>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "tiers/disk_gather.h"
 #include "tiers/host_block.h"
 
 namespace jaxoffload {
@@ -33,7 +36,7 @@ PlanBackend::PlanBackend(std::shared_ptr<Client> client, std::shared_ptr<const L
   execute_options_.struct_size = PJRT_ExecuteOptions_STRUCT_SIZE;
   for (int32_t v = 0; v < plan_->num_vertices(); ++v) {
     if (IsKernel(plan_->kind(v))) AddCall(v);
-    if (plan_->kind(v) == Kind::kLoad || plan_->kind(v) == Kind::kStore) uses_disk_ = true;
+    if (plan_->lanes().IsDisk(plan_->lane(v))) uses_disk_ = true;
   }
   slot_of_place_.clear();
   parameters_.resize(parameter_slot_.size());
@@ -140,6 +143,7 @@ void PlanBackend::End(RunContext& context) {
 bool PlanBackend::Execute(int32_t vertex_id, RunContext& context, std::string* error) {
   if (context.is_idle[vertex_id]) return !context.check || IsThere(vertex_id, context, error);
   if (IsKernel(plan_->kind(vertex_id))) return ExecuteKernel(vertex_id, context, error);
+  if (MovesRows(plan_->kind(vertex_id))) return MoveRows(vertex_id, context, error);
   const int32_t from = plan_->input(plan_->inputs(vertex_id).begin);
   const int32_t to = plan_->output(plan_->outputs(vertex_id).begin);
   if (plan_->kind(vertex_id) == Kind::kLoad) return ExecuteLoad(from, to, context, error);
@@ -181,7 +185,9 @@ bool PlanBackend::Await(int32_t vertex_id, RunContext& context, std::string* err
   if (context.is_idle[vertex_id]) return true;
   switch (plan_->kind(vertex_id)) {
     case Kind::kLoad:
+    case Kind::kLoadRows:
     case Kind::kStore:
+    case Kind::kStoreRows:
     case Kind::kHostKernel:
       return true;  // they ended in Execute
     case Kind::kKernel:
@@ -205,9 +211,40 @@ bool PlanBackend::IsInOrder(int32_t lane) const {
   return lanes.IsDisk(lane) || lanes.IsHost(lane) || lanes.IsCompute(lane);
 }
 
+const DiskSource& PlanBackend::SourceOf(int32_t version, const RunContext& context) const {
+  return plan_->space(version) == Space::kDisk ? *disk_
+                                               : *context.argument_sources[plan_->index(version)];
+}
+
+bool PlanBackend::MoveRows(int32_t vertex_id, RunContext& context, std::string* error) {
+  const bool is_load = plan_->kind(vertex_id) == Kind::kLoadRows;
+  const Range read = plan_->inputs(vertex_id);
+  const int32_t table = plan_->input(read.begin), numbers = plan_->input(read.begin + 1);
+  const int32_t made = plan_->output(plan_->outputs(vertex_id).begin);
+  const int32_t rows = is_load ? made : plan_->input(read.begin + 2);
+  const int64_t count = plan_->bytes(numbers) / static_cast<int64_t>(sizeof(int32_t));
+  const int64_t row_bytes = plan_->bytes(rows) / std::max<int64_t>(count, 1);
+  const Gather moved{reinterpret_cast<const int32_t*>(context.address[numbers]), count, row_bytes,
+                     plan_->offset(table) / std::max<int64_t>(row_bytes, 1)};
+  int64_t found = -1;
+  try {
+    found = is_load ? GatherFromDisk(SourceOf(table, context), moved, context.address[rows],
+                                     context.abort, error)
+                    : ScatterToDisk(*context.result_extents[plan_->index(made)], moved,
+                                    context.address[rows], context.abort, error);
+  } catch (const std::bad_alloc&) {
+    *error = "no memory is left to put " + std::to_string(count) + " row numbers in order";
+  }
+  if (found < 0) return false;
+  constexpr auto kRelaxed = std::memory_order_relaxed;
+  (is_load ? context.rows_loaded : context.rows_stored).fetch_add(found, kRelaxed);
+  const int64_t bytes = found * row_bytes;
+  (is_load ? context.row_bytes_loaded : context.row_bytes_stored).fetch_add(bytes, kRelaxed);
+  return true;
+}
+
 bool PlanBackend::ExecuteLoad(int32_t from, int32_t to, RunContext& context, std::string* error) {
-  const DiskSource& source =
-      plan_->space(from) == Space::kDisk ? *disk_ : *context.argument_sources[plan_->index(from)];
+  const DiskSource& source = SourceOf(from, context);
   return source.Read(plan_->offset(from), context.address[to], plan_->bytes(to), context.abort,
                      error);
 }

@@ -101,6 +101,8 @@ class PlanBackend : public Backend {
   void PlaceSlot(Slot& slot, char* place, RunContext& context);
   // Whether what an idle vertex would bring is what is there, as far as that is seen.
   bool IsThere(int32_t vertex_id, const RunContext& context, std::string* error) const;
+  const DiskSource& SourceOf(int32_t version, const RunContext& context) const;
+  bool MoveRows(int32_t vertex_id, RunContext& context, std::string* error);
   bool ExecuteLoad(int32_t from, int32_t to, RunContext& context, std::string* error);
   bool ExecuteStore(int32_t from, int32_t to, RunContext& context, std::string* error);
   bool ExecuteKernel(int32_t vertex_id, RunContext& context, std::string* error);

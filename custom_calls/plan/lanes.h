@@ -24,10 +24,14 @@ enum class Kind : uint8_t {
   kInput = 4,  // in hand-made graphs only; cannot run
   kLoad = 5,
   kStore = 6,
-  kHostKernel = 7
+  kHostKernel = 7,
+  kLoadRows = 8,
+  kStoreRows = 9
 };
-constexpr int kNumKinds = 8;
+constexpr int kNumKinds = 10;
 
+// Whether a vertex reads or writes rows of a table on disk, its first operand.
+constexpr bool MovesRows(Kind kind) { return kind == Kind::kLoadRows || kind == Kind::kStoreRows; }
 // Whether a vertex runs an executable.
 constexpr bool IsKernel(Kind kind) { return kind == Kind::kKernel || kind == Kind::kHostKernel; }
 
@@ -69,8 +73,10 @@ class Lanes {
       case Kind::kOffload:
         return device * kDeviceLanes + 2;
       case Kind::kLoad:
+      case Kind::kLoadRows:
         return first_shared();
       case Kind::kStore:
+      case Kind::kStoreRows:
         return first_shared() + 1;
       case Kind::kHostKernel:
         return first_shared() + kDiskLanes;

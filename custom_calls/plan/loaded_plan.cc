@@ -128,11 +128,12 @@ bool IsOnDisk(const PlanArrays& a, int32_t version_id) {
   }
 }
 
-// A load reads from disk and a store writes to it; both have host memory at the other end. Nothing
-// else touches the disk.
+// Loads and stores read from disk and write to it; both have host memory at the other end. Rows of
+// a table on disk are read, or overwritten, by numbers in memory. Nothing else touches the disk.
 void CheckTiers(const PlanArrays& a, int64_t v, const Lanes& lanes) {
   const auto kind = static_cast<Kind>(a.kind[v]);
-  if (lanes.IsDisk(a.lane[v]) != (kind == Kind::kLoad || kind == Kind::kStore) ||
+  const bool is_load = kind == Kind::kLoad, is_store = kind == Kind::kStore;
+  if (lanes.IsDisk(a.lane[v]) != (is_load || is_store || MovesRows(kind)) ||
       lanes.IsHost(a.lane[v]) != (kind == Kind::kHostKernel)) {
     Refuse(Entry("lane", v, a.lane[v]) + " does not go with " + Entry("kind", v, a.kind[v]));
   }
@@ -144,10 +145,11 @@ void CheckTiers(const PlanArrays& a, int64_t v, const Lanes& lanes) {
            " of " + Entry("kind", v, a.kind[v]) + " cannot reach");
   };
   for (int64_t i = a.input_offsets[v]; i < a.input_offsets[v + 1]; ++i) {
-    check("inputs", i, a.inputs[i], kind == Kind::kLoad, kind == Kind::kStore);
+    const bool is_table = MovesRows(kind) && i == a.input_offsets[v];
+    check("inputs", i, a.inputs[i], is_load || is_table, is_store);
   }
   for (int64_t o = a.output_offsets[v]; o < a.output_offsets[v + 1]; ++o) {
-    check("outputs", o, a.outputs[o], kind == Kind::kStore, kind == Kind::kLoad);
+    check("outputs", o, a.outputs[o], is_store || kind == Kind::kStoreRows, is_load);
   }
 }
 
@@ -175,16 +177,19 @@ void CheckVertex(const PlanArrays& a, int64_t v, const Lanes& lanes) {
     return;
   }
   if (a.executable[v] >= 0) Refuse(Entry("executable", v, a.executable[v]) + ", but a copy");
-  if (num_inputs != 1 || num_outputs != 1) {
+  const auto kind = static_cast<Kind>(a.kind[v]);
+  const int64_t wanted = kind == Kind::kStoreRows ? 3 : kind == Kind::kLoadRows ? 2 : 1;
+  if (num_inputs != wanted || num_outputs != 1) {
     Refuse("vertex " + std::to_string(v) + " is a copy with " + std::to_string(num_inputs) +
            " inputs and " + std::to_string(num_outputs) + " outputs");
   }
-  if (a.bytes[a.inputs[a.input_offsets[v]]] != a.bytes[a.outputs[a.output_offsets[v]]]) {
+  if (!MovesRows(kind) &&
+      a.bytes[a.inputs[a.input_offsets[v]]] != a.bytes[a.outputs[a.output_offsets[v]]]) {
     Refuse("vertex " + std::to_string(v) + " copies between versions of different sizes");
   }
   // An argument that is returned in its own donated memory is "copied" to where it is.
   const int32_t overwritten = a.overwritten[a.output_offsets[v]];
-  const bool stays = a.kind[v] == static_cast<uint8_t>(Kind::kOffload) &&
+  const bool stays = (kind == Kind::kOffload || kind == Kind::kStoreRows) &&
                      overwritten == a.inputs[a.input_offsets[v]];
   if (overwritten >= 0 && !stays) {
     Refuse(Entry("overwritten", a.output_offsets[v], overwritten) + ", but the vertex is a copy");

@@ -16,6 +16,10 @@ Kind KindOf(uint8_t kind) {
       return Kind::kTransfer;
     case TaskKind::kHostKernel:
       return Kind::kHostKernel;
+    case TaskKind::kLoadRows:
+      return Kind::kLoadRows;
+    case TaskKind::kStoreRows:
+      return Kind::kStoreRows;
     default:
       return Kind::kKernel;
   }
@@ -65,6 +69,10 @@ void SimulatedMemory::ExecuteOnHost(int64_t vertex) {
   std::vector<int32_t> inputs, outputs(written.size(), -1), after;
   for (int64_t k = 0; k < read.size(); ++k) {
     const int32_t t = read[k], callers = lower_.callers(t);
+    if (k == 0 && table_.moves_rows(vertex)) {
+      inputs.push_back(lower_.argument(t));
+      continue;
+    }
     const bool reaches = callers >= 0 && ReadsCallers(vertex, k, callers);
     const int32_t source = callers < 0 && placed_[t] ? version_[t] : callers;
     inputs.push_back(reaches ? callers : lower_.Hold(t, source, vertex));
@@ -84,8 +92,8 @@ void SimulatedMemory::ExecuteOnHost(int64_t vertex) {
   for (int64_t k = 0; k < written.size(); ++k) {
     if (outputs[k] < 0) outputs[k] = MakeOnHost(vertex, first + k, &after);
   }
-  emitter_.Vertex(Kind::kHostKernel, vertex, table_.columns().vertex_device[vertex], inputs,
-                  outputs, after);
+  emitter_.Vertex(KindOf(table_.columns().kind[vertex]), vertex,
+                  table_.columns().vertex_device[vertex], inputs, outputs, after);
   for (int64_t k = 0; k < written.size(); ++k) OffloadResults(written[k], outputs[k], vertex);
 }
 

@@ -108,6 +108,9 @@ void TaskTable::CheckOrder() const {
       if (!is_there[t]) RefuseVertex(v, "reads what is not there");
       if (std::exchange(read_by[t], v) == v) RefuseVertex(v, "names an input twice");
     }
+    if (moves_rows(v) && (inputs(v).size() < 2 || !is_argument(inputs(v)[0]))) {
+      RefuseVertex(v, "moves rows of what is no argument");
+    }
     std::vector<bool> is_over(outputs(v).size(), false);
     for (int64_t k = 0; k < num_overwrites(v); ++k) {
       const auto [read, write] = overwrite(v, k);

@@ -10,7 +10,14 @@
 namespace jaxoffload {
 
 // Of graphs/taskgraph.py's VertexKind.
-enum class TaskKind : uint8_t { kInput = 0, kKernel = 1, kTransfer = 2, kHostKernel = 3 };
+enum class TaskKind : uint8_t {
+  kInput = 0,
+  kKernel = 1,
+  kTransfer = 2,
+  kHostKernel = 3,
+  kLoadRows = 4,
+  kStoreRows = 5
+};
 
 // The arrays that Python made; they outlive whoever reads them. CSR offsets have one entry more
 // than there are rows.
@@ -80,9 +87,15 @@ class TaskTable {
   Row readers(int64_t tensor) const {
     return Slice(reader_offsets_.data(), readers_.data(), tensor);
   }
-  // Whether a vertex runs on the host's cores, on tensors in the host's memory.
+  // Whether a vertex works on tensors in the host's memory.
   bool on_host(int64_t vertex) const {
-    return static_cast<TaskKind>(columns_.kind[vertex]) == TaskKind::kHostKernel;
+    const auto kind = static_cast<TaskKind>(columns_.kind[vertex]);
+    return kind == TaskKind::kHostKernel || moves_rows(vertex);
+  }
+  // Whether it reads or writes rows of its first operand, an argument, on disk.
+  bool moves_rows(int64_t vertex) const {
+    const auto kind = static_cast<TaskKind>(columns_.kind[vertex]);
+    return kind == TaskKind::kLoadRows || kind == TaskKind::kStoreRows;
   }
   // The last vertex that reads a tensor on its device, or -1.
   int64_t last_device_reader(int64_t tensor) const { return last_device_reader_[tensor]; }

@@ -98,7 +98,8 @@ TEST(LoadedPlanNamesTheArrayThatIsWrong) {
     std::function<void(PlanArrays&)> spoil;
     const char* message;
   } kCases[] = {
-      {[](PlanArrays& a) { a.kind[0] = 8; }, "kind[0]=8 is outside [0, 8)"},
+      {[](PlanArrays& a) { a.kind[0] = 10; }, "kind[0]=10 is outside [0, 10)"},
+      {[](PlanArrays& a) { a.kind[0] = 8; }, "vertex 0 is a copy with 1 inputs and 1 outputs"},
       {[](PlanArrays& a) { a.kind[0] = 7; }, "executable[0]=-1, but a kernel"},
       {[](PlanArrays& a) { a.kind[0] = 4; }, "kind[0]=4 exists in hand-made graphs only"},
       {[](PlanArrays& a) { a.kind[0] = 5; }, "lane[0]=1 does not go with kind[0]=5"},
@@ -258,12 +259,13 @@ TEST(LanesAreNumberedDeviceByDeviceThenTheDisksAndTheHosts) {
   const Lanes lanes(2);
   std::string found;
   for (const int32_t device : {0, 1}) {
-    for (const Kind kind : {Kind::kKernel, Kind::kInput, Kind::kReload, Kind::kTransfer,
-                            Kind::kOffload, Kind::kLoad, Kind::kStore, Kind::kHostKernel}) {
+    for (const Kind kind :
+         {Kind::kKernel, Kind::kInput, Kind::kReload, Kind::kTransfer, Kind::kOffload, Kind::kLoad,
+          Kind::kStore, Kind::kHostKernel, Kind::kLoadRows, Kind::kStoreRows}) {
       found += std::to_string(lanes.Of(kind, device)) + " ";
     }
   }
-  CHECK_EQ(found, "0 0 1 1 2 6 7 8 3 3 4 4 5 6 7 8 ");
+  CHECK_EQ(found, "0 0 1 1 2 6 7 8 6 7 3 3 4 4 5 6 7 8 6 7 ");
   std::string names;
   for (int32_t lane = 0; lane < lanes.size(); ++lane) {
     names += lanes.ThreadName(lane) + (lanes.IsCompute(lane) ? "* " : " ");

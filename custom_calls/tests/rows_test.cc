@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "base/in_parallel.h"
 #include "graph/sampler.h"
 #include "tests/check.h"
+#include "tiers/disk_gather.h"
 #include "tiers/disk_rows.h"
 #include "tiers/disk_store.h"
 #include "tiers/host_rows.h"
@@ -109,6 +111,52 @@ TEST(RowsOnDiskWhileOthersReadAndWriteTheirNeighbours) {
     const std::atomic<bool> stop{true};
     const int64_t first = 0;
     CHECK(!extent->ReadRows({&first, 1, kRow}, found.data(), stop, &error));
+  }
+  CHECK_EQ(rmdir(folder.c_str()), 0);
+}
+
+TEST(RowsOnDiskInAnyOrderAreReadOnceEach) {
+  std::string folder = "/tmp/jaxoffload-test-XXXXXX";
+  CHECK(mkdtemp(folder.data()) != nullptr);
+  {
+    const std::shared_ptr<DiskStore> store = DiskStore::Open({folder}, DiskOptions());
+    std::string error;
+    for (const int64_t row : {1, 300, 16384, 20000}) {
+      const int64_t count = row == 1 ? 100000 : 200;
+      const std::shared_ptr<DiskExtent> extent = store->Reserve(row * count);
+      const std::vector<char> table = Table(row * count);
+      CHECK(extent->Write(0, table.data(), row * count, kGoOn, &error));
+      // Of the rows from the third on; every second number comes a second time.
+      std::vector<int32_t> numbers;
+      for (int32_t i = 0; i < 60; ++i) numbers.push_back(i / 2 * 7919 % (count - 3));
+      std::vector<char> found(60 * row + 2, 'x');
+      const Gather gather{numbers.data(), 60, row, 3};
+      CHECK_EQ(GatherFromDisk(*extent, gather, found.data() + 1, kGoOn, &error),
+               static_cast<int64_t>(std::set<int32_t>(numbers.begin(), numbers.end()).size()));
+      CHECK(found.front() == 'x' && found.back() == 'x');
+      for (int64_t i = 0; i < 60; ++i) {
+        CHECK(std::memcmp(found.data() + 1 + i * row, table.data() + (numbers[i] + 3) * row, row) ==
+              0);
+      }
+      // Of a row that is named twice the first is written; what lies between stays.
+      std::vector<char> given(60 * row), after = table;
+      for (size_t i = 0; i < given.size(); ++i) given[i] = static_cast<char>(i / row + 100);
+      for (int64_t i = 59; i >= 0; --i) {
+        std::memcpy(after.data() + (numbers[i] + 3) * row, given.data() + i * row, row);
+      }
+      CHECK_EQ(ScatterToDisk(*extent, gather, given.data(), kGoOn, &error),
+               static_cast<int64_t>(std::set<int32_t>(numbers.begin(), numbers.end()).size()));
+      std::vector<char> now(row * count);
+      CHECK(extent->Read(0, now.data(), row * count, kGoOn, &error));
+      CHECK(now == after);
+      for (const int64_t wrong : {int64_t{-1}, count - 3}) {
+        numbers[7] = static_cast<int32_t>(wrong);
+        CHECK_EQ(GatherFromDisk(*extent, gather, found.data(), kGoOn, &error), -1);
+        CHECK_EQ(error, "row " + std::to_string(wrong) + " is none of a table on disk of " +
+                            std::to_string(count - 3) + " rows");
+      }
+      CHECK_EQ(GatherFromDisk(*extent, {numbers.data(), 0, row, 0}, nullptr, kGoOn, &error), 0);
+    }
   }
   CHECK_EQ(rmdir(folder.c_str()), 0);
 }

@@ -13,11 +13,13 @@
 
 namespace jaxoffload {
 
-// Which rows, ascending and no row twice, of a table of `bytes` a row.
+// Which rows, ascending and no row twice, of a table of `bytes` a row; `places`: where each is in
+// the caller's memory, counted in rows, null where they are in order there.
 struct Rows {
   const int64_t* ids;
   int64_t count;
   int64_t bytes;
+  const int64_t* places = nullptr;
 };
 
 // Whole units that follow one another on disk, and in a window of memory.
@@ -71,7 +73,7 @@ bool ForEachWindow(const Rows& rows, int64_t base, int64_t unit, const Move& mov
   };
   for (int64_t i = 0; i < rows.count; ++i) {
     int64_t at = base + rows.ids[i] * rows.bytes;
-    int64_t outside = i * rows.bytes;
+    int64_t outside = (rows.places == nullptr ? i : rows.places[i]) * rows.bytes;
     const int64_t end = at + rows.bytes;
     while (at < end) {
       const int64_t first = RoundDown(at, unit);

@@ -37,7 +37,7 @@ class DiskSource {
   // `offset` to a block. False, with *error set, on failure. Any number of threads at once.
   virtual bool Read(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
                     std::string* error) const = 0;
-  // Reads rows to memory, one after another; they must be inside. Neighbours share requests, and
+  // Reads rows to memory, to their places; they must be inside. Neighbours share requests, and
   // many are in flight. False, with *error set, on failure. Any number of threads at once.
   virtual bool ReadRows(const Rows& rows, char* to, const std::atomic<bool>& abort,
                         std::string* error) const = 0;

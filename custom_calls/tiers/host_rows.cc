@@ -12,8 +12,9 @@
 namespace jaxoffload {
 namespace {
 
-constexpr int64_t kLine = 64;           // bytes of a cache line
-constexpr int64_t kAhead = 4096;        // bytes asked of memory before they are copied
+constexpr int64_t kLine = 64;     // bytes of a cache line
+constexpr int64_t kAhead = 4096;  // bytes asked of memory before they are copied
+constexpr int64_t kHead = 1024;   // the same of rows so long that the processor sees what follows
 constexpr int64_t kLeast = 256 * 1024;  // bytes for which another thread is worth its start
 
 // Small rows wait for memory, not for its rate: several are asked for ahead.
@@ -21,7 +22,7 @@ template <typename Copy>
 void Each(const char* table, const int64_t* ids, int64_t count, int64_t row_bytes, int num_threads,
           const Copy& copy_part) {
   const int64_t ahead = std::max<int64_t>(1, kAhead / row_bytes);
-  const int64_t asked = std::min(row_bytes, kAhead);
+  const int64_t asked = row_bytes < kAhead ? row_bytes : kHead;
   InParallel(count, num_threads, std::max<int64_t>(1, kLeast / row_bytes),
              [&](int64_t begin, int64_t end) {
                copy_part(begin, end, [&](int64_t i) {

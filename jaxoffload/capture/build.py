@@ -26,6 +26,7 @@ from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.order import live_equations, serial_order
 from jaxoffload.capture.products import with_small_transpositions
 from jaxoffload.capture.rows import bytes_read, few_rows
+from jaxoffload.capture.rows_on_disk import moved_in, traffic_of
 from jaxoffload.capture.sinking import sunk
 from jaxoffload.capture.views import Apart
 from jaxoffload.capture.workspace import estimated_workspace
@@ -58,14 +59,15 @@ class Captured:
 
     @functools.cached_property
     def with_kernels(self) -> "Captured":
-        """The same with its kernels, and their numbers in the graph; collectives have none."""
+        """The same with its kernels, and their numbers in the graph; collectives have none, nor
+        have rows that are moved."""
         if self.kernels:
             return self
         graph, kernels = self.taskgraph, []
         known: dict[object, int] = {}
         vertices = []
         for vertex, cluster in zip(graph.vertices, self.clusters, strict=True):
-            if collective_of(cluster) is not None:
+            if collective_of(cluster) is not None or moved_in(cluster.equations) is not None:
                 vertices.append(vertex)
                 continue
             kernel = kernel_of(cluster, cluster.outputs, vertex.overwrites)
@@ -223,7 +225,7 @@ class _Builder:
         for i, cluster in enumerate(self.clusters):
             self._merge(cluster)
             kind = self._kind(cluster)
-            keeps = kind is VertexKind.HOST_KERNEL
+            keeps = kind is not VertexKind.KERNEL
             cluster.outputs, overwrites = self._overwrites(i, cluster, partner, keeps)
             seconds = [cost.seconds(e, self.program.rates) for e in cluster.equations]
             dearest = seconds.index(max(seconds))
@@ -240,7 +242,7 @@ class _Builder:
                     source=source,
                     gathered=few_rows(cluster.inputs, read),
                     flops=sum(cost.flops(e) for e in cluster.equations),
-                    traffic=float(sum(read) + sum(v.num_bytes() for v in cluster.outputs)),
+                    traffic=traffic_of(cluster.equations, read, cluster.outputs),
                     recomputed=_share_recomputed(cluster.equations, seconds),
                 )
             )
@@ -250,6 +252,8 @@ class _Builder:
         return TaskGraph(tuple(self.tensors), tuple(vertices), donated)
 
     def _kind(self, cluster: Cluster) -> VertexKind:
+        if (moving := moved_in(cluster.equations)) is not None:
+            return moving.kind
         if self.on_host is None:
             return VertexKind.KERNEL
         there = {

@@ -19,6 +19,7 @@ from jaxoffload import _native
 from jaxoffload.capture import cost, operations
 from jaxoffload.capture.collectives import exchange_of
 from jaxoffload.capture.flat import Equation, Value
+from jaxoffload.capture.rows_on_disk import moves_rows
 from jaxoffload.capture.views import Apart
 
 MAX_EQUATIONS = 16
@@ -103,8 +104,9 @@ def cut(
         return _assemble(equations, solid, reads, view_of, runs, results), 0.0
     segments = _segments_worth_a_cut(solid, parents, updates, rates)
     on_host = [e.operation.on_host or s in whole for e, s in zip(solid, segments, strict=True)]
-    # A collective is a cluster by itself: devices.py makes more than one vertex of it.
-    alone = [i if exchange_of(e.operation) is not None else -1 for i, e in enumerate(solid)]
+    # A collective is a cluster by itself: devices.py makes more than one vertex of it. So are rows
+    # that the disk's lanes move.
+    alone = [i if exchange_of(e.operation) or moves_rows(e) else -1 for i, e in enumerate(solid)]
     last_reader = dict.fromkeys(results, len(solid))
     for i, values in enumerate(reads):
         for v in values:

@@ -170,7 +170,9 @@ TABLE: dict[str, Known] = {
     **dict.fromkeys(
         ("scatter-add", "scatter-sub"), dataclasses.replace(_UPDATE, ways=along.scatter)
     ),
-    # Made by capture itself: see slicing.py.
+    # Made by capture itself: see slicing.py, rows_on_disk.py, row_updates.py.
+    "read rows": Known(takes_rows=True),
+    "write rows": _UPDATE,
     "start": Known(is_priced=True),
     "slice[": _LIGHT,
     "combine[": Known(is_light=True, is_priced=True, overwrites="all"),

@@ -10,6 +10,7 @@ from jaxoffload.graph import layers as layers
 from jaxoffload.graph.batches import Batch as Batch
 from jaxoffload.graph.batches import Batches as Batches
 from jaxoffload.graph.embedding import Embedding as Embedding
+from jaxoffload.graph.hot_rows import HotRows as HotRows
 from jaxoffload.graph.relational import Graph as Graph
 from jaxoffload.graph.sampling import Sample as Sample
 from jaxoffload.graph.sampling import sample as sample

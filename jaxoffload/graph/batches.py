@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxoffload.graph.hot_rows import HotRows
 from jaxoffload.graph.relational import Graph
 from jaxoffload.graph.sampling import sample
 from jaxoffload.runtime.arrays import TierArray
@@ -44,7 +45,8 @@ class Batches:
     Args:
       graph: from which neighbours are drawn.
       seeds: the nodes to learn from, each once.
-      tables: a pytree of arrays with a row for each node: on disk, in host memory, NumPy's.
+      tables: a pytree of arrays with a row for each node: on disk, in host memory, NumPy's, or
+        `HotRows`.
       fanouts, per_relation: as of `sample`.
       batch_size: seeds a batch.
       seed: of their order and the samples; each epoch has others.
@@ -52,7 +54,8 @@ class Batches:
       ahead: batches that are made while steps run; each is in memory.
 
     Attributes:
-      rows_taken, bytes_taken: of tables in a lower tier since the beginning: each row once a batch.
+      rows_taken, bytes_taken: of tables in a lower tier since the beginning: each row once a batch,
+        and none that `HotRows` keeps.
       sizes: (N, E) of the next batch unless it needs more.
     """
 
@@ -115,6 +118,9 @@ class Batches:
                     pass
 
         try:
+            for table in jax.tree.leaves(self._tables):
+                if isinstance(table, HotRows):
+                    table.refresh()
             random = np.random.default_rng([self._seed, epoch])
             order = random.permutation(len(self._seeds)) if self._shuffle else slice(None)
             seeds = self._seeds[order]
@@ -150,10 +156,12 @@ class Batches:
 
     def _rows(self, table: Any, nodes: np.ndarray, count: int) -> np.ndarray:
         rows = np.empty((count, *table.shape[1:]), table.dtype)
-        if isinstance(table, TierArray):
+        if isinstance(table, TierArray | HotRows):
+            before = table.misses if isinstance(table, HotRows) else 0
             table.take(nodes, out=rows[: len(nodes)])
-            self.rows_taken += len(nodes)
-            self.bytes_taken += rows[: len(nodes)].nbytes
+            taken = table.misses - before if isinstance(table, HotRows) else len(nodes)
+            self.rows_taken += taken
+            self.bytes_taken += taken * rows[:1].nbytes
         else:
             rows[: len(nodes)] = np.asarray(table)[nodes]
         rows[len(nodes) :] = 0

@@ -42,6 +42,7 @@ class Embedding:
         if not isinstance(table, TierArray) or not table.writable or not table.shape:
             raise ValueError(f"Embedding: table={table!r}. Make it by host_put or disk_put.")
         self.table = table
+        self._half = ""
         self._update = jax.jit(lambda grads, state, rows: _updated(optimizer, grads, state, rows))
         # What is by row: what grows with the number of rows.
         few, more = (optimizer.init(self._rows(n)) for n in (2, 3))
@@ -54,8 +55,20 @@ class Embedding:
         )
 
     def take(self, ids: Any) -> np.ndarray:
-        """The rows of unique ids, for a step to compute with."""
+        """The rows of unique ids, for a step to compute with.
+
+        Raises:
+          RuntimeError: an update could neither be finished nor undone.
+        """
+        self._check_whole()
         return self.table.take(ids)
+
+    def _check_whole(self) -> None:
+        if self._half:
+            raise RuntimeError(
+                f"Embedding: {self._half}, so of some rows table and moments do not belong "
+                "together. Make it anew from what you have saved."
+            )
 
     def apply(self, ids: Any, grads: Any) -> None:
         """Updates rows by their gradients.
@@ -65,9 +78,13 @@ class Embedding:
             `take` had them.
           grads: [K, ...], of the loss by the rows.
 
+        All of it is done or nothing: where a write fails, or is interrupted, the rows that were
+        written are written back as they were. Where that fails, too, every later call says so.
+
         Raises:
-          ValueError: a row is named twice.
+          ValueError: a row is named twice. DiskError: the disk failed. RuntimeError: as of `take`.
         """
+        self._check_whole()
         found = np.asarray(ids)
         if np.unique(found).size != found.size:
             raise ValueError("Embedding.apply: ids has a row twice. Add its gradients up before.")
@@ -80,21 +97,42 @@ class Embedding:
             more = np.zeros((size - found.size, *rows.shape[1:]), rows.dtype)
             return np.concatenate([rows, more])
 
-        state = jax.tree.map(
-            lambda by_row, leaf: filled(leaf.take(found)) if by_row else leaf,
+        taken = jax.tree.map(
+            lambda by_row, leaf: leaf.take(found) if by_row else leaf, self._by_row, self.state
+        )
+        state = jax.tree.map(lambda by_row, x: filled(x) if by_row else x, self._by_row, taken)
+        old = self.table.take(found)
+        rows, changed = self._update(filled(grads), state, filled(old))
+        by_row = jax.tree.leaves(self._by_row)
+        writes = [(self.table, old, rows)]
+        writes += [
+            (leaf, was, new)
+            for of_rows, leaf, was, new in zip(
+                by_row, *map(jax.tree.leaves, (self.state, taken, changed)), strict=True
+            )
+            if of_rows
+        ]
+        self._write(found, [(array, was, np.asarray(new)) for array, was, new in writes])
+        self.state = jax.tree.map(
+            lambda of_rows, leaf, new: leaf if of_rows else np.asarray(new),
             self._by_row,
             self.state,
+            changed,
         )
-        rows, changed = self._update(filled(grads), state, filled(self.table.take(found)))
-        self.table.put(found, np.asarray(rows)[: found.size])
 
-        def put(by_row: bool, leaf: Any, new: Any) -> Any:
-            if not by_row:
-                return np.asarray(new)
-            leaf.put(found, np.asarray(new)[: found.size])
-            return leaf
-
-        self.state = jax.tree.map(put, self._by_row, self.state, changed)
+    def _write(self, ids: np.ndarray, writes: list[tuple[TierArray, np.ndarray, Any]]) -> None:
+        """Writes rows of several arrays, (array, as they are, as they are to be), or none."""
+        begun: list[tuple[TierArray, np.ndarray]] = []
+        try:
+            for array, old, new in writes:
+                begun.append((array, old))
+                array.put(ids, new[: ids.size])
+        except BaseException as error:
+            self._half = f"an update of {ids.size} rows stopped half way ({error})"
+            for array, old in begun:
+                array.put(ids, old)
+            self._half = ""
+            raise
 
     def _rows(self, count: int) -> jax.Array:
         return jnp.ones((count, *self.table.shape[1:]), self.table.dtype)

@@ -21,6 +21,8 @@ FOLDER = "/usr/share/wordnet"
 """Where Debian puts it."""
 PARTS = ("noun", "verb", "adj", "adv")
 _PART_OF = {"n": 0, "v": 1, "a": 2, "s": 2, "r": 3}
+_SYNSETS = "0000"
+"""In the place of the words that a pointer is between, where it is between synsets."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,8 +31,9 @@ class WordNet:
 
     Attributes:
       graph: an edge for each pointer, from the synset that has it to the one that it names. Its
-        relation is a pointer's symbol together with the parts of speech at both ends.
-      relations: names of relations, as "noun @ noun".
+        relation is a pointer's symbol together with the parts of speech at both ends, and whether
+        it is between the synsets or between one word of each.
+      relations: names of relations, as "noun @ noun" and "noun + verb, words".
       labels: int32[N], the class of each node: its lexicographer's file.
       parts: int8[N], its part of speech, as a position in PARTS.
       words: its words, the first first, with spaces.
@@ -79,8 +82,9 @@ def read_wordnet(folder: str | os.PathLike[str] = FOLDER) -> WordNet:
                     if len(rest) < end:
                         raise ValueError("its pointers end early")
                     for at in range(begin, end, 4):
-                        symbol, target, letter, _ = rest[at : at + 4]
-                        pointers.append((len(labels), symbol, _PART_OF[letter], target, part))
+                        symbol, target, letter, which = rest[at : at + 4]
+                        kind = symbol, part, _PART_OF[letter], which != _SYNSETS
+                        pointers.append((len(labels), kind, target))
                     labels.append(int(lexicographer))
                 except (ValueError, KeyError, IndexError) as error:
                     raise ValueError(
@@ -89,11 +93,14 @@ def read_wordnet(folder: str | os.PathLike[str] = FOLDER) -> WordNet:
                 parts.append(part)
                 words.append(tuple(word.replace("_", " ") for word in rest[1 : 1 + 2 * count : 2]))
                 glosses.append(gloss.strip())
-    kinds = [f"{PARTS[part]} {symbol} {PARTS[other]}" for _, symbol, other, _, part in pointers]
-    names = sorted(set(kinds))
-    kind = {name: i for i, name in enumerate(names)}
+    kinds = sorted({kind for _, kind, _ in pointers})
+    number_of = {kind: i for i, kind in enumerate(kinds)}
+    names = tuple(
+        f"{PARTS[part]} {symbol} {PARTS[other]}{', words' if between_words else ''}"
+        for symbol, part, other, between_words in kinds
+    )
     try:
-        tails = [numbers[other, target] for _, _, other, target, _ in pointers]
+        tails = [numbers[other, target] for _, (_, _, other, _), target in pointers]
     except KeyError as error:
         part, target = error.args[0]
         raise ValueError(
@@ -102,10 +109,10 @@ def read_wordnet(folder: str | os.PathLike[str] = FOLDER) -> WordNet:
         ) from None
     graph = Graph.of(
         np.array([head for head, *_ in pointers], np.int32),
-        np.array([kind[k] for k in kinds], np.int32),
+        np.array([number_of[kind] for _, kind, _ in pointers], np.int32),
         np.array(tails, np.int32),
         len(labels),
         len(names),
     )
-    return WordNet(graph, tuple(names), np.array(labels, np.int32), np.array(parts, np.int8),
+    return WordNet(graph, names, np.array(labels, np.int32), np.array(parts, np.int8),
                    tuple(words), tuple(glosses))  # fmt: skip

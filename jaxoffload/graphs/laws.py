@@ -17,6 +17,8 @@ _READS: dict[Kind, tuple[Space, ...]] = {
     Kind.LOAD: _ON_DISK,
     Kind.STORE: (Space.HOST,),
     Kind.HOST_KERNEL: _LOWER,
+    Kind.LOAD_ROWS: _LOWER,
+    Kind.STORE_ROWS: _LOWER,
 }
 _WRITES: dict[Kind, tuple[Space, ...]] = {
     Kind.RELOAD: (Space.DEVICE,),
@@ -24,6 +26,8 @@ _WRITES: dict[Kind, tuple[Space, ...]] = {
     Kind.LOAD: (Space.HOST,),
     Kind.STORE: (Space.DISK, Space.RESULT),
     Kind.HOST_KERNEL: (Space.HOST, Space.RESULT),
+    Kind.LOAD_ROWS: (Space.HOST, Space.RESULT),
+    Kind.STORE_ROWS: (Space.RESULT,),
 }
 _KERNEL_READS = (Space.DEVICE, Space.ARGUMENT, Space.RESULT)
 _KERNEL_WRITES = (Space.DEVICE, Space.RESULT)

@@ -41,12 +41,18 @@ class Kind(enum.IntEnum):
     HOST_KERNEL = 7
     """Runs one executable on the host's cores, on versions in the host tier and in the caller's
     arrays."""
+    LOAD_ROWS = 8
+    """Reads rows of an argument on disk, by numbers in host memory, to there."""
+    STORE_ROWS = 9
+    """Overwrites rows of an argument on disk by such numbers."""
 
 
 KERNELS = (Kind.KERNEL, Kind.HOST_KERNEL)
 """Kinds that run executables."""
 COPIES = (Kind.RELOAD, Kind.OFFLOAD, Kind.LOAD, Kind.STORE)
 """Kinds that the planner adds; TRANSFER is the TaskGraph's."""
+ROWS = (Kind.LOAD_ROWS, Kind.STORE_ROWS)
+"""Kinds that read and write rows of a table on disk, their first operand."""
 
 
 class Space(enum.IntEnum):

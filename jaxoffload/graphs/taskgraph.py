@@ -43,6 +43,18 @@ class VertexKind(enum.IntEnum):
     HOST_KERNEL = 3
     """Runs one executable on the host's cores, on tensors in host memory. What it writes is there
     as an argument is; a tensor's `device` is that on which others read it."""
+    LOAD_ROWS = 4
+    """Reads rows of its first operand, an argument on disk, into host memory: those that its second
+    one numbers (int32, within bounds). In all else it is as a HOST_KERNEL."""
+    STORE_ROWS = 5
+    """Writes rows, its third operand, over those of its first that its second numbers, of a row
+    that is named several times the first. Its output is the argument, overwritten in place."""
+
+
+MOVES_ROWS = (VertexKind.LOAD_ROWS, VertexKind.STORE_ROWS)
+"""Kinds whose first operand is an argument on disk of which a few rows are read or written."""
+IN_HOST_MEMORY = (VertexKind.HOST_KERNEL, *MOVES_ROWS)
+"""Kinds that work on tensors in host memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,6 +183,11 @@ class Columns:
     disk_arguments: np.ndarray
     disk_results: np.ndarray
 
+    @property
+    def in_host_memory(self) -> np.ndarray:
+        """Whether each vertex works on tensors in host memory, bool[N]."""
+        return np.isin(self.kind, IN_HOST_MEMORY)
+
 
 @dataclasses.dataclass(frozen=True)
 class TaskGraph:
@@ -286,14 +303,14 @@ class TaskGraph:
                     raise ValueError(f"{where} reads tensor {tensor_id} before it is written")
                 if dead[tensor_id]:
                     raise ValueError(f"{where} reads tensor {tensor_id} after it was overwritten")
-                own = vertex.kind not in (VertexKind.TRANSFER, VertexKind.HOST_KERNEL)
+                own = vertex.kind not in (VertexKind.TRANSFER, *IN_HOST_MEMORY)
                 if own and self.tensors[tensor_id].device != vertex.device:
                     raise ValueError(f"{where} reads tensor {tensor_id} of another device")
             for tensor_id in vertex.outputs:
                 if written[tensor_id]:
                     raise ValueError(f"{where} writes tensor {tensor_id}, which has a writer")
                 is_away = self.tensors[tensor_id].device != vertex.device
-                if is_away and vertex.kind is not VertexKind.HOST_KERNEL:
+                if is_away and vertex.kind not in IN_HOST_MEMORY:
                     raise ValueError(f"{where} writes tensor {tensor_id} of another device")
                 written[tensor_id] = True
             for read, write in vertex.overwrites:

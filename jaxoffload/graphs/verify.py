@@ -106,9 +106,12 @@ class _Check:
             self.broken(Law.SHAPE, f"version {graph.outputs[slot]} names another writer than {who}")
         reads, writes = kind[self.reader], kind[self.maker]
         wrong_read = ~MAY_READ[reads, graph.space[graph.inputs]]
-        wrong_read |= self.on_disk[graph.inputs] != (reads == Kind.LOAD)
+        is_first = np.isin(np.arange(len(graph.inputs)), graph.input_offsets[:-1])
+        by_rows = (reads == Kind.LOAD_ROWS) | (reads == Kind.STORE_ROWS)
+        of_disk = (reads == Kind.LOAD) | by_rows & is_first
+        wrong_read |= self.on_disk[graph.inputs] != of_disk
         wrong_write = ~MAY_WRITE[writes, graph.space[graph.outputs]]
-        wrong_write |= self.on_disk[graph.outputs] != (writes == Kind.STORE)
+        wrong_write |= self.on_disk[graph.outputs] != np.isin(writes, (Kind.STORE, Kind.STORE_ROWS))
         for vertex in np.union1d(self.reader[wrong_read], self.maker[wrong_write]).tolist():
             who = graph.describe(vertex)
             self.broken(Law.SHAPE, f"{who} reads or writes a tier that it cannot")

@@ -248,6 +248,12 @@ class Explanation:
                 f"Host memory for that: {format_bytes(self.plan.host_bytes)} (free: "
                 f"{format_bytes(backends.free_host_memory())})"
             )
+            rows, size = self.plan.rows_read
+            if rows:
+                lines.append(
+                    f"Disk: each run reads up to {rows} rows by number, {format_bytes(size)}, and "
+                    "no more of their tables"
+                )
             if self.plan.bytes_loaded or self.plan.bytes_stored:
                 lines.append(
                     f"Disk: each run reads {format_bytes(self.plan.bytes_loaded)} and writes "

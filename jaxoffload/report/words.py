@@ -100,16 +100,22 @@ def _table(scene: Scene, times: Times, seconds: float) -> list[str]:
     sizes = scene.sizes
     rows: list[tuple[str, float, int]] = []
     for kind in (*KERNELS, Kind.RELOAD, Kind.OFFLOAD, Kind.TRANSFER, Kind.LOAD, Kind.STORE):
-        chosen = np.flatnonzero(graph.kind == kind)
+        also = {Kind.LOAD: Kind.LOAD_ROWS, Kind.STORE: Kind.STORE_ROWS}.get(kind, kind)
+        chosen = np.flatnonzero(np.isin(graph.kind, (kind, also)))
         if not len(chosen):
             continue
         # Each device has a lane of its own; the disk has one a direction, the host's cores one.
         busy = np.bincount(graph.device[chosen], spent[chosen]).max()
         if LANE_OF_KIND[kind] >= DEVICE_LANES:
             busy = spent[chosen].sum()
-        moved = (
-            0 if kind in KERNELS else int(sizes[graph.inputs[graph.input_offsets[chosen]]].sum())
+        # A copy reads what it writes; of tables rows are moved: the other operand, or the output.
+        moved_by = graph.input_offsets[chosen] + 2 * (graph.kind[chosen] == Kind.STORE_ROWS)
+        counted = np.where(
+            graph.kind[chosen] == Kind.LOAD_ROWS,
+            graph.outputs[graph.output_offsets[chosen]],
+            graph.inputs[moved_by],
         )
+        moved = 0 if kind in KERNELS else int(sizes[counted].sum())
         name = "between devices" if kind == Kind.TRANSFER else LANES[LANE_OF_KIND[kind]]
         rows.append((name, float(busy), moved))
     whole = max(seconds, 1e-12)

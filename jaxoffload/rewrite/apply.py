@@ -145,16 +145,24 @@ def _rewritten(closed: Any, names: tuple[str, ...], rates: cost.Rates, counts: _
         if share and one.equations == tried[-1][2]:
             continue
         rows = list(one.equations)
-        if "reorder" in names or "typed" in names:
-            reordered(one, rates, "reorder" in names, "typed" in names, composed)
-        seconds = sum(cost.seconds(e, rates) for e in one.equations)
-        tried.append((seconds, one, rows))
+        for reorders, is_typed in _orders_of(names):
+            other = dataclasses.replace(one, equations=list(rows))
+            reordered(other, rates, reorders, is_typed, composed)
+            seconds = sum(cost.seconds(e, rates) for e in other.equations)
+            tried.append((seconds, other, rows))
     level = min(tried, key=lambda found: found[0])[1]
     counts.add(1, level.equations)
     changed = len(before) != len(level.equations) or any(
         a is not b for a, b in zip(before, level.equations, strict=True)
     )
     return closed_of(level, closed) if _bodies(level, names, rates, counts) or changed else None
+
+
+def _orders_of(names: tuple[str, ...]) -> list[tuple[bool, bool]]:
+    """Ways to call `reordered`: each value gets the order that is best for it alone, so where many
+    share work it may be less with typed products only."""
+    reorders, is_typed = "reorder" in names, "typed" in names
+    return [(reorders, is_typed), *([(False, True)] if reorders and is_typed else [])]
 
 
 def _bodies(level: Level, names: tuple[str, ...], rates: cost.Rates, counts: _Counts) -> bool:

@@ -130,6 +130,16 @@ class Figures(ShownMemory):
         return sum(v.recomputed * v.seconds for v in vertices) / total if total else 0.0
 
     @functools.cached_property
+    def rows_read(self) -> tuple[int, int]:
+        """Rows that it reads by number from tables on disk at most, and their bytes: of rows that
+        are named twice a run reads one."""
+        graph = self.memgraph
+        chosen = np.flatnonzero(graph.kind == Kind.LOAD_ROWS)
+        sizes, first = graph.version_bytes(), graph.input_offsets[chosen]
+        numbers = int(sizes[graph.inputs[first + 1]].sum()) // 4
+        return numbers, int(sizes[graph.outputs[graph.output_offsets[chosen]]].sum())
+
+    @functools.cached_property
     def on_host(self) -> int:
         """Vertices that run on the host's cores."""
         return int((self.memgraph.kind == Kind.HOST_KERNEL).sum())

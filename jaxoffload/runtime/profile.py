@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxoffload.graphs.memgraph import KERNELS, Kind
-from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
+from jaxoffload.graphs.memgraph import KERNELS, ROWS, Kind
+from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.options import parse_path
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.runtime.run import Run
@@ -62,7 +62,7 @@ class Profile:
         """
         graph = run.memgraph
         took = run.end_seconds - run.start_seconds
-        kernels = np.flatnonzero(np.isin(graph.kind, KERNELS))
+        kernels = np.flatnonzero(np.isin(graph.kind, (*KERNELS, *ROWS)))
         mine = np.zeros(len(graph.taskgraph.vertices))
         mine[graph.task_vertex[kernels]] = took[kernels]
         key = digest(graph.taskgraph)
@@ -74,8 +74,8 @@ class Profile:
         moved = {
             Kind.RELOAD: run.bytes_reloaded,
             Kind.OFFLOAD: run.bytes_offloaded,
-            Kind.LOAD: run.bytes_loaded,
-            Kind.STORE: run.bytes_stored,
+            Kind.LOAD: 0 if run.rows_loaded else run.bytes_loaded,
+            Kind.STORE: 0 if run.rows_stored else run.bytes_stored,
         }
         for way, kind in _WAYS.items():
             busy = float(took[(graph.kind == kind) & ~run.idle].sum())
@@ -84,7 +84,7 @@ class Profile:
                 self.rates[way] = max(rate, self.rates.get(way, 0.0))
         tasks = graph.taskgraph.vertices
         work = np.array([(v.flops, v.traffic) for v in tasks]).reshape(-1, 2)
-        work[graph.taskgraph.columns.kind == VertexKind.HOST_KERNEL] = 0.0
+        work[graph.taskgraph.columns.in_host_memory] = 0.0
         for bound, rate in _kernel_rates(work, best, like).items():
             self.kernels[bound] = max(rate, self.kernels.get(bound, 0.0))
 

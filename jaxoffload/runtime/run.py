@@ -33,7 +33,10 @@ class Run(ShownMemory):
       seconds: wall time of the run.
       peak_device_bytes: the most device memory in use at once, executables' workspace included.
       bytes_offloaded, bytes_reloaded: copied away from the device, and to it.
-      bytes_loaded, bytes_stored: read from disk, and written to it.
+      bytes_loaded, bytes_stored: read from disk, and written to it; of tables of which rows are
+        moved those of the rows.
+      rows_loaded, rows_stored: rows that were read from tables on disk by number, and written to
+        them, each once a vertex.
       bytes_found, bytes_left: of arguments, that the call before had left on the device, and of
         results that this one leaves there instead of copying them away.
       copied_outputs: outputs that XLA did not write in place and that were copied there.
@@ -64,6 +67,8 @@ class Run(ShownMemory):
     argument_names: tuple[str, ...] = ()
     bytes_found: int = 0
     bytes_left: int = 0
+    rows_loaded: int = 0
+    rows_stored: int = 0
 
     @functools.cached_property
     def lanes(self) -> dict[int, tuple[int | None, str]]:
@@ -163,6 +168,8 @@ def make_run(plan: Plan, report: Any) -> Run:
         argument_names=plan.argument_names,
         bytes_found=int(report.bytes_found),
         bytes_left=int(report.bytes_left),
+        rows_loaded=int(report.rows_loaded),
+        rows_stored=int(report.rows_stored),
     )
 
 

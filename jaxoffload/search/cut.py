@@ -87,7 +87,12 @@ class CompiledCut:
         graph = self.graph
         if not (graph.columns.kind == VertexKind.HOST_KERNEL).any():
             return self
-        vertices = [dataclasses.replace(v, kind=VertexKind.KERNEL) for v in graph.vertices]
+        vertices = [
+            dataclasses.replace(v, kind=VertexKind.KERNEL)
+            if v.kind is VertexKind.HOST_KERNEL
+            else v
+            for v in graph.vertices
+        ]
         return self.with_order(dataclasses.replace(graph, vertices=tuple(vertices)))
 
     def with_order(self, graph: TaskGraph) -> "CompiledCut":

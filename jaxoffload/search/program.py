@@ -20,6 +20,9 @@ from jaxoffload.capture.floor import Floor, floor_of
 from jaxoffload.capture.inline import Constant
 from jaxoffload.capture.kernel import Kernel
 from jaxoffload.capture.recompute import Recomputer
+from jaxoffload.capture.row_gradients import with_gradients_by_rows
+from jaxoffload.capture.row_updates import with_rows_updated
+from jaxoffload.capture.rows_on_disk import with_rows_read
 from jaxoffload.capture.scan import unroll
 from jaxoffload.capture.split import Tilings, split
 from jaxoffload.capture.tiled import TiledOperation
@@ -148,6 +151,14 @@ class CutProgram:
                 honours=self._honours,
                 distributes=not whole_loops,
             )
+            if (request := self._request).num_devices == 1:
+                with_rows_read(program, request.disk_arguments)
+                in_host = request.lasting if self._honours else frozenset()
+                below = request.disk_arguments | in_host
+                if request.options.memory is not None:  # then all arguments are in host memory
+                    below |= {i for i, _ in request.donated}
+                with_gradients_by_rows(program, request.donated, below)
+                with_rows_updated(program, request.donated, request.disk_arguments, in_host)
             extra = program.arguments[len(self._request.jaxpr.in_avals) :]
             self.constants = [v.array for v in extra if isinstance(v, Constant)]
             if program.has_loops:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from jaxoffload.graphs.memgraph import Kind, MemGraph
-from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
+from jaxoffload.graphs.taskgraph import IN_HOST_MEMORY, TaskGraph
 from jaxoffload.plan.alloc.limits import align, least_room, working_sets
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.plan.cost.simulate import simulate
@@ -112,9 +112,7 @@ def can_stay(graph: TaskGraph, lasting: Collection[int]) -> dict[int, int | None
 
     def is_on_device(tensor: int) -> bool:
         vertices = [graph.vertices[v] for v in readers[tensor]]
-        return not any(
-            v.kind is VertexKind.HOST_KERNEL or graph.gathers(v, tensor) for v in vertices
-        )
+        return not any(v.kind in IN_HOST_MEMORY or graph.gathers(v, tensor) for v in vertices)
 
     found: dict[int, int | None] = {}
     arguments, shared = {i for i, _ in donated}, _shared(graph)

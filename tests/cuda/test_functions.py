@@ -178,6 +178,25 @@ def test_rows_of_a_table_are_read_over_the_link(gpu, monkeypatch):
         step(table, ids, weights)
 
 
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_rows_of_a_table_are_updated_below_the_gpu(gpu, tmp_path, tier):
+    """On disk by rows; one in host memory the GPU has whole, for the host's cores do nothing."""
+
+    def step(table, ids):
+        return table.at[ids].add(1.0), table[ids].sum(-1)
+
+    table = np.random.default_rng(0).normal(size=(6000, 64)).astype(np.float32)
+    ids = np.array([5, 99, 5, -1], np.int32)
+    array = jo.disk_put(table, tmp_path) if tier == "disk" else jo.host_put(table)
+    stepped = jo.offload(step, device_memory="4MiB", donate_argnums=0, check=True)
+    new, sums = stepped(array, ids)
+    np.testing.assert_allclose(sums, table[ids].sum(-1), rtol=1e-5)
+    np.add.at(table, ids, np.float32(1))
+    np.testing.assert_array_equal(np.asarray(new), table)
+    run = stepped.last_run
+    assert (run.rows_loaded, run.rows_stored) == ((6, 3) if tier == "disk" else (0, 0))
+
+
 def test_what_was_explained_and_predicted_is_found_again(gpu, tmp_path, monkeypatch):
     """Plans that are only looked at have no executables, which are not kept here."""
     monkeypatch.setenv(place.VARIABLE, str(tmp_path / "kept"))

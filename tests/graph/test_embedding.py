@@ -8,7 +8,7 @@ import pytest
 
 import jaxoffload as jo
 from jaxoffload import graph as gr
-from jaxoffload.runtime.arrays import disk_store
+from jaxoffload.runtime.arrays import TierArray, disk_store
 
 DENSE = {"sgd": optax.sgd(0.1), "adagrad": optax.adagrad(0.1), "adagrad 0": optax.adagrad(0.1, 0.0)}
 LAZY = {
@@ -97,3 +97,56 @@ def test_what_rows_alone_cannot_do_is_refused():
     with pytest.raises(IndexError):
         embedding.apply([9], np.ones((1, 2), np.float32))
     assert (np.asarray(table) == 1).all()
+
+
+class Stops(Exception):
+    """A disk that stops half way through its rows."""
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("stops_at", [0, 1, 2])
+def test_an_update_is_done_or_undone(stops_at, tier, tmp_path, monkeypatch):
+    """Whichever of the table and the two moments it is that is written in part only."""
+    table = np.random.default_rng(2).normal(size=(50, 6)).astype(np.float32)
+    ids, grads = np.array([4, 1, 30, 17]), np.ones((4, 6), np.float32)
+    embedding = gr.Embedding(put(table.copy(), tier, tmp_path), optax.adam(0.1))
+    other = gr.Embedding(put(table.copy(), tier, tmp_path), optax.adam(0.1))
+    for each in (embedding, other):
+        each.apply(ids[:2], grads[:2])
+
+    def everything(of):
+        arrays = [x for x in jax.tree.leaves((of.table, of.state)) if isinstance(x, TierArray)]
+        assert len(arrays) == 3
+        return [np.asarray(x).tobytes() for x in jax.tree.leaves((of.table, of.state))]
+
+    before, calls, real = everything(embedding), [], TierArray.put
+
+    def stopping(self, numbers, values):
+        calls.append(self)
+        if len(calls) == stops_at + 1:
+            real(self, numbers[:2], np.asarray(values)[:2])
+            raise Stops("no more")
+        real(self, numbers, values)
+
+    monkeypatch.setattr(TierArray, "put", stopping)
+    with pytest.raises(Stops):
+        embedding.apply(ids, grads)
+    assert everything(embedding) == before and len(calls) == 2 * (stops_at + 1)
+    embedding.apply(ids, grads)
+    other.apply(ids, grads)
+    assert everything(embedding) == everything(other) != before
+
+
+def test_what_cannot_be_undone_is_told_from_then_on(monkeypatch):
+    embedding = gr.Embedding(jo.host_put(np.ones((9, 2), np.float32)), optax.sgd(0.1))
+
+    def broken(self, numbers, values):
+        raise Stops("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TierArray, "put", broken)
+        with pytest.raises(Stops):
+            embedding.apply([3], np.ones((1, 2), np.float32))
+    for call in (lambda: embedding.take([0]), lambda: embedding.apply([0], np.ones((1, 2)))):
+        with pytest.raises(RuntimeError, match=r"update of 1 rows stopped half way \(no more\)"):
+            call()

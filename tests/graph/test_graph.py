@@ -90,10 +90,10 @@ def test_wordnet_is_read(tmp_path):
     named = {(h, found.relations[r], t) for h, r, t in triples_of(found.graph)}
     assert named == {
         (0, "noun ~ noun", 1),
-        (0, "noun + verb", 2),
+        (0, "noun + verb, words", 2),
         (1, "noun @ noun", 0),
         (3, "adj & adj", 3),
-        (4, "adv \\ adj", 3),
+        (4, "adv \\ adj, words", 3),
     }
 
 
@@ -118,6 +118,7 @@ def test_the_real_wordnet():
     found = gr.read_wordnet()
     graph = found.graph
     assert (graph.num_nodes, graph.num_edges, found.num_classes) == (117659, 377592, 45)
+    assert graph.num_relations == 79
     assert round(graph.compaction_ratio(), 3) == 0.605
     dog = found.words.index(("dog", "domestic dog", "Canis familiaris"))
     above = {found.words[t][0] for h, r, t in triples_of(graph)

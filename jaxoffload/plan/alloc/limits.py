@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxoffload import _native
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
-from jaxoffload.graphs.taskgraph import TaskGraph, Tensor, VertexKind
+from jaxoffload.graphs.taskgraph import MOVES_ROWS, TaskGraph, Tensor
 
 
 def align(count: int) -> int:
@@ -44,11 +44,17 @@ def min_host_memory(graph: TaskGraph, disk: bool) -> tuple[int, int]:
     """
     if not disk and not (graph.disk_arguments or graph.disk_results):
         return 0, -1
-    is_read = np.bincount(graph.columns.inputs, minlength=len(graph.tensors)) > 0
+    columns = graph.columns
+    by_rows = np.flatnonzero(np.isin(columns.kind, MOVES_ROWS))
+    is_whole = np.ones(len(columns.inputs), dtype=bool)
+    is_whole[columns.input_offsets[by_rows]] = False  # tables of which rows are read or written
+    is_read = np.bincount(columns.inputs[is_whole], minlength=len(graph.tensors)) > 0
+    stay = {t for v in by_rows for _, k in graph.vertices[v].overwrites
+            for t in graph.vertices[v].outputs[k : k + 1]}  # fmt: skip
     moving = (
         (host_place(t.bytes), i)
         for i, t in enumerate(graph.tensors)
-        if _may_pass_through_host(graph, t, bool(is_read[i]))
+        if i not in stay and _may_pass_through_host(graph, t, bool(is_read[i]))
     )
     return max(moving, default=(0, -1))
 
@@ -202,7 +208,7 @@ def live_ranges(graph: TaskGraph) -> LiveRanges:
     writes = _rows(columns.output_offsets)
     first[columns.outputs], last[columns.outputs] = writes + _is_over(graph), writes
     reads = _rows(columns.input_offsets)
-    on_host = columns.kind == VertexKind.HOST_KERNEL
+    on_host = columns.in_host_memory
     made_there = columns.outputs[on_host[writes]]
     first[made_there], last[made_there] = count, -1
     here = ~on_host[reads]

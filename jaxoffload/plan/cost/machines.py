@@ -105,7 +105,12 @@ class Machine:
             on_host, self.host_seconds(flops, traffic), self.kernel_seconds(flops, traffic)
         )
         given = np.array([v.seconds for v in tasks] or [0.0])
-        return np.where(known, work + self.launch, given)
+        found = np.where(known, work + self.launch, given)
+        ways = {VertexKind.LOAD_ROWS: self.disk_read, VertexKind.STORE_ROWS: self.disk_write}
+        for i, vertex in enumerate(tasks):
+            if known[i] and vertex.kind in ways:
+                found[i] = ways[vertex.kind].seconds(traffic[i])
+        return found
 
     def vertex_seconds(self, memgraph: MemGraph) -> np.ndarray:
         """Time of each vertex, float64[N]: copies by the links, kernels by their work.

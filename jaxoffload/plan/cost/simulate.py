@@ -75,6 +75,8 @@ def lanes_of(
     device = memgraph.device.astype(np.int64)
     other = np.zeros_like(device)
     kind = np.where(kind == Kind.INPUT, int(Kind.KERNEL), kind)
+    kind = np.where(kind == Kind.LOAD_ROWS, int(Kind.LOAD), kind)
+    kind = np.where(kind == Kind.STORE_ROWS, int(Kind.STORE), kind)
     device = np.where(np.isin(kind, (Kind.LOAD, Kind.STORE, Kind.HOST_KERNEL)), 0, device)
     if machine is not None:
         if machine.is_host:
