@@ -1,12 +1,12 @@
 """`jaxoffload doctor`: what is installed, at what rates, what will be used, what is missing."""
 
+import dataclasses
 import pathlib
 import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 from absl import flags
 
@@ -20,16 +20,23 @@ from jaxoffload.options import format_bytes
 from jaxoffload.plan.cost.machines import Link
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import disk_put
+from jaxoffload.runtime.profile import Profile
+from jaxoffload.search import measured as measured_rates
 
 USAGE = """
-usage: jaxoffload doctor [--disk=FOLDER] [--nomeasure] [--save-target=FILE] [--json]
+usage: jaxoffload doctor [--disk=FOLDER] [--nomeasure] [--save-profile=FILE]
+                         [--save-target=FILE] [--json]
 
-What this machine has for jaxoffload: versions, devices, rates of memory, links and disk as measured
-now beside those that plans assume, and for what is missing how to get it.
+What this machine has for jaxoffload: versions, devices, rates of memory, links, kernels and disk as
+measured now beside those that plans assume, and for what is missing how to get it.
 
   jaxoffload doctor
   jaxoffload doctor --disk=/scratch --size=1GiB
+  jaxoffload doctor --save-profile=machine.json
   jaxoffload doctor --save-target=mine.txtpb
+
+--save-profile writes the measured rates as a profile: offload(f, profile="machine.json") plans for
+this machine as it is from the first call on.
 
 --save-target writes what XLA's compiler has to know of the GPU that is here. Where the file is and
 the extra gpu-plans, Machine(..., gpu="mine.txtpb") is planned for with kernels compiled for it.
@@ -42,11 +49,15 @@ flags.DEFINE_string(
     "disk", None, "The folder that disk= would name; the system's own for temporary files by "
     "default.", flag_values=FLAGS,
 )  # fmt: skip
-flags.DEFINE_string("size", "128MiB", "What is copied to measure rates.", flag_values=FLAGS)
+flags.DEFINE_string("size", "64MiB", "What is copied to measure rates.", flag_values=FLAGS)
+flags.DEFINE_string(
+    "save_profile", None, "Write a profile with the measured rates here.", flag_values=FLAGS
+)
 flags.DEFINE_string(
     "save_target", None, "Write the description of this GPU here, *.txtpb.", flag_values=FLAGS
 )
 _REPEATS = 3
+_WAYS = ("to_device", "from_device", "disk_read", "disk_write")
 
 
 def main(arguments: list[str]) -> int:
@@ -56,12 +67,16 @@ def main(arguments: list[str]) -> int:
     size = subject.amount(FLAGS.size, "size")
     if FLAGS.save_target is not None:
         save_target(FLAGS.save_target)
+    if FLAGS.save_profile is not None and not FLAGS.measure:
+        raise UsageError("--save-profile and --nomeasure: there would be nothing to save.")
     reports = doctor.backends()
-    lines = list(doctor.diagnose(FLAGS.disk))
     rates: dict[str, float | str] = {}
     if FLAGS.measure:
         with progress("measuring rates"):
             rates = measured(size, FLAGS.disk)
+    lines = list(doctor.diagnose(FLAGS.disk))
+    if FLAGS.save_profile is not None:
+        save_profile(FLAGS.save_profile, rates)
     usable = any(report.available for report in reports)
     if FLAGS.json:
         print_json(
@@ -80,17 +95,46 @@ def main(arguments: list[str]) -> int:
     for line in lines:
         print(line)
     if rates:
-        print(f"measured with {format_bytes(size)}, in bytes a second (plans assume):")
+        print(f"measured with {format_bytes(size)} (plans assume):")
     assumed = _assumed()
     for name, rate in rates.items():
         if isinstance(rate, str):
             print(f"  {name:<26} not measured: {rate}")
             continue
-        beside = f" ({format_bytes(assumed[name])}/s)" if name in assumed else ""
-        print(f"  {name:<26} {format_bytes(rate)}/s{beside}")
+        beside = f" ({_said(name, assumed[name])})" if name in assumed else ""
+        print(f"  {name:<26} {_said(name, rate)}{beside}")
     if rates:
         print("Plans take what runs measure in place of what is assumed; Profile keeps it.")
     return 0 if usable else 1
+
+
+def _said(name: str, rate: float) -> str:
+    """A rate in its unit."""
+    if name == "launch":
+        return f"{rate * 1e6:.3g} us"
+    if name == "flops_per_second":
+        return f"{rate * 1e-9:,.3g} Gflop/s"
+    return f"{format_bytes(rate)}/s"
+
+
+def save_profile(path: str, rates: dict[str, float | str]) -> None:
+    """Writes a profile of what was measured; what was not stays as plans assume it.
+
+    Raises:
+      UsageError: the file cannot be written.
+    """
+    known = {name: rate for name, rate in rates.items() if not isinstance(rate, str)}
+    names = {"flops_per_second": "flops", "memory_bytes_per_second": "traffic", "launch": "launch"}
+    profile = Profile(
+        rates={way: measured_rates.rounded(known[way]) for way in _WAYS if way in known},
+        kernels={
+            to: measured_rates.rounded(known[name]) for name, to in names.items() if name in known
+        },
+    )
+    try:
+        profile.save(path)
+    except OSError as error:
+        raise UsageError(f"--save-profile={path!r} cannot be written: {error.strerror}.") from error
 
 
 def save_target(path: str) -> None:
@@ -114,7 +158,8 @@ def save_target(path: str) -> None:
 
 
 def measured(size: int, disk: str | None = None) -> dict[str, float | str]:
-    """Bytes a second of each way by its name; where it could not be measured, why.
+    """Rates by name (search/measured.py), and of disk and host memory, in bytes a second; where one
+    could not be measured, why.
 
     Args:
       size: bytes that are copied each time.
@@ -123,14 +168,12 @@ def measured(size: int, disk: str | None = None) -> dict[str, float | str]:
     data = np.ones(max(size // 4, 1), np.float32)
     copy = np.zeros_like(data)
     found: dict[str, float | str] = {"memory": _rate(lambda: np.copyto(copy, data), data.nbytes)}
-    device = jax.devices()[0]
-    if device.platform != "cpu":  # there the device's memory is the host's
-        there = jax.device_put(data, device)
-        put = jax.device_put
-        found["to_device"] = _rate(lambda: put(data, device).block_until_ready(), data.nbytes)
-        # Another array each time: one that was read once is kept on the host.
-        arrays = [(there + i).block_until_ready() for i in range(_REPEATS + 1)]
-        found["from_device"] = _rate(lambda: np.asarray(arrays.pop()), data.nbytes)
+    try:
+        backend = backends.current()
+        measured_rates.model_of(backend)  # if it is kept, so that the report tells it
+        found |= dataclasses.asdict(measured_rates.measured(backend, size))
+    except (ImportError, RuntimeError, MemoryError, OffloadError) as error:
+        found["to_device"] = found["from_device"] = str(error)
     try:
         with tempfile.TemporaryDirectory(dir=disk) as folder:
             stored: list[Any] = []
@@ -163,9 +206,7 @@ def _assumed() -> dict[str, float]:
         machine = backends.current().machine
     except (ImportError, RuntimeError, OffloadError):
         return {}
-    names = ("to_device", "from_device", "disk_read", "disk_write")
-    ways = {name: getattr(machine, name) for name in names}
-    links = {name: way.bytes_per_second for name, way in ways.items() if isinstance(way, Link)}
-    if jax.devices()[0].platform == "cpu":
-        links["memory"] = machine.to_device.bytes_per_second  # copies up and down are such
-    return links
+    ways = {name: getattr(machine, name) for name in _WAYS}
+    found = {name: way.bytes_per_second for name, way in ways.items() if isinstance(way, Link)}
+    kernels = ("flops_per_second", "memory_bytes_per_second", "launch")
+    return found | {name: getattr(machine, name) for name in kernels}

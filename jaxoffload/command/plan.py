@@ -10,6 +10,7 @@ from jaxoffload.errors import OffloadError, PlanError
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.report.predict import Prediction
 from jaxoffload.runtime import backends
+from jaxoffload.search.measured import model_of
 from jaxoffload.transform.offload import offload
 from jaxoffload.transform.offloaded import Offloaded
 
@@ -77,7 +78,7 @@ def predicted(
 def main(arguments: list[str]) -> int:
     """Plans; 0 where it fits."""
     offloaded, shapes = named(arguments, FLAGS)
-    machine = subject.machine_of(FLAGS.machine) if FLAGS.machine else backends.current().machine
+    machine = subject.machine_of(FLAGS.machine) if FLAGS.machine else model_of(backends.current())
     try:
         with progress("planning"):
             found = predicted(offloaded, shapes, machine)

@@ -34,6 +34,7 @@ from jaxoffload.options import format_bytes
 from jaxoffload.plan.cost.machines import MACHINES
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.run import Run
+from jaxoffload.search.measured import model_of
 
 # Flags of its own, so that they are no flags of programs that import this.
 FLAGS = flags.FlagValues()
@@ -223,7 +224,7 @@ def _settings(num_rows: int) -> session.Settings:
 def _say_plan(ready: session.Session) -> int:
     """Whether the step fits, and how long it would take: from shapes, without running it."""
     arguments = ready.arguments()
-    machine = FLAGS.machine or backends.current().machine
+    machine = FLAGS.machine or model_of(backends.current())
     found = None
     with contextlib.suppress(PlanError):  # which the explanation tells better
         found = ready.step.predict(*arguments, machine=machine)

@@ -31,6 +31,7 @@ _WAYS = {
     "disk_write": Kind.STORE,
 }
 _KERNEL_RATES = {"flops": "flops_per_second", "traffic": "memory_bytes_per_second"}
+_OF_KERNELS = _KERNEL_RATES | {"launch": "launch"}
 _VERSION = 1
 
 
@@ -43,7 +44,8 @@ class Profile:
       rates: bytes a second, by way: to_device, from_device, disk_read, disk_write.
       runs: how many runs went in, by digest.
       kernels: "flops" and "traffic": operations and bytes a second of kernels that are bound by
-        the one or the other, where there were some.
+        the one or the other, where there were some. "launch": seconds that a kernel takes beside
+        that, which `jaxoffload doctor` measures, and runs do not.
       unseen_bytes: the most memory that a run took beside arena, workspace, lower tiers and
         results: library buffers, thread stacks, what an allocator keeps.
     """
@@ -123,7 +125,7 @@ class Profile:
 
     def known_rates(self) -> tuple[tuple[str, float], ...]:
         """What was measured of the machine, for `Machine.with_rates`."""
-        kernels = {_KERNEL_RATES[bound]: rate for bound, rate in self.kernels.items()}
+        kernels = {_OF_KERNELS[bound]: rate for bound, rate in self.kernels.items()}
         return tuple(sorted((self.rates | kernels).items()))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -159,7 +161,7 @@ class Profile:
 
     def _check(self) -> None:
         """Raises ValueError, TypeError or AttributeError: `save` never wrote that."""
-        for rates, legal in ((self.rates, _WAYS), (self.kernels, _KERNEL_RATES)):
+        for rates, legal in ((self.rates, _WAYS), (self.kernels, _OF_KERNELS)):
             wrong = {
                 name: rate
                 for name, rate in rates.items()

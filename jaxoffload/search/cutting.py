@@ -30,6 +30,7 @@ from jaxoffload.search.cuts import SAME, Ranking
 from jaxoffload.search.drafts import Drafts
 from jaxoffload.search.fastest import in_other_orders
 from jaxoffload.search.least import least_cut, roughly_least_cut
+from jaxoffload.search.measured import model_of
 from jaxoffload.search.program import CutProgram
 from jaxoffload.search.room import Room
 
@@ -73,7 +74,7 @@ class Cutting:
         self.request, self._whole_bytes = request, whole_bytes
         self._compiles, self._estimates = compiles, estimates
         self.backend = backend or backends.current()
-        model = machine or self.backend.machine
+        model = machine or model_of(self.backend)
         self.machine = machine or model.with_rates(request.options.rates)
         settings = compat.LoweringSettings()
         self._make_program = lambda: CutProgram(

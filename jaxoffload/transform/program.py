@@ -30,6 +30,7 @@ from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.profile import Profile
 from jaxoffload.runtime.request import Request, make_request
 from jaxoffload.runtime.run import Run, run_plan
+from jaxoffload.search.measured import model_of
 from jaxoffload.search.tuner import Tuner
 from jaxoffload.search.whole import (
     Whole,
@@ -75,7 +76,7 @@ class Program:
         self.as_written, self.rewrites = self.traced.jaxpr, None
         if options.rewrites and not is_spread(self.traced.jaxpr):
             made, self.rewrites = rewritten(
-                self.traced.jaxpr, options.rewrites, backends.current().machine,
+                self.traced.jaxpr, options.rewrites, model_of(backends.current()),
                 options.rewrites_much,
             )  # fmt: skip
             if self.rewrites is not None:
@@ -120,7 +121,7 @@ class Program:
             return str(self.rewrites)
         if self.options.rewrites or is_spread(self.as_written):
             return ""
-        return hint(self.as_written, backends.current().machine)
+        return hint(self.as_written, model_of(backends.current()))
 
     def params(self) -> dict[str, Any]:
         """What the primitive takes beside operands and jaxpr."""

@@ -8,8 +8,10 @@ import sys
 import tempfile
 import time
 
+import numpy as np
 import pytest
 
+import jaxoffload as jo
 from jaxoffload import doctor
 from jaxoffload.command import base, table
 from jaxoffload.runtime import backends
@@ -163,16 +165,33 @@ def test_view_refuses_what_it_did_not_write(jaxoffload):
     assert jaxoffload("view", "missing.html")[0] == table.FAILED
 
 
-def test_doctor_measures_and_tells_programs(jaxoffload):
-    code, out, err = jaxoffload("doctor", "--size=1MiB")
+def test_doctor_measures_and_tells_programs(jaxoffload, monkeypatch):
+    monkeypatch.setattr(base, "_PATIENCE", 1000.0)
+    names = ["memory", "to_device", "from_device", "unpinned", "both", "launch", "flops_per_second",
+             "memory_bytes_per_second", "disk_write", "disk_read"]  # fmt: skip
+    code, out, err = jaxoffload("doctor", "--size=1MiB", "--save-profile=machine.json")
     assert code == 0 and not err
-    for name in ("memory ", "disk_write ", "disk_read "):
-        assert f"\n  {name}" in out
+    for name in names:
+        assert f"\n  {name} " in out
+    saved = jo.Profile.load("machine.json")
+    assert set(saved.rates) == {"to_device", "from_device", "disk_read", "disk_write"}
+    assert set(saved.kernels) == {"flops", "traffic", "launch"}
+    assert dict(saved.known_rates())["launch"] == saved.kernels["launch"] < 1
+    step = jo.offload(lambda x: x @ x, device_memory=None, cut="always", profile="machine.json")
+    machine = step.plan(np.ones((8, 8), np.float32)).machine
+    assert machine == backends.current().machine.with_rates(saved.known_rates())
     code, out, _ = jaxoffload("doctor", "--size=1MiB", "--json")
     found = json.loads(out)
-    assert found["usable"] and {"memory", "disk_write", "disk_read"} == set(found["rates"])
-    assert all(rate > 0 for rate in found["rates"].values()) and not found["missing"]
-    assert found["assumed"]["to_device"] > 0
+    assert found["usable"] and list(found["rates"]) == names and not found["missing"]
+    assert all(rate > 0 for rate in found["rates"].values())
+    assert found["assumed"]["to_device"] > 0 and found["assumed"]["launch"] < 1e-3
+
+
+def test_doctor_saves_what_it_measures_or_says_why_not(jaxoffload):
+    code, _, err = jaxoffload("doctor", "--nomeasure", "--save-profile=a.json")
+    assert code == 2 and "nothing to save" in err
+    code, _, err = jaxoffload("doctor", "--size=1MiB", "--save-profile=there/is/none.json")
+    assert code == 2 and "--save-profile='there/is/none.json'" in err
 
 
 def test_doctor_is_of_use_where_much_is_missing(jaxoffload, monkeypatch, tmp_path):

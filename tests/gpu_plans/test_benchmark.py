@@ -20,7 +20,7 @@ def test_the_table_is_drawn_and_goes_on_where_it_was_stopped(tmp_path, monkeypat
     assert [row["workload"] for row in rows] == ["tiny LoRA step", "tiny prefill"]
     for row in rows:
         assert row["in_place"] == row["outputs"] > row["kernels"] > 1
-        assert row["peak_of_modules"] == pytest.approx(row["peak_along"], rel=0.01)
+        assert row["peak_of_modules"] == pytest.approx(row["peak_planned"], rel=0.01)
         assert row["peak_reserved"] <= row["budget"]
         assert row["least"] > row["least_without"] > 0
     capsys.readouterr()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
+from benchmarks.gpu_plans import peaks
 from jaxoffload import _jax_compat as compat
 from jaxoffload.compile import gpu_compiler, gpu_process, gpu_targets
 from jaxoffload.plan.alloc.limits import reserved_workspace
@@ -81,16 +82,23 @@ def test_a_plan_counts_the_workspace_that_compiled_kernels_take(kept):
 
 
 @needs_plugin
-def test_the_peak_of_a_plan_is_what_the_modules_buffer_assignments_sum_to(kept):
-    """Places and workspace of every vertex against XLA's own account of arguments, outputs and
-    temporaries of its module, which knows nothing of the plan."""
-    found = offloaded().predict(*SHAPES, machine="H200")
+@pytest.mark.parametrize("budget", ["12MiB", "40MiB"])  # in the second all is in place
+def test_the_peak_of_a_plan_is_what_the_modules_buffer_assignments_sum_to(kept, budget):
+    """Places and workspace of every vertex, and their sums along the simulated schedule, against
+    XLA's own account of arguments, outputs and temporaries of its module, which knows nothing of
+    the plan."""
+    found = offloaded(budget).predict(*SHAPES, machine="H200")
     graph = found.memgraph.taskgraph
     for vertex in graph.vertices:
         kernel = found.kernels[vertex.kernel]
         own = sum(graph.tensors[t].bytes for t in (*vertex.inputs, *vertex.outputs))
         overwritten = sum(graph.tensors[vertex.inputs[i]].bytes for i, _ in vertex.overwrites)
         assert kernel.held_bytes == pytest.approx(own - overwritten + kernel.temp_bytes, abs=64)
+    peak = peaks(found)
+    assert peak.planned == pytest.approx(peak.modules, rel=1e-4)
+    assert peak.modules <= peak.reserved + 64 <= found.budget + 64
+    assert peak.reserved == pytest.approx(peak.modules, rel=0.01)
+    assert peak.planned > found.workspace_bytes > 0
 
 
 @needs_plugin

@@ -33,6 +33,10 @@ class Link:
         return self.latency + count / self.bytes_per_second
 
 
+_OF_THE_HOST = ("flops_per_second", "memory_bytes_per_second")
+_NOT_KNOWN = " (not known: the rates of an A100)"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
     """What runs a MemGraph.
@@ -52,6 +56,7 @@ class Machine:
       is_host: whether these are the device's cores too, so that kernels of both take turns.
       gpu: which GPU the device is to XLA's compiler (a name in compile/gpus, or a file that
         `jaxoffload doctor --save-target` has written); "" where it is none, or not known.
+      is_guess: whether it has the rates of another device, until its own are measured.
     """
 
     name: str
@@ -71,18 +76,27 @@ class Machine:
     host_memory_bytes_per_second: float = 100e9
     is_host: bool = False
     gpu: str = ""
+    is_guess: bool = False
 
     def with_rates(self, rates: Iterable[tuple[str, float]]) -> "Machine":
         """The same with some rates as measured: of a link in bytes a second, by its name here; or
-        `flops_per_second`, `memory_bytes_per_second`, which the host's follow where it is one."""
+        `flops_per_second`, `memory_bytes_per_second`, which the host's follow where it is one;
+        `launch` in seconds; `duplex`, 0 or 1."""
         changes: dict[str, Any] = {}
         for name, rate in rates:
             mine = getattr(self, name)
             is_link = isinstance(mine, Link)
             changes[name] = dataclasses.replace(mine, bytes_per_second=rate) if is_link else rate
-            if self.is_host and not is_link:
+            if name == "duplex":
+                changes[name] = bool(rate)
+            elif self.is_host and name in _OF_THE_HOST:
                 changes[f"host_{name}"] = rate
         return dataclasses.replace(self, **changes)
+
+    def named_as_measured(self) -> "Machine":
+        """The same, no guess any more."""
+        kind = self.name.removesuffix(_NOT_KNOWN)
+        return dataclasses.replace(self, name=f"{kind} (as measured)", is_guess=False)
 
     def kernel_seconds(self, flops: Any, traffic: Any) -> Any:
         """Time of so many operations with so many bytes of traffic, without the launch."""
@@ -237,8 +251,8 @@ _GPUS = {
 def gpu(device_kind: str, device_bytes: int | None = None) -> Machine:
     """The model of one GPU, for plans that are made on it.
 
-    One that is not known has the rates of an A100, and says so in its name: what runs measure takes
-    their place (`Profile`).
+    One that is not known has the rates of an A100, and says so in its name, until its own are
+    measured (search/measured.py).
 
     Args:
       device_kind: its name, as the driver tells it.
@@ -246,8 +260,9 @@ def gpu(device_kind: str, device_bytes: int | None = None) -> Machine:
     """
     words = device_kind.replace("-", " ").split()
     model = next((m for word, m in _GPUS.items() if word in words), None)
-    name = device_kind if model else f"{device_kind} (not known: the rates of an A100)"
-    model = model or A100_SERVER_80
+    name = device_kind if model else f"{device_kind}{_NOT_KNOWN}"
+    is_guess, model = model is None, model or A100_SERVER_80
     return dataclasses.replace(
-        model, name=name, num_devices=1, device_bytes=device_bytes or model.device_bytes
-    )
+        model, name=name, num_devices=1, device_bytes=device_bytes or model.device_bytes,
+        is_guess=is_guess,
+    )  # fmt: skip
