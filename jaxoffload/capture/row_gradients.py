@@ -6,10 +6,12 @@ which the sum is the result that the table is donated to; gives it with the same
 table itself, of the rows' gradients multiplied: `row_updates.py` then changes these rows where they
 are.
 
-It is right because a row of the gradient that was not taken is zero, zero times a number is zero,
-and a row plus zero is the row (unless a number is infinite or NaN: here rows that were not taken
-stay as they are all the same). Of a row that is taken several times the gradients are added up
-first, in the same order, and the others are zero.
+It is right because a row of the gradient that was not taken is zero, zero times a finite number is
+zero, and a row less zero, or plus minus zero, is the row to the last bit. So the numbers must stand
+in the program; one that a call brings may be infinite or NaN, and then every row is. Who allows
+products to be done in another order (`rewrites`) allows those, too: rows that were not taken stay
+as they are. Of a row that is taken several times the gradients are added up first, in the same
+order, and the others are zero.
 """
 
 import functools
@@ -29,13 +31,15 @@ _SCALES = ("mul", "div", "neg")
 
 
 def with_gradients_by_rows(
-    program: Program, donated: Sequence[tuple[int, int]], below: Set[int]
+    program: Program, donated: Sequence[tuple[int, int]], below: Set[int], any_rate: bool
 ) -> None:
     """Has descent on few rows of tables be a scatter into the table.
 
     Args:
       donated: pairs (argument, result).
       below: arguments in host memory or on disk.
+      any_rate: whether the gradient may be multiplied by numbers that the program does not show to
+        be finite, and zeros may change their sign.
     """
     pairs = [(i, j) for i, j in donated if i in below]
     if not pairs:
@@ -53,6 +57,8 @@ def with_gradients_by_rows(
         if found is None:
             continue
         table, scales, scatter = found
+        if not (any_rate or _keeps_others(maker[out], scales)):
+            continue
         between = [e.outputs[0] for e in (scatter, *scales)]
         if any(readers[v] != 1 or v in returned for v in between):
             continue
@@ -92,6 +98,21 @@ def _descent(
     is_like = all(e.outputs[0].aval.dtype == table.aval.dtype for e in (*scales, equation))
     fits = is_like and updates_few_rows(into, argument) and is_of_whole_rows(into)
     return (table, scales, equation) if fits else None
+
+
+def _keeps_others(last: Equation, scales: Sequence[Equation]) -> bool:
+    """Whether rows of which the gradient is zero keep every bit."""
+    is_negative = last.operation.name == "sub"
+    for equation in scales:
+        numbers = [x for x in equation.inputs if not x.aval.shape]
+        if not all(is_literal(x) and np.isfinite(x.val) for x in numbers):
+            return False
+        is_negative ^= equation.operation.name == "neg"
+        for x in numbers:
+            if equation.operation.name == "div" and not x.val:
+                return False
+            is_negative ^= bool(np.signbit(x.val))
+    return is_negative
 
 
 def _is_zero(x: Any) -> bool:

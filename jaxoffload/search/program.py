@@ -157,7 +157,8 @@ class CutProgram:
                 below = request.disk_arguments | in_host
                 if request.options.memory is not None:  # then all arguments are in host memory
                     below |= {i for i, _ in request.donated}
-                with_gradients_by_rows(program, request.donated, below)
+                any_rate = "reorder" in request.options.rewrites
+                with_gradients_by_rows(program, request.donated, below, any_rate)
                 with_rows_updated(program, request.donated, request.disk_arguments, in_host)
             extra = program.arguments[len(self._request.jaxpr.in_avals) :]
             self.constants = [v.array for v in extra if isinstance(v, Constant)]

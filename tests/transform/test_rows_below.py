@@ -257,7 +257,9 @@ def by_optax(table, ids, rate):
 def test_descent_on_few_rows_changes_those_alone(step, tier, tmp_path):
     """The gradient, as large as the table, is never made: the budget is a sixth of it."""
     table, ids = table_of(), ids_of()
-    offloaded = jo.offload(step, device_memory="512KiB", donate_argnums=0, check=True)
+    offloaded = jo.offload(
+        step, device_memory="512KiB", donate_argnums=0, check=True, rewrites=("reorder",)
+    )
     array, want = kept(table, tier, tmp_path), table
     for turn in range(3):
         array, value = offloaded(array, ids + turn, np.float32(50))
@@ -276,10 +278,54 @@ def test_descent_on_few_rows_changes_those_alone(step, tier, tmp_path):
 def test_in_one_memory_the_gradient_is_not_made_either(tmp_path):
     table, ids = table_of(), ids_of()
     for tier in ("disk", "host"):
-        step = jo.offload(by_hand, memory="2MiB", donate_argnums=0)
+        step = jo.offload(by_hand, memory="2MiB", donate_argnums=0, rewrites=("reorder",))
         new, _ = step(kept(table, tier, tmp_path), ids, np.float32(50))
         want, _ = jax.jit(by_hand)(table, ids, np.float32(50))
         np.testing.assert_allclose(np.asarray(new), want, rtol=1e-5, atol=1e-5)
+
+
+SCALES = {
+    "by hand": (lambda x, g: x - 0.1 * g, True),
+    "optax": (lambda x, g: x + optax.sgd(0.1).update(g, optax.sgd(0.1).init(x))[0], True),
+    "divided": (lambda x, g: x - g / 8, True),
+    "as it is": (lambda x, g: x - g, True),
+    "negated twice": (lambda x, g: x - -(-0.1 * g), True),
+    "ascent": (lambda x, g: x + 0.1 * g, False),
+    "turned twice": (lambda x, g: x - -(0.1 * g), False),
+    "infinite": (lambda x, g: x - np.float32(np.inf) * g, False),
+    "not a number": (lambda x, g: x - np.float32(np.nan) * g, False),
+    "by zero": (lambda x, g: x - g / np.float32(0), False),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_rows_that_were_not_taken_are_jit_s_to_the_last_bit(name, tmp_path):
+    """Minus zero among them, which plus zero makes plus zero."""
+    change, by_rows = SCALES[name]
+
+    def step(table, ids):
+        return change(table, jax.grad(loss_of)(table, ids))
+
+    table, ids = table_of(), ids_of()
+    table[::2] = -0.0
+    offloaded = jo.offload(step, device_memory=None, donate_argnums=0)
+    new = np.asarray(offloaded(jo.disk_put(table, tmp_path), ids))
+    want = np.asarray(jax.jit(step)(table, ids))
+    assert bool(offloaded.last_run.rows_stored) == by_rows
+    others = np.setdiff1d(np.arange(ROWS), ids % ROWS)
+    equal(new[others], want[others])
+    np.testing.assert_array_equal(np.signbit(new[others]), np.signbit(want[others]))
+    np.testing.assert_allclose(new, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rate", [np.nan, np.inf])
+def test_a_rate_that_is_no_number_reaches_every_row(rate, tmp_path):
+    table, ids = table_of(), ids_of()
+    step = jo.offload(by_hand, device_memory=None, donate_argnums=0)
+    new, _ = step(jo.disk_put(table, tmp_path), ids, np.float32(rate))
+    want, _ = jax.jit(by_hand)(table, ids, np.float32(rate))
+    assert not np.isfinite(want).all(axis=1).any()
+    equal(np.asarray(new), want)
 
 
 def test_what_else_needs_the_gradient_has_it_whole(tmp_path):
