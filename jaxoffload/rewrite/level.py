@@ -133,14 +133,14 @@ def closed_of(level: Level, like: Any) -> Any:
             known.update(zip(equation.outputs, made, strict=True))
         return [read(x) for x in level.results]
 
-    made = jax.make_jaxpr(function)(*avals)
+    made = compat.lowered_operations(jax.make_jaxpr(function)(*avals))
     count = len(level.constants)
     jaxpr, values = made.jaxpr, list(level.constants.values())
     variables = jaxpr.invars
     jaxpr = jaxpr.replace(
         constvars=[*jaxpr.constvars, *variables[:count]], invars=variables[count:]
     )
-    closed = compat.ClosedJaxpr(jaxpr, [*made.consts, *values])
+    closed: Any = compat.ClosedJaxpr(jaxpr, [*made.consts, *values])
     for before, after in zip(
         (*like.in_avals, *like.out_avals), (*closed.in_avals, *closed.out_avals), strict=True
     ):
