@@ -3,10 +3,12 @@
 Takes a TaskGraph, a budget and a machine; gives the longest of what each lane has to do in any
 case: all kernels; arguments up and results down, where kernels do not reach the caller's memory;
 what is alive at once beyond the budget away and back; and of that, what host memory cannot hold,
-to the disk and back. Copies count their bytes only, so no plan takes less in simulation.
+to the disk and back. Arguments that stay from call to call come up as far as no budget holds them.
+Copies count their bytes only, so no plan takes less in simulation.
 """
 
 import dataclasses
+from collections.abc import Collection
 
 import numpy as np
 
@@ -16,13 +18,18 @@ from jaxoffload.plan.cost.machines import Machine
 
 
 def least_seconds(
-    graph: TaskGraph, machine: Machine, budget: float, host_memory: int | None = None
+    graph: TaskGraph,
+    machine: Machine,
+    budget: float,
+    host_memory: int | None = None,
+    lasting: Collection[int] = (),
 ) -> float:
     """Seconds that a run takes at least, in the graph's own serial order.
 
     Args:
       budget: bytes of each device, workspace included.
       host_memory: bytes of the host tier, None for no limit.
+      lasting: arguments that may stay on the device from call to call.
     """
     columns, devices = graph.columns, num_devices(graph)
     is_kernel, on_host = (columns.kind == k for k in (VertexKind.KERNEL, VertexKind.HOST_KERNEL))
@@ -32,7 +39,7 @@ def least_seconds(
     compute = compute + host if machine.is_host and devices == 1 else max(compute, host)
     room = budget - np.array(reserved_workspace(graph, devices))
     excess = np.maximum(_most_alive(graph) - room, 0)
-    up, down = callers_bytes(graph) + excess
+    up, down = callers_bytes(graph, lasting, budget) + excess
     on = machine
     ways = up / on.to_device.bytes_per_second, down / on.from_device.bytes_per_second
     links = (np.maximum(*ways) if on.duplex else np.add(*ways)).max()
@@ -43,17 +50,40 @@ def least_seconds(
     return float(max(compute, links, *disk))
 
 
-def callers_bytes(graph: TaskGraph) -> np.ndarray:
+def callers_bytes(graph: TaskGraph, lasting: Collection[int], budget: float) -> np.ndarray:
     """Bytes of arguments that are copied to each device and of results that are copied away, in any
-    case: float64[2, devices]. None where kernels reach the caller's memory."""
+    case: float64[2, devices]. None where kernels reach the caller's memory.
+
+    Args:
+      lasting: arguments that may stay, and with them the results that they are donated to.
+      budget: bytes in which they stay.
+    """
     columns = graph.columns
     moved = np.zeros((2, num_devices(graph)))
-    if not graph.in_place_io:
-        is_made = (np.diff(columns.result_offsets) > 0) & (columns.argument < 0)
-        is_made[columns.outputs[_on_host(graph, columns.output_offsets)]] = False
-        for way, chosen in zip(moved, (_is_read(graph), is_made), strict=True):
-            np.add.at(way, columns.tensor_device[chosen], columns.bytes[chosen])
+    if graph.in_place_io:
+        return moved
+    is_made = (np.diff(columns.result_offsets) > 0) & (columns.argument < 0)
+    is_made[columns.outputs[_on_host(graph, columns.output_offsets)]] = False
+    is_read, may_stay = _is_read(graph), np.isin(columns.argument, list(lasting))
+    kept = np.zeros(moved.shape[1])
+    for way, chosen in (
+        (moved[0], is_read & ~may_stay),
+        (kept, is_read & may_stay),
+        (moved[1], is_made & ~_is_donated_to(graph, lasting)),
+    ):
+        np.add.at(way, columns.tensor_device[chosen], columns.bytes[chosen])
+    moved[0] += np.maximum(kept - budget, 0)
     return moved
+
+
+def _is_donated_to(graph: TaskGraph, arguments: Collection[int]) -> np.ndarray:
+    """Whether each tensor is part of a result that one of these is donated to."""
+    columns = graph.columns
+    results = [j for i, j in graph.donated if i in arguments]
+    found = np.zeros(len(columns.argument), dtype=bool)
+    rows = np.repeat(np.arange(len(found)), np.diff(columns.result_offsets))
+    found[rows[np.isin(columns.result, results)]] = True
+    return found
 
 
 def _is_read(graph: TaskGraph) -> np.ndarray:

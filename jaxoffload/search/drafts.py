@@ -1,14 +1,15 @@
 """Drafts: MemGraphs by which a search compares, each built and simulated once.
 
 Takes TaskGraphs, budgets and rules of allocation; gives simulated seconds. The MemGraph itself is
-let go: that of the best draft is built again, with its edges reduced.
+let go: that of the best draft is built again, with its edges reduced. Where arguments may stay on
+the device from call to call, seconds are those of a call that finds them there.
 
 Work is counted in MemGraph vertices that are built and simulated, two microseconds each on one core
 of an EPYC. To split, recompute, cluster and capture a cut takes far longer: for each equation of
 the program as long as `CAPTURED` of these vertices.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from jaxoffload.errors import PlanError
@@ -17,6 +18,7 @@ from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.plan.alloc.build import VARIANTS
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.plan.cost.simulate import simulate
+from jaxoffload.search.resident import with_residents
 
 CAPTURED = 10
 """Vertices that are built and simulated in the time in which an equation is captured: 20 us of a
@@ -51,14 +53,17 @@ class Drafts:
     Args:
       build: a MemGraph of a TaskGraph for a budget, by a rule.
       machine: on which they are simulated.
+      lasting: arguments that may stay from call to call.
 
     Attributes:
       work: vertices of all drafts that were asked for, known before or not: what a search may do
         does not depend on what was found out earlier.
     """
 
-    def __init__(self, build: Callable[..., MemGraph], machine: Machine):
-        self._build, self.machine = build, machine
+    def __init__(
+        self, build: Callable[..., MemGraph], machine: Machine, lasting: Collection[int] = ()
+    ):
+        self._build, self.machine, self.lasting = build, machine, lasting
         self._known: dict[tuple[int, int, Any], Draft | None] = {}
         self._graphs: dict[int, TaskGraph] = {}  # so that their identities stay taken
         self.work = 0
@@ -74,12 +79,17 @@ class Drafts:
         return found
 
     def _made(self, graph: TaskGraph, budget: int, rule: Rule) -> Draft | None:
+        def build(tensors: Sequence[int] = ()) -> MemGraph:
+            return self._build(graph, budget, unreduced=True, residents=tensors, **rule)
+
         try:
-            memgraph = self._build(graph, budget, unreduced=True, **rule)
+            memgraph = build()
         except PlanError as error:
             if error.min_device_memory is not None:
                 raise
             return None
+        if self.lasting:
+            memgraph, _ = with_residents(memgraph, self.lasting, build, self.machine, True)
         run = simulate(memgraph, machine=self.machine)
         return Draft(run.seconds, run.busy(Kind.KERNEL), memgraph.num_vertices)
 

@@ -8,10 +8,11 @@ import pytest
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 from jaxoffload.plan.alloc.build import VARIANTS, build_memgraph
-from jaxoffload.plan.alloc.limits import HOST_PAGE, min_budget, min_host_memory
+from jaxoffload.plan.alloc.limits import HOST_PAGE, align, min_budget, min_host_memory
 from jaxoffload.plan.bounds import least_seconds
 from jaxoffload.plan.cost.machines import SMALL_SERVER, Link
 from jaxoffload.plan.cost.simulate import simulate
+from jaxoffload.search.resident import can_stay
 from tests.plan.strategies import random_taskgraph
 from tests.plan.test_same_plans import with_gathers_and_disks
 
@@ -41,6 +42,40 @@ def test_no_plan_of_a_random_graph_takes_less(duplex):
     assert tight > 100  # it says something
 
 
+def test_nor_a_call_that_finds_what_stays():
+    tight = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        graph = random_taskgraph(rng, rng.choice((5, 14, 40)))
+        lasting = [i for i in range(len(graph.tensors)) if rng.random() < 0.7]
+        able = list(can_stay(graph, lasting))
+        chosen = [t for t in able if rng.random() < 0.8]
+        room = sum(align(graph.tensors[t].bytes) for t in chosen)
+        budget = min_budget(graph)[0] + room
+        plan = build_memgraph(graph, budget, residents=chosen)
+        least = least_seconds(graph, SLOW, budget, lasting=lasting)
+        seconds = simulate(plan, machine=SLOW).seconds
+        assert least <= seconds * (1 + 1e-9), seed
+        tight += bool(chosen) and least > 0.5 * seconds
+    assert tight > 10, tight
+
+
+def test_of_what_stays_only_what_no_budget_holds_comes_up():
+    sizes = {"a": 3000, "b": 5000, "x": 4096}
+    tensors = [Tensor(size, argument=Span(i, 0)) for i, size in enumerate(sizes.values())]
+    tensors += [Tensor(8), Tensor(8, results=(Span(0, 0),))]
+    vertices = [
+        Vertex(VertexKind.KERNEL, (0, 2), (3,), seconds=1e-9),
+        Vertex(VertexKind.KERNEL, (1, 3), (4,), seconds=1e-9),
+    ]
+    graph = TaskGraph(tuple(tensors), tuple(vertices))
+    for lasting, budget, up in (
+        ((), 10**6, 12096), ((0, 1), 10**6, 4096), ((0, 1), 6000, 4096 + 2000), ((0,), 3000, 9096),
+    ):  # fmt: skip
+        found = least_seconds(graph, SLOW, budget, lasting=lasting)
+        assert found == pytest.approx(up / SLOW.to_device.bytes_per_second), (lasting, budget)
+
+
 def _two_large_values(large):
     """Two values alive at once, each read again once both are made."""
     sizes = (8, large, large, 8)
@@ -67,3 +102,17 @@ def test_what_is_alive_beyond_the_budget_goes_away_and_comes_back():
     found = least_seconds(graph, fast, int(1.5 * large), host_memory=1000)
     assert found == pytest.approx(on_disk, rel=1e-3)
     assert least_seconds(graph, SLOW, 3 * large) == pytest.approx(16 / 1e6)
+
+
+def test_a_result_stays_with_the_argument_that_is_donated_to_it():
+    tensors = (
+        Tensor(4000, argument=Span(0, 0)),
+        Tensor(4000, argument=Span(1, 0)),
+        Tensor(4000, results=(Span(0, 0),)),
+        Tensor(4000, results=(Span(1, 0),)),
+    )
+    kernel = Vertex(VertexKind.KERNEL, (0, 1), (2, 3), seconds=1e-9)
+    graph = TaskGraph(tensors, (kernel,), donated=((0, 0), (1, 1)))
+    down = 1 / SLOW.from_device.bytes_per_second
+    for lasting, seconds in (((), 8000 * down), ((0,), 4000 * down), ((0, 1), 1e-9)):
+        assert least_seconds(graph, SLOW, 10**6, lasting=lasting) == pytest.approx(seconds)

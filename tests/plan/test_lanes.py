@@ -12,7 +12,8 @@ OWN = {
     Kind.TRANSFER: "host to device", Kind.OFFLOAD: "device to host",
 }  # fmt: skip
 SHARED = {
-    Kind.LOAD: "disk to host", Kind.STORE: "host to disk", Kind.HOST_KERNEL: "host compute",
+    Kind.LOAD: "disk to host", Kind.LOAD_ROWS: "disk to host", Kind.STORE: "host to disk",
+    Kind.STORE_ROWS: "host to disk", Kind.HOST_KERNEL: "host compute",
 }  # fmt: skip
 
 
