@@ -1,14 +1,15 @@
 """The host compute lane: optimizers' updates beside the device, behind a slow link and from disk.
 
 A full AdamW step behind a link held to a rate (throttled.py) at shares of what keeping everything
-takes: with updates on the device, on the host's cores, and where the planner puts them; over the
-bound, the greatest of its kernels' seconds with everything resident (the device's cores are the
-host's here) and what the link takes for the bytes that the plan moves. Then the bytes a second of
-Adam on the lane over those of a STREAM triad by XLA on the same cores. Last, state on disk: data of
-four times the memory, over the greatest of kernels and what the drive took for what was read and
-written.
+takes, its state in host memory and fed back from call to call: with updates on the device, on the
+host's cores, and where the planner puts them; over the bound, the greatest of its kernels' seconds
+with everything resident (the device's cores are the host's here) and what the link takes for the
+bytes that the plan moves. Then the bytes a second of Adam on the lane over those of a STREAM triad
+by XLA on the same cores. Last, state on disk: data of four times the memory, over the greatest of
+kernels and what the drive took for what was read and written.
 """
 
+import functools
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 import optax
 
 import jaxoffload as jo
+from benchmarks.cycle import Cycle
 from benchmarks.measure import interleaved, machine, save
 from benchmarks.ratios import difference
 from benchmarks.suite import training_step
@@ -39,12 +41,18 @@ def transformer(small: bool) -> Step:
     return function, arrays(shapes), donate
 
 
-def perceptron(small: bool, layers: int = 16) -> Step:
-    """A training step of as many rows as a layer is wide, with a norm over all gradients."""
+def perceptron(small: bool, clips: bool = False, layers: int = 16) -> Step:
+    """A training step of as many rows as a layer is wide.
+
+    Args:
+      clips: whether no update can begin before the norm of all gradients is known.
+    """
     width = 64 if small else 768
     keys = jax.random.split(jax.random.key(0), layers)
     params = [jax.random.normal(k, (width, width)) / width**0.5 for k in keys]
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    optimizer = optax.adamw(1e-3)
+    if clips:
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optimizer)
 
     def step(params: Any, state: Any, x: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -60,7 +68,11 @@ def perceptron(small: bool, layers: int = 16) -> Step:
     return step, (params, optimizer.init(params), jnp.ones((width, width))), (0, 1)
 
 
-STEPS = {"transformer": transformer, "perceptron, clipped": perceptron}
+STEPS: dict[str, Callable[[bool], Step]] = {
+    "transformer": transformer,
+    "perceptron": perceptron,
+    "perceptron, clipped": functools.partial(perceptron, clips=True),
+}
 
 
 def kernels_alone(function: Any, args: Any) -> tuple[float, int]:
@@ -72,35 +84,45 @@ def kernels_alone(function: Any, args: Any) -> tuple[float, int]:
 
 
 def behind_a_slow_link(name: str, small: bool, rounds: int) -> list[dict[str, Any]]:
-    """One step at each share, in all ways."""
-    function, args, _ = STEPS[name](small)
+    """One step at each share, in all ways: calls that follow one another, each with the results of
+    the one before, from the third on."""
+    function, args, donated = STEPS[name](small)
     want = jax.jit(function)(*args)
     alone, peak = kernels_alone(function, args)
+    cycle = Cycle(function, args, donated, donated)
     rows = []
     for share in SHARES:
         budget = int(share * peak)
-        ways, apart = {}, {}
-        for way in WAYS:
-            step = jo.offload(function, device_memory=budget, host_compute=way, policy="once")
-            apart[way] = difference(want, step(*args))
-            ways[way] = step
-        timed = interleaved(
-            {way: lambda s=s: jax.block_until_ready(s(*args)) for way, s in ways.items()}, rounds
-        )
         row: dict[str, Any] = {"step": name, "share": share, "budget": budget, "rate": RATE}
-        for way, step in ways.items():
-            plan = step.plan(*args)
-            link = max(plan.bytes_reloaded, plan.bytes_offloaded) / RATE
-            row[way] = {
-                "seconds": timed[way].median,
-                "over_bound": timed[way].median / max(alone, link),
-                "bound_by": "compute" if alone > link else "link",
+        for way in WAYS:
+            step = jo.offload(
+                function,
+                device_memory=budget,
+                donate_argnums=donated,
+                host_compute=way,
+                policy="once",
+            )
+            given, runs = cycle.start(), []
+            for number in range(2 + rounds):
+                results = step(*given)
+                if number == 0:
+                    row[way] = {"apart": difference(want, jax.tree.map(np.asarray, results))}
+                given = cycle.next(given, results)
+                runs.append(step.last_run)
+            plan, runs = step.plan(*given), runs[2:]
+            seconds = float(np.median([run.seconds for run in runs]))
+            moved = max(runs[-1].bytes_reloaded, runs[-1].bytes_offloaded)
+            row[way] |= {
+                "seconds": seconds,
+                "over_bound": seconds / max(alone, moved / RATE),
+                "bound_by": "compute" if alone > moved / RATE else "link",
+                "kernels": float(np.median([r.lane_busy_seconds["compute"] for r in runs])),
                 "on_host": plan.on_host,
-                "moved": max(plan.bytes_reloaded, plan.bytes_offloaded),
+                "moved": moved,
                 "predicted": plan.timeline.seconds,
-                "apart": apart[way],
             }
-        row["gain"] = timed["never"].median / timed["auto"].median
+        row["alone"] = alone
+        row["gain"] = row["never"]["seconds"] / row["auto"]["seconds"]
         rows.append(row)
         told = "; ".join(
             f"{way} {row[way]['seconds']:.3f} s, {row[way]['over_bound']:.2f} of the bound "
@@ -151,13 +173,13 @@ def bandwidth(small: bool, rounds: int) -> dict[str, Any]:
     return {"step": "bandwidth", "adam": adam, "triad": stream, "ratio": adam / stream}
 
 
-def from_disk(small: bool, rounds: int) -> dict[str, Any]:
+def from_disk(name: str, small: bool, rounds: int) -> dict[str, Any]:
     """Parameters in memory, Adam's moments on disk; memory a quarter of all three."""
-    function, args, donate = perceptron(small)
+    function, args, donate = STEPS[name](small)
     alone, _ = kernels_alone(function, args)
     data = sum(x.nbytes for x in jax.tree.leaves(args[:2]))
     want = jax.jit(function)(*args)
-    row: dict[str, Any] = {"step": "from disk", "data": data}
+    row: dict[str, Any] = {"step": f"{name}, from disk", "data": data}
     with tempfile.TemporaryDirectory() as folder:
         for way in WAYS[:2]:
             step = jo.offload(
@@ -187,7 +209,7 @@ def from_disk(small: bool, rounds: int) -> dict[str, Any]:
                 "written": plan.bytes_stored,
             }
             print(
-                f"from disk, updates on the host {way}: {row[way]['seconds']:.3f} s, "
+                f"{name}, from disk, updates on the host {way}: {row[way]['seconds']:.3f} s, "
                 f"{row[way]['over_bound']:.2f} of the bound, reads "
                 f"{format_bytes(plan.bytes_loaded)}, writes {format_bytes(plan.bytes_stored)}",
                 flush=True,
@@ -204,5 +226,6 @@ def run(small: bool = False, out: str | None = None) -> None:
         for name in list(STEPS)[1:] if small else STEPS:
             rows += behind_a_slow_link(name, small, rounds)
     rows.append(bandwidth(small, rounds))
-    rows.append(from_disk(small, rounds))
+    for name in list(STEPS)[1:]:
+        rows.append(from_disk(name, small, rounds))
     save("host", rows, out)

@@ -61,6 +61,9 @@ def serial_order(
             position[i] = max(position[i], at)
     waiting = _wait_for_readers(equations, producer, moves, position)
     chain = _chains(equations, moves)
+    ends = [end_of_segment[s] if (s := outermost[e.segment]) else i
+            for i, e in enumerate(equations)]  # fmt: skip
+    _update_after_last_reads(equations, producer, moves, chain, ends, position)
     key = [(position[i], chain[i], i) for i in range(len(equations))]
     reads = [{producer[v] for v in eqn.values() if v in producer} for eqn in equations]
     _keep_iterations_whole(equations, reads, waiting)
@@ -131,6 +134,41 @@ def _wait_for_readers(
     for i in waiting - read:
         position[i] = len(equations)
     return waiting & read
+
+
+def _update_after_last_reads(
+    equations: list[Equation],
+    producer: dict[Value, int],
+    moves: list[bool],
+    chain: list[int],
+    ends: list[int],
+    position: list[int],
+) -> None:
+    """Has what is computed for the caller alone, from an argument, come after all else that reads
+    that argument: an update may then be written over it, and stay on the device in its place. A
+    layer's gradient by its input is made right beside that by its weights, before or after it.
+
+    Args:
+      ends: where what each equation belongs to is over.
+    """
+    is_read = [False] * len(equations)  # by what does not move, or by what such a one reads
+    last: dict[tuple[int, int], int] = {}
+    for i in range(len(equations) - 1, -1, -1):
+        for value in equations[i].values():
+            if (not moves[i] or is_read[i]) and value in producer:
+                is_read[producer[value]] = True
+            if not moves[i] and (span := value.argument) is not None:
+                name = span.index, span.offset
+                last[name] = max(last.get(name, -1), ends[i])
+    least: dict[int, int] = {}
+    late = [i for i in range(len(equations)) if moves[i] and not is_read[i] and position[i] >= 0]
+    for i in late:
+        for value in equations[i].values():
+            if value.shape and (span := value.argument) is not None:
+                found = last.get((span.index, span.offset), -1)
+                least[chain[i]] = max(least.get(chain[i], -1), found)
+    for i in late:
+        position[i] = max(position[i], least.get(chain[i], -1))
 
 
 def _keep_iterations_whole(

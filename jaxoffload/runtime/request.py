@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxoffload.graphs.taskgraph import TensorKind
+from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
 from jaxoffload.options import Options
 
 
@@ -52,6 +52,12 @@ class Request:
         count = self.num_devices
         return tuple((i * count + d, j * count + d) for i, j in self.donated for d in range(count))
 
+    def staying(self, graph: TaskGraph) -> frozenset[int]:
+        """The arguments that may stay on the device where the function is cut like that. Of a
+        donated one over which its result is not written the next call has another."""
+        written = {i for i, _ in graph.donated}
+        return self.lasting.difference(i for i, _ in self.pairs if i not in written)
+
     def name_of(self, argument: int) -> str:
         """What the user calls a flat argument of any device, as far as that is known."""
         names = self.argument_names
@@ -94,8 +100,11 @@ def make_request(
     """
     pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, donated)
     disk = frozenset(i for i, tier in enumerate(tiers) if tier == "disk")
+    paired = {i for i, _ in pairs}
     lasting = frozenset(
-        i for i, tier in enumerate(tiers) if tier == "host" or (tier and not donated[i])
+        i
+        for i, tier in enumerate(tiers)
+        if (tier and not donated[i]) or (tier == "host" and i in paired)
     )
     if options.memory is not None:  # to that, all memory is one
         lasting = frozenset()

@@ -57,7 +57,7 @@ ones counted, a choice is left to runs, which may tell that another one is faste
 is to be planned in a few times the time that jit takes to compile it."""
 _LAST = 4
 """How many finer cuts in turn must be so much worse."""
-_LOOPS, _ON_HOST = 2, 5
+_LOOPS, _ON_HOST = 2, 8
 """Cuts of which the same with whole loops is tried, and with updates on the host's cores."""
 _NEVER = float("inf")
 
@@ -120,9 +120,9 @@ class Ranking:
         """Seconds; a cut that takes no longer ends the search. About what the kernels of the uncut
         program take, or the copies of its arguments and results."""
         compute = self._compute
-        least = least_seconds(
-            self._graphs(WHOLE), self._machine, float("inf"), lasting=self._drafts.lasting
-        )
+        whole = self._graphs(WHOLE)
+        lasting = self._drafts.staying(whole)
+        least = least_seconds(whole, self._machine, float("inf"), lasting=lasting)
         return max(_CLOSE * compute, compute + _LITTLE, SAME * least)
 
     @functools.cached_property
@@ -133,8 +133,8 @@ class Ranking:
     @functools.cached_property
     def _callers(self) -> np.ndarray:
         """Bytes of arguments and of results that any cut copies."""
-        graph, lasting = self._graphs(WHOLE), self._drafts.lasting
-        return callers_bytes(graph, lasting, self._budget).sum(axis=1)
+        graph = self._graphs(WHOLE)
+        return callers_bytes(graph, self._drafts.staying(graph), self._budget).sum(axis=1)
 
     def feasible(self) -> Iterator[Cut]:
         """Cuts that may be the ones that need least, coarse ones first, none simulated."""
@@ -246,9 +246,8 @@ class Ranking:
     def _try(self, cut: Cut, graph: TaskGraph) -> float:
         """Drafts by the first rule; by others as long as the cut may still be the best."""
         took, best = _NEVER, self._best
-        least = least_seconds(
-            graph, self._machine, self._budget, self._room.host_memory, self._drafts.lasting
-        )
+        lasting = self._drafts.staying(graph)
+        least = least_seconds(graph, self._machine, self._budget, self._room.host_memory, lasting)
         for rule in VARIANTS:
             draft = self._drafts.of(graph, self._budget, rule)
             took = took if draft is None else min(took, draft.seconds)

@@ -87,7 +87,7 @@ class Cutting:
             settings,
             self._host_compute != "never",
         )
-        self.drafts = Drafts(self.build, self.machine, request.lasting)
+        self.drafts = Drafts(self.build, self.machine, request.staying)
         self._ranked: Ranking | None = None
         self._cuts: list[tuple[Cut, float]] | None = None  # that another process has simulated
 

@@ -53,7 +53,7 @@ class Drafts:
     Args:
       build: a MemGraph of a TaskGraph for a budget, by a rule.
       machine: on which they are simulated.
-      lasting: arguments that may stay from call to call.
+      staying: the arguments of a TaskGraph that may stay from call to call.
 
     Attributes:
       work: vertices of all drafts that were asked for, known before or not: what a search may do
@@ -61,9 +61,12 @@ class Drafts:
     """
 
     def __init__(
-        self, build: Callable[..., MemGraph], machine: Machine, lasting: Collection[int] = ()
+        self,
+        build: Callable[..., MemGraph],
+        machine: Machine,
+        staying: Callable[[TaskGraph], Collection[int]] = lambda graph: (),
     ):
-        self._build, self.machine, self.lasting = build, machine, lasting
+        self._build, self.machine, self.staying = build, machine, staying
         self._known: dict[tuple[int, int, Any], Draft | None] = {}
         self._graphs: dict[int, TaskGraph] = {}  # so that their identities stay taken
         self.work = 0
@@ -88,8 +91,8 @@ class Drafts:
             if error.min_device_memory is not None:
                 raise
             return None
-        if self.lasting:
-            memgraph, _ = with_residents(memgraph, self.lasting, build, self.machine, True)
+        if lasting := self.staying(graph):
+            memgraph, _ = with_residents(memgraph, lasting, build, self.machine, True)
         run = simulate(memgraph, machine=self.machine)
         return Draft(run.seconds, run.busy(Kind.KERNEL), memgraph.num_vertices)
 

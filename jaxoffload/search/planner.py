@@ -181,7 +181,7 @@ class Planner(Cutting):
     ) -> tuple[MemGraph, float]:
         """The MemGraph of a draft, with what stays and what is brought back, and its simulated
         seconds."""
-        lasting, machine = self.request.lasting, machine or self.machine
+        lasting, machine = self.request.staying(graph), machine or self.machine
         memgraph, seconds = with_residents(
             self.build(graph, budget, **rule),
             lasting,
