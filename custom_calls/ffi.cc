@@ -49,6 +49,7 @@ std::vector<char*> Addresses(const Buffers& buffers, const char* name,
                                 ", the plan has " + std::to_string(planned.size()));
   }
   std::vector<char*> addresses;
+  addresses.reserve(buffers.size());
   for (size_t i = 0; i < buffers.size(); ++i) {
     ffi::AnyBuffer buffer = [&] {
       if constexpr (std::is_same_v<Buffers, ffi::RemainingArgs>) {
@@ -67,15 +68,39 @@ std::vector<char*> Addresses(const Buffers& buffers, const char* name,
   return addresses;
 }
 
+// A plan, and what is the same in all its runs by one call.
+struct Callee {
+  explicit Callee(BoundPlan found) : bound(std::move(found)) {
+    if (bound.plan == nullptr) return;
+    const LoadedPlan& loaded = bound.plan->loaded();
+    for (size_t i = 0; i < loaded.argument_bytes().size(); ++i) {
+      if (IsBound(i)) continue;
+      operand_index.push_back(i);
+      operand_bytes.push_back(loaded.argument_bytes()[i]);
+    }
+    if (!bound.fixed.empty()) operand_bytes.push_back(sizeof(uint64_t));
+    result_bytes = loaded.result_bytes();
+    result_bytes.push_back(0);  // one that nobody reads
+  }
+  bool IsBound(size_t argument) const {
+    return argument < bound.arguments.size() && bound.arguments[argument].is_bound;
+  }
+
+  BoundPlan bound;
+  std::vector<size_t> operand_index;   // arguments that operands bring
+  std::vector<int64_t> operand_bytes;  // of those, and of the stamp behind them
+  std::vector<int64_t> result_bytes;
+};
+
 // What a call holds of its plan, from its instantiation until XLA destroys the program; by
 // platform, for each numbers its types by itself.
 struct CpuCall {
   static ffi::TypeId id;
-  BoundPlan bound;
+  Callee callee;
 };
 struct CudaCall {
   static ffi::TypeId id;
-  BoundPlan bound;
+  Callee callee;
 };
 ffi::TypeId CpuCall::id = {};
 ffi::TypeId CudaCall::id = {};
@@ -86,8 +111,8 @@ template <typename Call>
 ffi::ErrorOr<std::unique_ptr<Call>> Instantiate(std::string_view key, int64_t, int64_t, int64_t,
                                                 int64_t) {
   try {
-    auto call = std::make_unique<Call>(Call{FindPlan(std::string(key))});
-    if (call->bound.plan != nullptr) return call;
+    auto call = std::make_unique<Call>(Call{Callee(FindPlan(std::string(key)))});
+    if (call->callee.bound.plan != nullptr) return call;
     return ffi::Unexpected(ffi::Error::InvalidArgument(
         "jaxoffload_run: no plan has the key " + std::string(key) +
         ". This program was compiled in another process; compile it in this one."));
@@ -108,8 +133,9 @@ using Done = std::function<void(const RunReport&, const Plan&)>;
 
 // Queues the run of a plan. Operands are the plan's arguments but for those that were bound when
 // it was registered. Without `done` the caller waits for the end. Throws std::exception.
-std::shared_ptr<Run> Submit(const BoundPlan& bound, ffi::RemainingArgs operands,
+std::shared_ptr<Run> Submit(const Callee& callee, ffi::RemainingArgs operands,
                             ffi::RemainingRets results, const Wishes& wishes, Done done) {
+  const BoundPlan& bound = callee.bound;
   const std::shared_ptr<Plan>& plan = bound.plan;
   RunOptions options;
   options.policy = PolicyOf(wishes.policy);
@@ -118,28 +144,25 @@ std::shared_ptr<Run> Submit(const BoundPlan& bound, ffi::RemainingArgs operands,
   options.check = wishes.check != 0;
   const LoadedPlan& loaded = plan->loaded();
   std::vector<char*> arguments(loaded.argument_bytes().size(), nullptr);
-  std::vector<std::shared_ptr<DiskSource>> sources(arguments.size());
+  std::vector<std::shared_ptr<DiskSource>> sources;
   std::vector<std::shared_ptr<void>> owners;
   Contents contents;
-  contents.argument_stamps.assign(arguments.size(), kNoStamp);
-  std::vector<int64_t> operand_bytes;
-  std::vector<size_t> operand_index;
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (i < bound.arguments.size() && bound.arguments[i].is_bound) {
-      arguments[i] = bound.arguments[i].address;
-      sources[i] = bound.arguments[i].source;
-      owners.push_back(bound.arguments[i].owner);
-      if (bound.arguments[i].stamp) {
-        contents.argument_stamps[i] = bound.arguments[i].stamp->value();
-      }
-      continue;
-    }
-    operand_index.push_back(i);
-    operand_bytes.push_back(loaded.argument_bytes()[i]);
+  if (!bound.arguments.empty() || !bound.fixed.empty()) {
+    contents.argument_stamps.assign(arguments.size(), kNoStamp);
   }
-  if (!bound.fixed.empty()) operand_bytes.push_back(sizeof(uint64_t));
-  const std::vector<char*> given = Addresses(operands, "arguments", operand_bytes);
-  for (size_t i = 0; i < operand_index.size(); ++i) arguments[operand_index[i]] = given[i];
+  if (!bound.arguments.empty()) sources.resize(arguments.size());
+  for (size_t i = 0; i < bound.arguments.size(); ++i) {
+    if (!callee.IsBound(i)) continue;
+    arguments[i] = bound.arguments[i].address;
+    sources[i] = bound.arguments[i].source;
+    owners.push_back(bound.arguments[i].owner);
+    if (bound.arguments[i].stamp) {
+      contents.argument_stamps[i] = bound.arguments[i].stamp->value();
+    }
+  }
+  const std::vector<char*> given = Addresses(operands, "arguments", callee.operand_bytes);
+  const std::vector<size_t>& index = callee.operand_index;
+  for (size_t i = 0; i < index.size(); ++i) arguments[index[i]] = given[i];
   if (!bound.fixed.empty()) {
     uint64_t first = kNoStamp;
     std::memcpy(&first, given.back(), sizeof(first));
@@ -147,9 +170,7 @@ std::shared_ptr<Run> Submit(const BoundPlan& bound, ffi::RemainingArgs operands,
       contents.argument_stamps[each.argument] = first + each.number;
     }
   }
-  std::vector<int64_t> result_bytes(loaded.result_bytes().begin(), loaded.result_bytes().end());
-  result_bytes.push_back(0);  // one that nobody reads
-  std::vector<char*> places = Addresses(results, "results", result_bytes);
+  std::vector<char*> places = Addresses(results, "results", callee.result_bytes);
   places.pop_back();
   const bool waits = done == nullptr;
   std::function<void(const std::shared_ptr<const RunReport>&)> noted;
@@ -190,15 +211,15 @@ ffi::Future RunOnCpu(CpuCall* call, ffi::RemainingArgs operands, ffi::RemainingR
         promise.SetError(ffi::Error::Internal(Failure(report, plan)));
       }
     };
-    const std::shared_ptr<Plan>& plan = call->bound.plan;
+    const std::shared_ptr<Plan>& plan = call->callee.bound.plan;
     const Wishes wishes{policy, seed, max_delay_us, check};
     // A loop's next iteration comes here on the thread that was told of the last one's end, which
     // is ours; what XLA takes to be quick, on the caller's, which waits for the end in any case.
     // XLA's own threads may not block, for programs that a vertex calls need them.
     if (plan->IsShort() && (CallbackThreads::IsOneOfThem() || is_callers_thread())) {
-      done(*Submit(call->bound, operands, results, wishes, nullptr)->report(), *plan);
+      done(*Submit(call->callee, operands, results, wishes, nullptr)->report(), *plan);
     } else {
-      Submit(call->bound, operands, results, wishes, done);
+      Submit(call->callee, operands, results, wishes, done);
     }
     return future;
   } catch (const std::exception& e) {
@@ -212,14 +233,14 @@ ffi::Error RunOnCuda(void* stream, CudaCall* call, ffi::RemainingArgs operands,
                      ffi::RemainingRets results, std::string_view, int64_t policy, int64_t seed,
                      int64_t max_delay_us, int64_t check) {
   try {
-    const std::shared_ptr<Plan>& plan = call->bound.plan;
+    const std::shared_ptr<Plan>& plan = call->callee.bound.plan;
     if (plan->client()->driver() != nullptr) {
       const CudaDriver& driver = *plan->client()->driver();
       const int code = driver.AwaitStream(stream);
       if (code != 0) return ffi::Error::Internal(driver.Describe(code, "waiting for operands"));
     }
     const Wishes wishes{policy, seed, max_delay_us, check};
-    const auto report = Submit(call->bound, operands, results, wishes, nullptr)->report();
+    const auto report = Submit(call->callee, operands, results, wishes, nullptr)->report();
     if (report->error_message.empty()) return ffi::Error::Success();
     return ffi::Error::Internal(Failure(*report, *plan));
   } catch (const std::exception& e) {

@@ -243,6 +243,7 @@ class Plan:
         seed: int = 0,
         max_delay_us: int = 0,
         check: bool = False,
+        may_help: bool = True,
         ended: Callable[[RunReport], object] | None = None,
     ) -> RunReport:
         """Runs the plan and waits, without the GIL. Failures are in the report.
@@ -253,6 +254,8 @@ class Plan:
           policy: 0 work-conserving, 1 fixed order, 2 random.
           max_delay_us: with policy 2, vertices sleep up to this long before and after.
           check: watch the ranges in use and stop at the first race.
+          may_help: the thread that calls may execute kernels itself, where runs are short. Not
+            those that call back into Python: Ctrl-C would come in the middle of that.
           ended: called with the report however the run ends, before this returns or raises. Not
             called where the run never began.
 
@@ -403,6 +406,25 @@ class PlanRegistration:
     ): ...
     @property
     def key(self) -> str: ...
+
+class Looks:
+    """What is told of some objects, to know others that look the same. It holds none of them.
+
+    Args:
+      leaves: the objects.
+      attributes: by each type that they have, names of attributes, compared by `==`; of a method
+        what it returns. None that leads to the object itself.
+
+    Raises:
+      TypeError: an object is of another type.
+    """
+
+    def __init__(self, leaves: list[Any], attributes: dict[type, tuple[str, ...]]) -> None: ...
+    def match(self, leaves: list[Any]) -> bool:
+        """Whether as many objects have the same types, and the same attributes, one by one."""
+
+def are_distinct(leaves: Sequence[Any]) -> bool:
+    """Whether no object is there twice."""
 
 def num_registered_plans() -> int:
     """How many registrations are alive."""

@@ -1,6 +1,6 @@
 // The parts of jaxoffload._native, Python's view of the runtime: arrays in, exceptions out, and the
-// GIL let go around everything that can wait. Nothing here is on a hot path (nanobind compiles it
-// for size). Documented in jaxoffload/_native.pyi.
+// GIL let go around everything that can wait. Nothing here is on a hot path but leaves.cc (nanobind
+// compiles it for size). Documented in jaxoffload/_native.pyi.
 
 #ifndef JAXOFFLOAD_BINDINGS_BINDINGS_H_
 #define JAXOFFLOAD_BINDINGS_BINDINGS_H_
@@ -37,6 +37,7 @@ void BindMemGraph(nb::module_& m);
 void BindHost(nb::module_& m);
 void BindDisk(nb::module_& m);
 void BindGraph(nb::module_& m);
+void BindLeaves(nb::module_& m);
 
 // Copies what any client's runs have left on a device and owe to an array in host memory.
 void SettleAll(const char* array);

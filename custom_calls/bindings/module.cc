@@ -87,6 +87,7 @@ NB_MODULE(_native, m) {
   BindHost(m);
   BindDisk(m);
   BindGraph(m);
+  BindLeaves(m);
   // XLA's threads are Python's while they call back only.
   SetIsCallersThread([] { return PyGILState_GetThisThreadState() != nullptr; });
   m.def("cuda_driver", &DescribeCudaDriver, "path"_a = "");

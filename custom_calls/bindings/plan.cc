@@ -63,11 +63,12 @@ struct Places {
 unsigned long main_thread = 0;  // Python's identifier of it
 
 // Waits with the GIL released, and takes it now and then to see whether the user pressed Ctrl-C.
+// Executes the kernels of short runs itself if it may: to wake a lane takes as long.
 // `ended`, if any, is called with the report however the run has ended.
 std::shared_ptr<const RunReport> RunAndWait(Plan& plan, const std::vector<nb::object>& arguments,
                                             const std::vector<nb::object>& results, int32_t policy,
                                             uint64_t seed, int64_t max_delay_us, bool check,
-                                            const nb::object& ended) {
+                                            bool may_help, const nb::object& ended) {
   const RunOptions options = MakeOptions(policy, seed, max_delay_us, check);
   const Places<DiskSource> from(arguments);
   const Places<DiskExtent> to(results);
@@ -85,13 +86,14 @@ std::shared_ptr<const RunReport> RunAndWait(Plan& plan, const std::vector<nb::ob
   contents.result_owners = to.owner_of;
   // Signals are Python's main thread's business; others need not wake up for them.
   const bool is_main = PyThread_get_thread_ident() == main_thread;
+  constexpr auto kPatience = std::chrono::milliseconds(50);
   bool interrupted = false;
   std::shared_ptr<Run> run;
   {
     const WithoutGil without_gil;
     run = plan.Submit(from.addresses, to.addresses, options, nullptr, from.sources, to.sources,
-                      std::move(owners), std::move(contents));
-    while (!interrupted && !run->WaitFor(std::chrono::milliseconds(50))) {
+                      std::move(owners), std::move(contents), may_help && plan.IsShort());
+    while (!interrupted && !run->WaitFor(kPatience)) {
       if (!is_main) continue;
       nb::gil_scoped_acquire acquire;
       interrupted = PyErr_CheckSignals() != 0;
@@ -253,7 +255,8 @@ void BindPlan(nb::module_& m) {
       .def_prop_ro("argument_bytes", [](const Plan& p) { return p.loaded().argument_bytes(); })
       .def_prop_ro("result_bytes", [](const Plan& p) { return p.loaded().result_bytes(); })
       .def("run", &RunAndWait, "arguments"_a, "results"_a, nb::kw_only(), "policy"_a = 0,
-           "seed"_a = 0, "max_delay_us"_a = 0, "check"_a = false, "ended"_a = nb::none())
+           "seed"_a = 0, "max_delay_us"_a = 0, "check"_a = false, "may_help"_a = true,
+           "ended"_a = nb::none())
       .def("residents", &Plan::residents, nb::call_guard<WithoutGil>())
       .def("release", &Plan::Release, nb::call_guard<WithoutGil>())
       .def("last_report",

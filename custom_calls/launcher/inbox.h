@@ -11,6 +11,7 @@
 #define JAXOFFLOAD_LAUNCHER_INBOX_H_
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 
 #include "base/patience.h"
@@ -19,8 +20,10 @@ namespace jaxoffload {
 
 class Inbox {
  public:
+  static constexpr auto kNever = Patience::Clock::time_point::max();
   static constexpr int32_t kEmpty = -1;
   static constexpr int32_t kStop = -3;
+  static constexpr int32_t kCalled = -4;
 
   // Adds a vertex. `next` is the array of links; next[vertex_id] belongs to the stack from here
   // until the consumer has taken it.
@@ -43,9 +46,12 @@ class Inbox {
     return top;
   }
 
-  // As TryTake, but waits for something: looks for a while, then sleeps. Returns kStop after Stop.
-  // `patience` is the consumer's own.
-  int32_t Take(Patience& patience);
+  // As TryTake, but waits for something: looks for a while, then sleeps. Returns kStop after Stop,
+  // and kEmpty only when the time is up. `patience` is the consumer's own.
+  int32_t Take(Patience& patience, Patience::Clock::time_point until = kNever);
+
+  // Makes the consumer return kCalled, unless it has something to take; a push takes that back.
+  void Call();
 
   // Makes the consumer return kStop for ever. Nothing may be pushed afterwards.
   void Stop();
@@ -56,7 +62,7 @@ class Inbox {
  private:
   static constexpr int32_t kAsleep = -2;
 
-  void Sleep();
+  void Sleep(Patience::Clock::time_point until);
   void Wake();
 
   // On a cache line of its own: producers hammer it.

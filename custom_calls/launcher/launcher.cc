@@ -77,19 +77,42 @@ void Launcher::Submit(std::shared_ptr<Run> run) {
   if (Enqueue(run)) Start(std::move(run));
 }
 
-void Launcher::SubmitAndHelp(std::shared_ptr<Run> run) {
+void Launcher::SubmitAndHelp(std::shared_ptr<Run> run, Patience::Duration limit) {
   if (!Enqueue(run)) return;
   if (window_ > 0) {  // vertices are put on streams, and not executed
     Start(std::move(run));
     return;
   }
   thread_local Patience patience;
-  run->helped_lane_ = layout_.Of(Kind::kKernel, 0);
+  const Patience::Clock::time_point until = Patience::Clock::now() + limit;
+  const int32_t lane = layout_.Of(Kind::kKernel, 0);
+  run->helped_lane_ = lane;
   Start(run);
+  for (;;) {
+    const int32_t taken = run->helped_.Take(patience, until);
+    if (taken == Inbox::kStop) return;
+    if (taken == Inbox::kEmpty || !Work(lane, *run, taken, patience, until)) break;
+  }
+  MutexLock lock(mutex_);
+  if (active_ != run) return;
+  // While it is the active one nothing else is in the lane's own inbox.
+  run->is_left_ = true;
+  lanes_[lane].inbox.Call();
+}
+
+void Launcher::TakeOver(int32_t lane) {
+  std::shared_ptr<Run> run;
+  {
+    MutexLock lock(mutex_);
+    if (active_ == nullptr || active_->helped_lane_ != lane || !active_->is_left_) return;
+    run = active_;
+  }
+  Patience& patience = lanes_[lane].patience;
+  if (!run->ready_[lane].empty()) Work(lane, *run, Inbox::kEmpty, patience);
   for (;;) {
     const int32_t taken = run->helped_.Take(patience);
     if (taken == Inbox::kStop) return;
-    Work(run->helped_lane_, *run, taken, patience);
+    Work(lane, *run, taken, patience);
   }
 }
 
@@ -170,12 +193,21 @@ void Launcher::LaneMain(int32_t lane) {
   for (;;) {
     const int32_t taken = lanes_[lane].inbox.Take(lanes_[lane].patience);
     if (taken == Inbox::kStop) return;
+    if (taken == Inbox::kCalled) {
+      TakeOver(lane);
+      continue;
+    }
     Run& run = *active_run_.load(std::memory_order_relaxed);
-    window_ > 0 ? Issue(lane, run, taken) : Work(lane, run, taken, lanes_[lane].patience);
+    if (window_ > 0) {
+      Issue(lane, run, taken);
+    } else {
+      Work(lane, run, taken, lanes_[lane].patience);
+    }
   }
 }
 
-void Launcher::Work(int32_t lane, Run& run, int32_t taken, Patience& patience) {
+bool Launcher::Work(int32_t lane, Run& run, int32_t taken, Patience& patience,
+                    Patience::Clock::time_point until) {
   ReadyQueue& ready = run.ready_[lane];
   Inbox& inbox = InboxOf(run, lane);
   for (;;) {
@@ -183,7 +215,8 @@ void Launcher::Work(int32_t lane, Run& run, int32_t taken, Patience& patience) {
     const int32_t vertex_id = ready.Pop();
     if (vertex_id < 0) {
       // With the fixed policy something is ready but not next. The run cannot end meanwhile.
-      taken = inbox.Take(patience);
+      taken = inbox.Take(patience, until);
+      if (taken == Inbox::kEmpty) return false;
       continue;
     }
     run.Execute(vertex_id);
@@ -192,7 +225,8 @@ void Launcher::Work(int32_t lane, Run& run, int32_t taken, Patience& patience) {
     // thread, unless this lane still holds a vertex of it.
     const bool more = !ready.empty();
     CountCompletion(run);
-    if (!more) return;
+    if (!more) return true;
+    if (until != Inbox::kNever && Patience::Clock::now() >= until) return false;
     taken = inbox.TryTake();
   }
 }

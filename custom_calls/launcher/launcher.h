@@ -69,8 +69,10 @@ class Launcher {
 
   // The same by a thread that waits for the end in any case: if nothing else is running, it
   // executes the vertices of the first compute lane itself, and no other thread has to be woken for
-  // them. Returns when the run has ended; if something else is running, at once.
-  void SubmitAndHelp(std::shared_ptr<Run> run) EXCLUDES(mutex_);
+  // them. Returns when the run has ended; when it has helped for so long, and the lane goes on; or
+  // at once, if something else is running.
+  void SubmitAndHelp(std::shared_ptr<Run> run,
+                     Patience::Duration limit = std::chrono::milliseconds(50)) EXCLUDES(mutex_);
 
   // Waits for the queued runs to end and joins the lanes. Idempotent.
   void Shutdown() EXCLUDES(mutex_);
@@ -110,9 +112,13 @@ class Launcher {
   // Ends the lanes' threads, those of them that there are. Not under the mutex unless they have
   // nothing to do.
   void JoinLanes();
-  void LaneMain(int32_t lane);
-  // Runs what is ready on a lane until nothing is. `taken` is a list out of the inbox.
-  void Work(int32_t lane, Run& run, int32_t taken, Patience& patience);
+  void LaneMain(int32_t lane) EXCLUDES(mutex_);
+  // Runs what is ready on a lane until nothing is. `taken` is a list out of the inbox. False: the
+  // time is up, something is ready, and the run has not ended.
+  bool Work(int32_t lane, Run& run, int32_t taken, Patience& patience,
+            Patience::Clock::time_point until = Inbox::kNever);
+  // Works for a run in place of the thread that submitted it and helps no more, until it has ended.
+  void TakeOver(int32_t lane) EXCLUDES(mutex_);
   // The same with a window: puts them on the stream.
   void Issue(int32_t lane, Run& run, int32_t taken);
   void AwaiterMain(int32_t lane);

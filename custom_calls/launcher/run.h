@@ -188,6 +188,7 @@ class Run {
   // the run has ended.
   int32_t helped_lane_ = -1;
   Inbox helped_;
+  bool is_left_ = false;  // the lane is to do so from here on; under the launcher's mutex
 
   std::shared_ptr<Run> next_ended_;  // the launcher's: runs that ended without a vertex
 

@@ -27,6 +27,7 @@ void CheckArrays(const char* name, const std::vector<char*>& arrays,
 
 void CheckSource(const char* name, size_t i, const DiskSource* source, bool on_disk,
                  int64_t bytes) {
+  if (!on_disk && source == nullptr) return;
   const std::string where = std::string("run: ") + name + "[" + std::to_string(i) + "]";
   if (on_disk != (source != nullptr)) {
     throw std::invalid_argument(where + (on_disk ? " must be on disk" : " must be in memory") +
@@ -77,9 +78,15 @@ std::shared_ptr<Run> Plan::Submit(std::vector<char*> arguments, std::vector<char
                                   std::vector<std::shared_ptr<DiskExtent>> result_extents,
                                   std::vector<std::shared_ptr<void>> owners, Contents contents,
                                   bool helps) {
-  argument_sources.resize(arguments.size());
-  result_extents.resize(results.size());
-  for (size_t i = 0; i < arguments.size() && i < loaded_->argument_bytes().size(); ++i) {
+  const bool may_be_on_disk =
+      loaded_->is_disk_given() || !argument_sources.empty() || !result_extents.empty();
+  if (may_be_on_disk) {
+    argument_sources.resize(arguments.size());
+    result_extents.resize(results.size());
+  }
+  const size_t num_arguments = may_be_on_disk ? loaded_->argument_bytes().size() : 0;
+  const size_t num_results = may_be_on_disk ? loaded_->result_bytes().size() : 0;
+  for (size_t i = 0; i < arguments.size() && i < num_arguments; ++i) {
     const bool on_disk = loaded_->argument_on_disk(static_cast<int32_t>(i));
     CheckSource("arguments", i, argument_sources[i].get(), on_disk, loaded_->argument_bytes()[i]);
     if (!on_disk) continue;
@@ -87,7 +94,7 @@ std::shared_ptr<Run> Plan::Submit(std::vector<char*> arguments, std::vector<char
     contents.argument_stamps.resize(arguments.size(), kNoStamp);
     contents.argument_stamps[i] = argument_sources[i]->stamp();
   }
-  for (size_t i = 0; i < results.size() && i < loaded_->result_bytes().size(); ++i) {
+  for (size_t i = 0; i < results.size() && i < num_results; ++i) {
     const bool on_disk = loaded_->result_on_disk(static_cast<int32_t>(i));
     CheckSource("results", i, result_extents[i].get(), on_disk, loaded_->result_bytes()[i]);
     if (!on_disk) continue;

@@ -36,7 +36,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   // `owners` own do, for the run holds them until it has ended. `done` is called
   // as Run's. Of arguments and results on disk the addresses do not matter. Throws
   // std::invalid_argument: wrong number of arrays, or one without an address. `helps`: the caller
-  // waits for the end, and executes kernels itself (Launcher::SubmitAndHelp).
+  // waits for the end, and may execute kernels itself (Launcher::SubmitAndHelp).
   std::shared_ptr<Run> Submit(
       std::vector<char*> arguments, std::vector<char*> results, const RunOptions& options,
       std::function<void(const std::shared_ptr<const RunReport>&)> done = nullptr,

@@ -41,9 +41,7 @@ PlanBackend::PlanBackend(std::shared_ptr<Client> client, std::shared_ptr<const L
   slot_of_place_.clear();
   parameters_.resize(parameter_slot_.size());
   outputs_.resize(output_slot_.size());
-  for (size_t slot = 0; slot < slots_.size(); ++slot) {
-    if (slots_[slot].owner == Owner::kCaller) movable_slots_.push_back(static_cast<int32_t>(slot));
-  }
+  KeepSmallSlots();
   int32_t device = 0;
   const std::vector<int64_t>& arena_bytes = plan_->arena_bytes();
   try {
@@ -116,10 +114,9 @@ void PlanBackend::Begin(RunContext& context) {
   }
   for (int32_t slot_id : movable_slots_) {
     Slot& slot = slots_[slot_id];
-    const std::vector<char*>& bases =
-        plan_->space(slot.version) == Space::kArgument ? context.arguments : context.results;
-    PlaceSlot(slot, bases[plan_->index(slot.version)] + plan_->offset(slot.version), context);
+    PlaceSlot(slot, PlaceOf(slot, context), context);
   }
+  FillKept(context);
 }
 
 void PlanBackend::End(RunContext& context) {

@@ -10,7 +10,10 @@
 // **Slots.** A slot holds the buffer over one place, made when first needed and used from then on.
 // Versions that have the same place and shape share one: a plan that is free of races never uses
 // them at the same time. Places in the caller's arrays move from run to run; their slots are made
-// anew when the address differs.
+// anew when the address differs. A donated argument and its result have one place. To make a buffer
+// takes as long as to copy many KiB, so small ones that are not donated have a place of the
+// plan's own that stays (`is_kept`): arguments are copied there when a run begins, results from
+// there when they are written.
 //
 // **When XLA does not write in place** (it refused the alias, or the address is not aligned to 64
 // bytes) the output is copied to its place and counted in RunContext::copied_outputs. That is
@@ -78,6 +81,7 @@ class PlanBackend : public Backend {
     Owner owner = Owner::kArena;
     // The place is not aligned: `address` is a place of the host tier, freed in End.
     bool is_scratch = false;
+    bool is_kept = false;  // see above
   };
   // A kernel vertex, ready to be executed; ranges are of the flat arrays below.
   struct Call {
@@ -93,7 +97,15 @@ class PlanBackend : public Backend {
   // The client's device for the host's kernels.
   int32_t host_device() const { return client_->num_devices(); }
   int32_t SlotOf(int32_t version_id, int32_t device);
+  int32_t DonatedArgumentOf(int32_t version_id) const;
   void CheckPlace(int32_t version_id, int32_t device) const;
+  bool IsForBoth(int32_t version_id) const;
+  bool MayBeKept(const Slot& slot) const;
+  void KeepSmallSlots();
+  // The caller's place of a slot.
+  char* PlaceOf(const Slot& slot, const RunContext& context) const;
+  void FillKept(RunContext& context);
+  void TakeFromKept(int64_t output, RunContext& context);
   PJRT_Error* Import(Slot& slot);
   void Drop(Slot& slot);
   void BindArenas();
@@ -128,13 +140,17 @@ class PlanBackend : public Backend {
   bool uses_disk_ = false;
   std::unique_ptr<FixedMemory> fixed_;
 
-  // Of slots in arenas: device, offset, dtype, dims. Empty after construction.
-  std::map<std::tuple<int32_t, int64_t, int32_t, std::vector<int64_t>>, int32_t> slot_of_place_;
+  // Of slots in arenas and donated arguments: device, argument or -1, offset, dtype, dims. Empty
+  // after construction.
+  std::map<std::tuple<int32_t, int32_t, int64_t, int32_t, std::vector<int64_t>>, int32_t>
+      slot_of_place_;
   std::vector<Slot> slots_;
   std::vector<int32_t> slot_of_version_;       // for kernels of devices
   std::vector<int32_t> host_slot_of_version_;  // for the host's, which run at the same time
   std::vector<int32_t> movable_slots_;         // those in the caller's arrays
-  std::vector<Call> calls_;                    // by vertex
+  std::vector<int32_t> kept_arguments_;        // those copied from there
+  std::unique_ptr<char[]> kept_;
+  std::vector<Call> calls_;  // by vertex
   std::vector<int32_t> parameter_slot_;
   std::vector<PJRT_Buffer*> parameters_;  // written before each execution, by the lane's thread
   std::vector<int32_t> output_slot_;

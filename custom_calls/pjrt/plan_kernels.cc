@@ -102,7 +102,9 @@ bool PlanBackend::TakeOutputs(const Call& call, PJRT_Event** complete, RunContex
     }
     const int32_t version = output_version_[o];
     char* const where = reinterpret_cast<char*>(pointer.buffer_pointer);
-    const bool in_place = where == context.address[version] || plan_->bytes(version) == 0;
+    const Slot& slot = slots_[output_slot_[o]];
+    const char* const expected = slot.is_kept ? slot.address : context.address[version];
+    const bool in_place = where == expected || plan_->bytes(version) == 0;
     if (in_place && found.empty()) continue;
     if (found.empty()) {
       found.resize(call.outputs.size(), nullptr);
@@ -130,6 +132,7 @@ bool PlanBackend::TakeOutputs(const Call& call, PJRT_Event** complete, RunContex
     Slot& slot = slots_[output_slot_[o]];
     Drop(slot);
     if (found.empty() || found[o - call.outputs.begin] == nullptr) {
+      if (slot.is_kept) TakeFromKept(o, context);
       slot.buffer = outputs_[o];
     } else {
       DestroyBuffer(api_, outputs_[o]);
@@ -155,7 +158,8 @@ void PlanBackend::CopyMisplaced(const Call& call, const std::vector<char*>& foun
     const int64_t bytes = static_cast<int64_t>(aside[o].size());
     platform_.CopyNow(context.address[output_version_[entry]], aside[o].data(), bytes,
                       context.abort);
-    if (slot.is_scratch) platform_.CopyNow(slot.address, aside[o].data(), bytes, context.abort);
+    if (slot.is_scratch || slot.is_kept)
+      platform_.CopyNow(slot.address, aside[o].data(), bytes, context.abort);
     context.copied_outputs.fetch_add(1, std::memory_order_relaxed);
   }
 }

@@ -2,6 +2,7 @@
 // addresses that slots take for a run.
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -103,11 +104,12 @@ int32_t PlanBackend::SlotOf(int32_t version_id, int32_t device) {
   const Owner owner = space == Space::kDevice ? Owner::kArena
                       : space == Space::kHost ? Owner::kHostTier
                                               : Owner::kCaller;
-  const bool has_place = owner != Owner::kCaller && plan_->bytes(version_id) > 0;
-  if (has_place) {  // empty ones take none, so do not share one
+  const int32_t argument = DonatedArgumentOf(version_id);
+  const bool has_place = owner != Owner::kCaller || argument >= 0;
+  if (has_place && plan_->bytes(version_id) > 0) {  // empty ones take none, so do not share one
     const int64_t* const dims = plan_->dims(version_id);
     const auto place =
-        std::make_tuple(device, plan_->offset(version_id), plan_->dtype(version_id),
+        std::make_tuple(device, argument, plan_->offset(version_id), plan_->dtype(version_id),
                         std::vector<int64_t>(dims, dims + plan_->num_dims(version_id)));
     const auto [found, is_new] = slot_of_place_.emplace(place, static_cast<int32_t>(slots_.size()));
     if (!is_new) return slot_id = found->second;
@@ -119,6 +121,22 @@ int32_t PlanBackend::SlotOf(int32_t version_id, int32_t device) {
   slot.owner = owner;
   slots_.push_back(slot);
   return slot_id;
+}
+
+// Of a version in a donated argument's memory, or in that of the result which has the same: that
+// argument; -1 of others. What a copy writes to a result is not one: kernels cannot read it where
+// the place is not aligned (PlaceSlot), whatever the argument is.
+int32_t PlanBackend::DonatedArgumentOf(int32_t version_id) const {
+  const Space space = plan_->space(version_id);
+  const int32_t writer = plan_->writer(version_id);
+  const bool is_argument = space == Space::kArgument && writer < 0;
+  const bool is_result = space == Space::kResult && writer >= 0 && IsKernel(plan_->kind(writer));
+  if (!is_argument && !is_result) return -1;
+  const std::vector<int32_t>& donated = plan_->donated();
+  for (size_t i = 0; i < donated.size(); i += 2) {
+    if (donated[is_argument ? i : i + 1] == plan_->index(version_id)) return donated[i];
+  }
+  return -1;
 }
 
 void PlanBackend::CheckPlace(int32_t version_id, int32_t device) const {
@@ -150,6 +168,71 @@ void PlanBackend::CheckPlace(int32_t version_id, int32_t device) const {
   if ((in_arena || in_host_tier) && plan_->offset(version_id) % kAlignment != 0) {
     Refuse(entry("offset", plan_->offset(version_id)) + " is not a multiple of 64");
   }
+}
+
+// What the host's cores write and a device reads, or the other way round, passes by its place.
+bool PlanBackend::IsForBoth(int32_t version_id) const {
+  return slot_of_version_[version_id] >= 0 && host_slot_of_version_[version_id] >= 0;
+}
+
+bool PlanBackend::MayBeKept(const Slot& slot) const {
+  constexpr int64_t kSmall = 1024;
+  const int32_t writer = plan_->writer(slot.version);
+  if (writer >= 0 && IsForBoth(slot.version)) return false;
+  return slot.owner == Owner::kCaller && platform_.window() == 0 && !plan_->is_alone() &&
+         DonatedArgumentOf(slot.version) < 0 && (writer < 0 || IsKernel(plan_->kind(writer))) &&
+         plan_->bytes(slot.version) > 0 && plan_->bytes(slot.version) <= kSmall;
+}
+
+// Once all slots are made.
+void PlanBackend::KeepSmallSlots() {
+  size_t bytes = kAlignment;
+  for (size_t slot_id = 0; slot_id < slots_.size(); ++slot_id) {
+    Slot& slot = slots_[slot_id];
+    if (slot.owner != Owner::kCaller) continue;
+    slot.is_kept = MayBeKept(slot);
+    if (!slot.is_kept) {
+      movable_slots_.push_back(static_cast<int32_t>(slot_id));
+      continue;
+    }
+    const bool is_argument = plan_->space(slot.version) == Space::kArgument;
+    if (is_argument) kept_arguments_.push_back(static_cast<int32_t>(slot_id));
+    bytes += (plan_->bytes(slot.version) + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  if (bytes == kAlignment) return;
+  kept_.reset(new char[bytes]);
+  char* place = kept_.get();
+  while (!IsAligned(place)) ++place;
+  for (Slot& slot : slots_) {
+    if (!slot.is_kept) continue;
+    slot.address = place;
+    place += (plan_->bytes(slot.version) + kAlignment - 1) / kAlignment * kAlignment;
+  }
+}
+
+char* PlanBackend::PlaceOf(const Slot& slot, const RunContext& context) const {
+  const std::vector<char*>& bases =
+      plan_->space(slot.version) == Space::kArgument ? context.arguments : context.results;
+  return bases[plan_->index(slot.version)] + plan_->offset(slot.version);
+}
+
+void PlanBackend::FillKept(RunContext& context) {
+  for (const int32_t slot_id : kept_arguments_) {
+    const Slot& slot = slots_[slot_id];
+    const char* const place = PlaceOf(slot, context);
+    const int64_t bytes = plan_->bytes(slot.version);
+    std::memcpy(slot.address, place, bytes);
+    if (!IsAligned(place)) {
+      context.realigned_bytes.fetch_add(bytes, std::memory_order_relaxed);
+    }
+  }
+}
+
+void PlanBackend::TakeFromKept(int64_t output, RunContext& context) {
+  const Slot& slot = slots_[output_slot_[output]];
+  char* const place = context.address[output_version_[output]];
+  std::memcpy(place, slot.address, plan_->bytes(slot.version));
+  if (!IsAligned(place)) context.copied_outputs.fetch_add(1, std::memory_order_relaxed);
 }
 
 PJRT_Error* PlanBackend::Import(Slot& slot) {
@@ -195,9 +278,9 @@ void PlanBackend::PlaceSlot(Slot& slot, char* place, RunContext& context) {
           "kernel uses it. Pass whole arrays, not parts of others.");
     }
     const int32_t writer = plan_->writer(slot.version);
-    if (writer >= 0 && !IsKernel(plan_->kind(writer))) {
+    if (writer >= 0 && (!IsKernel(plan_->kind(writer)) || IsForBoth(slot.version))) {
       throw std::runtime_error(plan_->Describe(writer) +
-                               " copies to an address that is not a multiple of 64, where a kernel "
+                               " writes to an address that is not a multiple of 64, where a kernel "
                                "reads. Pass results that are aligned to 64 bytes.");
     }
     address = HostBlock::Global().Allocate(bytes);

@@ -11,6 +11,7 @@
 #ifndef JAXOFFLOAD_PLAN_LOADED_PLAN_H_
 #define JAXOFFLOAD_PLAN_LOADED_PLAN_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -132,6 +133,13 @@ class LoadedPlan {
   }
   bool result_on_disk(int32_t result) const {
     return !a_.result_on_disk.empty() && a_.result_on_disk[result] != 0;
+  }
+  // Whether some argument or result is on disk.
+  bool is_disk_given() const {
+    const auto is_any = [](const std::vector<uint8_t>& on_disk) {
+      return std::find(on_disk.begin(), on_disk.end(), 1) != on_disk.end();
+    };
+    return is_any(a_.argument_on_disk) || is_any(a_.result_on_disk);
   }
   // Pairs, flat: an argument, then the result that is written over it.
   const std::vector<int32_t>& donated() const { return a_.donated; }

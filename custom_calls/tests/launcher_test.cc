@@ -350,6 +350,8 @@ TEST(LauncherEndsRunsOfWhatIsQuickWithoutRecursion) {
   CHECK(first.right() && arrays.right());
 }
 
+constexpr auto kLong = std::chrono::minutes(1);
+
 // Runs random plans of one device, each helped along; every result must be right.
 TEST(LauncherGivesRightResultsWithHelp) {
   for (uint64_t seed = 0; seed < 12; ++seed) {
@@ -358,7 +360,7 @@ TEST(LauncherGivesRightResultsWithHelp) {
       Arrays arrays(*f.plan, seed);
       auto run = std::make_shared<Run>(f.plan, f.backend, arrays.arguments(), arrays.results(),
                                        Options(policy, seed, 50, seed % 2 == 0));
-      f.launcher.SubmitAndHelp(run);
+      f.launcher.SubmitAndHelp(run, kLong);
       CHECK(run->WaitFor(std::chrono::milliseconds(0)));  // it has ended
       CHECK_EQ(run->report()->error_message, "");
       CHECK(arrays.right());
@@ -382,9 +384,78 @@ TEST(LauncherHelperExecutesTheKernelsOfOneDevice) {
   Arrays arrays(*f.plan, 0);
   auto run = std::make_shared<Run>(f.plan, f.backend, arrays.arguments(), arrays.results(),
                                    Options(Policy::kFixed));
-  f.launcher.SubmitAndHelp(run);
+  f.launcher.SubmitAndHelp(run, kLong);
   CHECK(arrays.right());
   CHECK(!is_mine[0] && is_mine[1] && !is_mine[2] && !is_mine[3]);
+}
+
+// Helpers that leave at once, after some vertices or none: the lane goes on from there.
+TEST(LauncherLanesTakeOverFromHelpersThatLeave) {
+  for (uint64_t seed = 0; seed < 60; ++seed) {
+    Fixture f(RandomPlan(seed, 120).Load());
+    for (const Policy policy : {Policy::kWorkConserving, Policy::kFixed, Policy::kRandom}) {
+      Arrays first(*f.plan, seed), second(*f.plan, seed + 1);
+      const RunOptions options = Options(policy, seed, seed % 3 == 0 ? 50 : 0, seed % 2 == 0);
+      auto run =
+          std::make_shared<Run>(f.plan, f.backend, first.arguments(), first.results(), options);
+      f.launcher.SubmitAndHelp(run, std::chrono::microseconds(seed % 5 * 20));
+      const std::shared_ptr<Run> next = f.Submit(second, options);  // for the lane's own inbox
+      for (const auto& each : {run, next}) {
+        each->Wait();
+        CHECK_EQ(each->report()->error_message, "");
+      }
+      CHECK(first.right() && second.right());
+    }
+  }
+}
+
+TEST(LauncherHelperLeavesWhileItWaitsForALane) {
+  PlanMaker maker;
+  const int32_t x = maker.Version(Space::kDevice, 0, 0, 64);
+  maker.Copy(Kind::kReload, maker.Version(Space::kArgument, 0, 0, 64), x);
+  const int32_t y = maker.Version(Space::kDevice, 0, 64, 64);
+  maker.Kernel({x}, {y});
+  maker.Copy(Kind::kOffload, y, maker.Version(Space::kResult, 0, 0, 64));
+  Fixture f(maker.Load());
+  std::atomic<bool> go_on{false};
+  std::thread::id kernels;
+  f.backend->on_execute = [&](int32_t v) {
+    while (v == 0 && !go_on) std::this_thread::yield();
+    if (v == 1) kernels = std::this_thread::get_id();
+  };
+  Arrays arrays(*f.plan, 0);
+  auto run = std::make_shared<Run>(f.plan, f.backend, arrays.arguments(), arrays.results(),
+                                   Options(Policy::kFixed));
+  f.launcher.SubmitAndHelp(run, std::chrono::milliseconds(1));
+  CHECK(!run->WaitFor(std::chrono::milliseconds(0)));
+  go_on = true;
+  run->Wait();
+  CHECK(arrays.right());
+  CHECK(kernels != std::this_thread::get_id());
+}
+
+TEST(InboxForgetsACallWhenSomethingIsPushed) {
+  Inbox inbox;
+  Patience patience;
+  std::array<int32_t, 2> next{};
+  inbox.Call();
+  inbox.Call();
+  CHECK_EQ(inbox.Take(patience), Inbox::kCalled);
+  CHECK_EQ(inbox.TryTake(), Inbox::kEmpty);
+  inbox.Call();
+  inbox.Push(1, next.data());
+  inbox.Call();
+  CHECK_EQ(inbox.TryTake(), 1);
+  CHECK_EQ(next[1], Inbox::kEmpty);
+  const auto soon = Patience::Clock::now() + std::chrono::milliseconds(2);
+  CHECK_EQ(inbox.Take(patience, soon), Inbox::kEmpty);
+  CHECK(Patience::Clock::now() >= soon);
+  std::thread caller([&] { inbox.Call(); });
+  CHECK_EQ(inbox.Take(patience), Inbox::kCalled);  // maybe asleep
+  caller.join();
+  inbox.Stop();
+  inbox.Call();
+  CHECK_EQ(inbox.Take(patience), Inbox::kStop);
 }
 
 TEST(LauncherHelpersAndLanesTakeTurns) {
@@ -418,7 +489,7 @@ TEST(LauncherHelperIsLetGoOfByFailureCancellationAndRunsWithoutAVertex) {
     auto run = std::make_shared<Run>(f.plan, f.backend, arrays.arguments(), arrays.results(),
                                      Options(Policy::kWorkConserving));
     if (and_then) and_then(*run);
-    f.launcher.SubmitAndHelp(run);
+    f.launcher.SubmitAndHelp(run, kLong);
     return run->report()->error_message;
   };
   f.backend->failing = 7;

@@ -7,6 +7,7 @@ whose name says what we need, in the module of its subject; nothing else in the 
 
 # ruff: noqa: F401
 from jaxoffload._jax_compat.arrays import (
+    ARRAY_LOOKS,
     arrays_over,
     collect_released_buffers,
     committed_to,
@@ -18,6 +19,7 @@ from jaxoffload._jax_compat.arrays import (
 from jaxoffload._jax_compat.equations import (
     asks_for_host,
     call_back,
+    calls_back,
     devices_of_constraint,
     effect_kind,
     equation_context,
@@ -75,6 +77,7 @@ from jaxoffload._jax_compat.tracing import (
     in_manual_region,
     is_jit_disabled,
     is_tracing,
+    looks_for_special_values,
     name_arguments,
     no_mesh,
     refuses_transfers_to_device,

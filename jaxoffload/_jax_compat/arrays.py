@@ -12,6 +12,9 @@ from jax._src.lib import _jax
 from jaxoffload._jax_compat.tracing import transfers_allowed
 from jaxoffload._jax_compat.types import Tracer
 
+ARRAY_LOOKS = ("aval", "_sharding", "_committed", "is_deleted")
+"""Of arrays of JAX's on which these agree, and results of methods, one may stand for another."""
+
 
 def committed_to(arrays: Sequence[Any]) -> Any:
     """The device to which the first array that is committed is; None if none is."""

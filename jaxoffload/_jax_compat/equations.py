@@ -67,6 +67,13 @@ def devices_of_constraint(eqn: JaxprEqn) -> int:
 pure_callback_p = _callback.pure_callback_p
 
 
+def calls_back(jaxpr: Any) -> bool:
+    """Whether an equation of an open jaxpr, or of one in it, is `pure_callback`."""
+    return any(eqn.primitive is pure_callback_p for eqn in jaxpr.eqns) or any(
+        map(calls_back, _core.subjaxprs(jaxpr))
+    )
+
+
 def call_back(callback: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """What a `pure_callback` gives for arrays in host memory, called as JAX calls it."""
     return _callback.pure_callback_impl(

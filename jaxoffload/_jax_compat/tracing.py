@@ -73,6 +73,11 @@ def refuses_transfers_to_device() -> bool:
     return _config.transfer_guard_host_to_device.value in ("disallow", "disallow_explicit")
 
 
+def looks_for_special_values() -> bool:
+    """Whether `jax_debug_nans` or `jax_debug_infs` is set."""
+    return _config.debug_nans.value or _config.debug_infs.value
+
+
 def transfers_allowed() -> contextlib.AbstractContextManager[Any]:
     """Within it `jax.transfer_guard` allows what moves nothing."""
     if _config.transfer_guard_host_to_device.value is None:

@@ -95,10 +95,13 @@ class HostMemory:
         """
         arguments: list[Any] = []
         views: list[Any] = []
+        some_are_jaxs = False
         for i, array in enumerate((*operands, *plan.constants)):
             if isinstance(array, TierArray):
                 arguments.append(handle_of(array))
-            elif (
+                continue
+            some_are_jaxs |= isinstance(array, jax.Array)
+            if (
                 i < len(donated)
                 and donated[i]
                 and self._may_take(plan, array, address := _address(array))
@@ -109,13 +112,18 @@ class HostMemory:
                 # it, and where JAX has another layout it is a copy in rows.
                 views.append(np.ascontiguousarray(array))
                 arguments.append(_address(views[-1]))
-        reused, held = self._take_donated(plan, operands, arguments, donated)
+        reused: dict[int, Any] = {}
+        held: list[Any] = []
+        if some_are_jaxs and any(donated):
+            reused, held = self._take_donated(plan, operands, arguments, donated)
         held += views
-        buffers = {
-            j: reused[j] if j in reused else _native.HostBuffer(max(1, count))
-            for j, count in enumerate(self._results_of(plan).byte_counts)
-            if j not in tier_results
-        }
+        buffers: dict[int, Any] = {}
+        if len(tier_results) < len(plan.out_shapes):
+            buffers = {
+                j: reused[j] if j in reused else _native.HostBuffer(max(1, count))
+                for j, count in enumerate(self._results_of(plan).byte_counts)
+                if j not in tier_results
+            }
         places = [
             handle_of(tier_results[j]) if j in tier_results else _place_of(buffers[j])
             for j in range(len(plan.out_shapes))
@@ -131,6 +139,8 @@ class HostMemory:
           device: of JAX, to which they are committed; None: to none. Several: of a plan for as
             many, each has its own.
         """
+        if not bound.made:
+            return {}
         if isinstance(device, tuple):
             count, found = len(device), {}
             for d, each in enumerate(device):

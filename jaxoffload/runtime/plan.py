@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxoffload import _jax_compat as compat
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.errors import BackendError
 from jaxoffload.graphs.laws import VerifyError
@@ -130,6 +131,11 @@ class Plan(Figures):
         """Bytes of RAM for everything beside the arguments (`memory=`); None: there is no such
         limit."""
         return self._request.options.memory
+
+    @functools.cached_property
+    def calls_back(self) -> bool:
+        """Whether a kernel calls back into Python."""
+        return compat.calls_back(self._request.jaxpr.jaxpr)
 
     @functools.cached_property
     def min_device_memory(self) -> int:

@@ -50,6 +50,8 @@ class Request:
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """`donated`, of all devices."""
         count = self.num_devices
+        if count == 1:
+            return self.donated
         return tuple((i * count + d, j * count + d) for i, j in self.donated for d in range(count))
 
     def staying(self, graph: TaskGraph) -> frozenset[int]:

@@ -3,6 +3,8 @@
 Takes a plan and flat arrays; gives results and a `Run`.
 """
 
+import collections
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Collection, Sequence, Set
@@ -11,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxoffload import _native
 from jaxoffload.errors import RunError
 from jaxoffload.graphs.lanes import lane_names
 from jaxoffload.graphs.memgraph import Kind, MemGraph
@@ -204,7 +207,7 @@ def run_plan(
     # by its own method, and is still there when arrays have to be deleted.
     reports: list[Any] = []
     try:
-        with jax.profiler.TraceAnnotation(f"jaxoffload {plan.name}"):
+        with _annotation(plan.name):
             report = plan.native.run(
                 bound.arguments,
                 bound.places,
@@ -212,11 +215,12 @@ def run_plan(
                 seed=launch.seed,
                 max_delay_us=round(launch.max_delay_seconds * 1e6),
                 check=options.check,
+                may_help=not plan.calls_back,
                 ended=reports.append,
             )
         run = make_run(plan, report)
         for operand, given in zip(operands, donated, strict=False):
-            if given and isinstance(operand, TierArray | jax.Array) and not operand.is_deleted():
+            if given and isinstance(operand, _DELETED) and not operand.is_deleted():
                 operand.delete()
     except BaseException:
         touched = {j for r in reports for j in np.flatnonzero(r.touched_results).tolist()}
@@ -228,6 +232,17 @@ def run_plan(
             array.seen_as(outs[j].dtype).write(np.asarray(outs[j]))
         outs[j] = array
     return [outs[j] for j in range(len(plan.out_shapes))], run
+
+
+_DELETED = (TierArray, jax.Array)
+"""Of what kinds donated operands are deleted."""
+_UNSEEN = contextlib.nullcontext()
+
+
+def _annotation(name: str) -> contextlib.AbstractContextManager[Any]:
+    """What a profile calls the run; nothing where nobody makes one."""
+    annotation = jax.profiler.TraceAnnotation
+    return annotation(f"jaxoffload {name}") if annotation.is_enabled() else _UNSEEN
 
 
 def _delete_overwritten(
@@ -259,11 +274,12 @@ def tier_results(
     """
     found: dict[int, TierArray] = {}
     same = set(overwritten)
+    times = None if _native.are_distinct(operands) else collections.Counter(map(id, operands))
     for i, j in request.pairs:
         operand = operands[i]
         if not isinstance(operand, TierArray) or not donated[i]:
             continue
-        if sum(operand is other for other in operands) > 1:
+        if times is not None and times[id(operand)] > 1:
             raise ValueError(
                 f"offload({request.name}): {operand!r} is donated and passed twice. Pass it "
                 "once, or take it out of donate_argnums."

@@ -1,13 +1,17 @@
 """What of a call's arrays matters beside their shapes: where they are, what may be done to them.
 
-Takes a call; gives the device to which it is committed, or refuses it in the user's words.
+Takes a call; gives the device to which it is committed, or refuses it in the user's words. Takes
+arrays in lower tiers and words; gives arrays of JAX's.
 """
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.words import Code, code_of, decoded, encoded
 from jaxoffload.options import Options
 from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.transform.signature import ArgumentSpec, Call
@@ -78,6 +82,32 @@ def check_trace(spec: ArgumentSpec, call: Call, options: Options) -> None:
                 "transformation, where it cannot be handed back in its tier. Call the "
                 "offloaded function outside, or take it out of donate_argnums."
             )
+
+
+def on_device(tree: Any) -> Any:
+    """A pytree with arrays of JAX's instead of those in a lower tier."""
+    return jax.tree.map(
+        lambda x: jnp.asarray(np.asarray(x)) if isinstance(x, TierArray) else x, tree
+    )
+
+
+def has_tier_arrays(tree: Any) -> bool:
+    """Whether a leaf of a pytree is an array in a lower tier."""
+    return any(isinstance(leaf, TierArray) for leaf in jax.tree.leaves(tree))
+
+
+def words_of(array: TierArray) -> np.ndarray:
+    """The words of an array in a lower tier."""
+    return encoded(np.asarray(array), code_of(array))
+
+
+def seen(x: Any, code: Code) -> Any:
+    """A result of what it is the words of. Keys are arrays of JAX's wherever results go."""
+    if isinstance(x, TierArray) and code is not None:
+        return (
+            decoded(jnp.asarray(np.asarray(x)), code) if isinstance(code, str) else x.seen_as(code)
+        )
+    return decoded(x, code)
 
 
 compat.hide_frames_of(__file__)

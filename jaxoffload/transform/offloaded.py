@@ -12,11 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture.words import Code, code_of, decoded, encoded
 from jaxoffload.compile import callbacks
 from jaxoffload.errors import PlanError
 from jaxoffload.identity import Key
@@ -38,7 +35,16 @@ from jaxoffload.search.whole import (
     is_always_cut,
     may_run_whole,
 )
-from jaxoffload.transform.arguments import check_trace, check_transfers, placed
+from jaxoffload.transform.again import Again, known_of
+from jaxoffload.transform.arguments import (
+    check_trace,
+    check_transfers,
+    has_tier_arrays,
+    on_device,
+    placed,
+    seen,
+    words_of,
+)
 from jaxoffload.transform.loops import LoopPlan
 from jaxoffload.transform.primitive import bind
 from jaxoffload.transform.program import Program
@@ -84,6 +90,7 @@ class Offloaded:
         self._unseen_bytes = self.profile.unseen_bytes
         self._function, self._spec, self._options = function, spec, options
         self._programs: dict[Key, Program] = {}
+        self._again: list[Again | None] = [None]  # of the last call
         self._last_run: Run | WholeRun | None = None
         self._last_ended = -1  # on the runtime's clock
         self._as_it_is: Any = None
@@ -97,27 +104,33 @@ class Offloaded:
         _all_offloaded.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._as_it_is is not None and not _has_tier_arrays((args, kwargs)):
+        if self._as_it_is is not None and not has_tier_arrays((args, kwargs)):
             results = self._as_it_is(*args, **kwargs)
             self._note(WholeRun())
             return results
         if compat.is_jit_disabled():
-            return self._function(*_on_device(args), **_on_device(kwargs))
+            return self._function(*on_device(args), **on_device(kwargs))
         if callbacks.is_inside():
-            return self._plain(*_on_device(args), **_on_device(kwargs))
+            return self._plain(*on_device(args), **on_device(kwargs))
+        kept = self._again
+        again = kept[0]
+        if again is not None and (leaves := again.leaves(args, kwargs)) is not None:
+            program = again.program
+            flat = self._told(*program.run(leaves, again.device, again.has_numpys))
+            return program.traced.out_tree.unflatten(flat)
         try:
             call = self._spec.bind(args, kwargs)
         except BeyondPlans:
             if self._options.device_memory is not None:
                 raise
-            return self._plain(*_on_device(args), **_on_device(kwargs))
+            return self._plain(*on_device(args), **on_device(kwargs))
         program = self._program(call)
         if compat.is_tracing() or program.traced.captured:
             check_trace(self._spec, call, self._options)
             whole = program.whole
             if whole is not None and compat.in_manual_region():
                 # What was traced knows nothing of which values differ from device to device.
-                return self._plain(*_on_device(args), **_on_device(kwargs))
+                return self._plain(*on_device(args), **on_device(kwargs))
             if whole is not None:
                 more = program.traced.captured_words()
                 flat = whole.inline(*program.as_given(call.leaves), *more)
@@ -127,9 +140,9 @@ class Offloaded:
                 leaves = [*call.leaves, *program.traced.captured_words()]
                 flat = bind(leaves, program.traced.jaxpr, **program.params())
         else:
-            flat = self._run(program, call)
+            flat = self._run(program, call, kept)
         if program.traced.has_codes:
-            flat = list(map(_decoded, flat, program.traced.out_codes))
+            flat = list(map(seen, flat, program.traced.out_codes))
         return jax.tree.unflatten(program.traced.out_tree, flat)
 
     @functools.cached_property
@@ -290,6 +303,7 @@ class Offloaded:
     def clear_cache(self) -> None:
         """Forgets what was traced, planned and compiled for calls so far."""
         self._programs.clear()
+        self._again = [None]  # and not that of calls on their way
         self._spec.forget()
 
     def _program(self, call: Call) -> Program:
@@ -317,7 +331,7 @@ class Offloaded:
         names = self._spec.names_of(call.signature)
         return Program(self._spec.name, body, call.signature, options, asked, self.profile, names)
 
-    def _run(self, program: Program, call: Call) -> list[Any]:
+    def _run(self, program: Program, call: Call, kept: list[Again | None]) -> list[Any]:
         for leaf in call.leaves:
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 raise TypeError(
@@ -334,16 +348,22 @@ class Offloaded:
         plan = program.plan()  # what cannot run is refused before anything runs
         expected = None
         if not isinstance(plan, WholePlan) and program.options.verify and not program.verified:
-            leaves = [_read(x) if isinstance(x, TierArray) else x for x in call.leaves]
+            leaves = [words_of(x) if isinstance(x, TierArray) else x for x in call.leaves]
             expected = compare_with_jit(program.as_written, leaves)
         if not isinstance(plan, WholePlan):
             check_transfers(self._spec, call)
+        known = known_of(program, call, device)  # while donated arrays are there
         flat, run = program.run(call.leaves, device)
-        if run is not None:
-            self._note(run)
         if expected is not None:
             expected.check(self._spec.name, flat)
             program.verified = True
+        kept[0] = known
+        return self._told(flat, run)
+
+    def _told(self, flat: list[Any], run: Run | WholeRun | None) -> list[Any]:
+        """The results of a run, of which is told what there is to tell."""
+        if run is not None:
+            self._note(run)
         check_special_values(self._spec.name, flat)
         return flat
 
@@ -365,31 +385,6 @@ def _rounded(budget: int) -> int:
     process to process, and the plan that one has made is to serve the next."""
     step = 1 << max(0, budget.bit_length() - 5)
     return budget // step * step
-
-
-def _on_device(tree: Any) -> Any:
-    """A pytree with arrays of JAX's instead of those in a lower tier."""
-    return jax.tree.map(
-        lambda x: jnp.asarray(np.asarray(x)) if isinstance(x, TierArray) else x, tree
-    )
-
-
-def _read(array: TierArray) -> np.ndarray:
-    """The words of an array in a lower tier."""
-    return encoded(np.asarray(array), code_of(array))
-
-
-def _decoded(x: Any, code: Code) -> Any:
-    """A result of what it is the words of. Keys are arrays of JAX's wherever results go."""
-    if isinstance(x, TierArray) and code is not None:
-        return (
-            decoded(jnp.asarray(np.asarray(x)), code) if isinstance(code, str) else x.seen_as(code)
-        )
-    return decoded(x, code)
-
-
-def _has_tier_arrays(tree: Any) -> bool:
-    return any(isinstance(leaf, TierArray) for leaf in jax.tree.leaves(tree))
 
 
 compat.hide_frames_of(__file__)

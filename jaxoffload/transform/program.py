@@ -47,7 +47,6 @@ from jaxoffload.transform.primitive import Derived, plan_request
 from jaxoffload.transform.queued import QueuedCalls
 from jaxoffload.transform.shards import Shards, check_budgets, refuse_tiers
 from jaxoffload.transform.signature import Signature, shapes_of
-from jaxoffload.transform.verification import looks_for_special_values
 
 
 class Program:
@@ -228,18 +227,21 @@ class Program:
         self._say_if_host_is_short(plan)
         return self._tuner.start(plan)
 
-    def run(self, operands: Sequence[Any], device: Any) -> tuple[list[Any], Run | WholeRun | None]:
+    def run(
+        self, operands: list[Any], device: Any, may_have_numpys: bool = True
+    ) -> tuple[list[Any], Run | WholeRun | None]:
         """Calls the plan; measures, and may change the plan for the next call.
 
         Args:
           device: to which results are committed, or None.
+          may_have_numpys: False says that no operand is an array of NumPy's.
 
         Returns:
           The flat results, and what the run did: None where that is not known yet, as the results
           are not.
         """
-        if self._queued is not None and not looks_for_special_values():
-            flat = self._queued.run(operands)
+        if self._queued is not None and not compat.looks_for_special_values():
+            flat = self._queued.run(operands, may_have_numpys)
             if flat is not None:
                 return flat, None
         plan, donated = self.plan(), self._signature.donated

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxoffload.capture.whole import with_bodies
+from jaxoffload import _native
 from jaxoffload.runtime.host_results import byte_count
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.run import Run, make_run
@@ -62,7 +62,8 @@ class QueuedCalls:
                 return results, jnp.zeros(0)
             # XLA's CPU client executes programs of fewer operations on the calling thread, and
             # does not know of ours.
-            return results, jnp.arange(_OPERATIONS) * (some.ravel()[0] != 0)
+            count = jnp.arange(_OPERATIONS, dtype=jnp.int32)
+            return results, count * some.ravel()[0].astype(bool).astype(jnp.int32)
 
         function.__name__ = params["name"]
         donated = [i for i, d in enumerate(params["donated"]) if d and i in paired]
@@ -70,7 +71,7 @@ class QueuedCalls:
         self._donates, self._process = bool(donated), os.getpid()
         self._ended: Any = None  # a result of the last call
 
-    def run(self, leaves: Sequence[Any]) -> list[Any] | None:
+    def run(self, leaves: list[Any], may_have_numpys: bool = True) -> list[Any] | None:
         """Queues a run on arrays, those that are donated are deleted; gives its flat results.
 
         None, and nothing has happened, where JAX would not take them: what is donated is passed
@@ -80,12 +81,14 @@ class QueuedCalls:
           RunError: it failed, and is known to have at once. Otherwise who reads a result is told,
           by JAX.
         """
-        if self._donates and len(set(map(id, leaves))) < len(leaves):
+        if self._donates and not _native.are_distinct(leaves):
             return None
         if os.getpid() != self._process:
             return None
         # JAX reads NumPy's arrays where they are, and they are the caller's once the call returns.
-        is_read, numpys = False, [i for i, x in enumerate(leaves) if type(x) is np.ndarray]
+        is_read, numpys = False, ()
+        if may_have_numpys:
+            numpys = [i for i, x in enumerate(leaves) if type(x) is np.ndarray]
         if numpys:
             leaves = list(leaves)
             for i in numpys:
@@ -94,7 +97,10 @@ class QueuedCalls:
                 else:
                     leaves[i] = leaves[i].copy()
         try:
-            with jax.profiler.TraceAnnotation(self._title):
+            if jax.profiler.TraceAnnotation.is_enabled():
+                with jax.profiler.TraceAnnotation(self._title):
+                    results, self._ended = self._program(*leaves)
+            else:
                 results, self._ended = self._program(*leaves)
             for i in self._others:
                 if isinstance(leaves[i], jax.Array):
@@ -141,7 +147,6 @@ def queued_calls(
         and options.memory is None
         and plan.disk_bytes == 0
         and constants <= _CONSTANT_BYTES
-        # What a callback raises is told at once.
-        and not any(e.primitive.name == "pure_callback" for q in jaxpr.eqns for e in with_bodies(q))
+        and not plan.calls_back  # what a callback raises is told at once
     )
     return QueuedCalls(plan, jaxpr, params, run.seconds >= _QUICK_SECONDS) if may else None

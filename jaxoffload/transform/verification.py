@@ -81,17 +81,14 @@ _SPECIAL = {"jax_debug_nans": np.isnan, "jax_debug_infs": np.isinf}
 """Settings, and the values that they look for."""
 
 
-def looks_for_special_values() -> bool:
-    """Whether `jax_debug_nans` or `jax_debug_infs` is set."""
-    return any(getattr(jax.config, setting) for setting in _SPECIAL)
-
-
 def check_special_values(name: str, flat: Sequence[Any]) -> None:
     """What `jax_debug_nans` and `jax_debug_infs` ask for, as `jax.jit` does it.
 
     Raises:
       FloatingPointError: a result holds what is looked for.
     """
+    if not compat.looks_for_special_values():
+        return
     for setting, is_special in _SPECIAL.items():
         if not getattr(jax.config, setting):
             continue

@@ -12,6 +12,7 @@ from jaxoffload import _native
 
 DEVICE, ARGUMENT, RESULT, HOST = range(4)
 KERNEL, RELOAD, OFFLOAD, TRANSFER = range(4)
+HOST_KERNEL = 7
 POLICIES = {"work conserving": 0, "fixed": 1, "random": 2}
 
 _TYPES = {
@@ -95,7 +96,10 @@ class PlanBuilder:
         _, _, _, shape, dtype = self.versions[version]
         return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
 
-    def kernel(self, function, inputs, outputs, overwrites=(), device=0, priority=0.0, after=()):
+    def kernel(
+        self, function, inputs, outputs, overwrites=(), device=0, priority=0.0, after=(),
+        on_host=False,
+    ):  # fmt: skip
         shapes = [jax.ShapeDtypeStruct(*self.versions[v][3:]) for v in inputs]
         key = (function, tuple((s.shape, s.dtype) for s in shapes), tuple(overwrites))
         if key not in self._compiled:
@@ -105,7 +109,9 @@ class PlanBuilder:
         over = {write: inputs[read] for read, write in overwrites}
         overwritten = [over.get(j, -1) for j in range(len(outputs))]
         name = getattr(function, "__name__", "kernel")
-        vertex = (KERNEL, 3 * device, priority, self._compiled[key], inputs, outputs, overwritten)
+        kind = HOST_KERNEL if on_host else KERNEL
+        lane = _native.lane_of(np.array([kind]), np.array([device]), self.num_devices)[0]
+        vertex = (kind, int(lane), priority, self._compiled[key], inputs, outputs, overwritten)
         return self._add((*vertex, name), after)
 
     def copy(self, kind, source, target, device=0, priority=0.0, after=()):

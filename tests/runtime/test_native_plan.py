@@ -300,10 +300,88 @@ def test_a_missing_edge_is_caught_while_checked():
     assert any("vertex 3 (double)" in e and "vertex 2 (offload)" in e for e in errors)
 
 
-def test_ctrl_c_cancels_a_run_and_the_next_one_works():
+@pytest.mark.parametrize("skews", [(0, 0, 0), (4, 0, 4), (0, 8, 0), (4, 4, 8)])
+def test_donated_state_that_is_elsewhere_in_each_call_aligned_or_not(skews):
+    b = PlanBuilder()
+    x, out = b.version(ARGUMENT, 0, 0, (9,)), b.version(RESULT, 0, 0, (9,))
+    middle = b.version(DEVICE, 0, 0, (9,))
+    b.kernel(double, [x], [middle])
+    b.kernel(lambda a, m: (a + m,), [x, middle], [out], overwrites=[(0, 0)])
+    b.donated.append((0, 0))
+    plan = b.build()
+    for skew in skews:
+        state = aligned((9,), "float32", skew=skew)
+        state[:] = np.arange(9)
+        for i in range(3):
+            report = run(plan, [state], [state], check=True)
+            np.testing.assert_array_equal(state, np.arange(9) * 3 ** (i + 1))
+            assert (report.realigned_bytes > 0) == (skew > 0)
+
+
+@pytest.mark.parametrize("skew", [0, 4])
+def test_donated_state_that_a_copy_writes_and_a_kernel_reads(skew):
+    b = PlanBuilder()
+    x = b.version(ARGUMENT, 0, 0, (9,))
+    changed, back = (b.version(DEVICE, 0, offset, (9,)) for offset in (0, 64))
+    b.kernel(double, [x], [changed])
+    b.copy(OFFLOAD, changed, out := b.version(RESULT, 0, 0, (9,)))
+    b.kernel(double, [out], [back])
+    b.copy(OFFLOAD, back, b.version(RESULT, 1, 0, (9,)))
+    b.donated.append((0, 0))
+    plan = b.build()
+    state, more = aligned((9,), "float32", skew=skew), aligned((9,), "float32")
+    state[:] = np.arange(9)
+    report = try_run(plan, [state], [state, more], check=True)
+    if skew:
+        assert "not a multiple of 64" in report.error_message
+    else:
+        np.testing.assert_array_equal(state, np.arange(9) * 2)
+        np.testing.assert_array_equal(more, np.arange(9) * 4)
+
+
+@pytest.mark.parametrize("size", [3, 256, 257])  # 1 KiB is small, and kept in a place that stays
+@pytest.mark.parametrize("skew", [0, 4])
+def test_arguments_and_results_that_are_elsewhere_in_each_run(size, skew):
+    b = PlanBuilder(2)  # so that a kernel is for any device
+    shape = (size,)
+    x, once = b.version(ARGUMENT, 0, 0, shape), b.version(RESULT, 0, 0, shape)
+    b.kernel(double, [x], [once])
+    twice = b.version(RESULT, 1, 0, shape)
+    b.kernel(double, [once], [twice])
+    on_host, back = (b.version(RESULT, 3 + j, 0, shape) for j in range(2))
+    b.kernel(double, [twice], [on_host], on_host=True)
+    b.kernel(double, [on_host], [back])
+    up, down = b.version(DEVICE, 0, 0, shape), b.version(RESULT, 2, 0, shape)
+    b.copy(RELOAD, x, up)
+    b.copy(OFFLOAD, up, down)
+    plan = b.build()
+    held = []
+    for i in range(4):
+        given = aligned(shape, "float32", skew=skew)
+        given[:] = np.arange(size) + i
+        outs = [aligned(shape, "float32", skew=skew) for _ in range(5)]
+        if skew:  # the host's cores and the device take it from there
+            assert "not a multiple of 64" in try_run(plan, [given], outs).error_message
+            outs[1], outs[3] = (aligned(shape, "float32") for _ in range(2))
+        report = run(plan, [given], outs, check=True)
+        assert (report.realigned_bytes > 0) == (report.copied_outputs > 0) == (skew > 0)
+        held.append((i, given, outs))
+    for i, given, outs in held:
+        values = np.arange(size, dtype=np.float32) + i
+        for found, expected in zip(
+            [given, *outs],
+            [values, values * 2, values * 4, values, values * 8, values * 16],
+            strict=True,
+        ):
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("after_a_short_run", [False, True])
+def test_ctrl_c_cancels_a_run_and_the_next_one_works(after_a_short_run):
     b = PlanBuilder()
     x = b.version(ARGUMENT, 0, 0, SHAPE)
-    for i in range(200):
+    count = 16 if after_a_short_run else 200
+    for i in range(count):
         y = b.version(DEVICE, 0, (i % 2) * SIZE, SHAPE)
         b.kernel(double, [x], [y])
         x = y
@@ -311,16 +389,44 @@ def test_ctrl_c_cancels_a_run_and_the_next_one_works():
     plan = b.build()
     given, out = aligned(SHAPE, "float32"), aligned(SHAPE, "float32")
     given[:] = 0
+    if after_a_short_run:  # then the thread that waits executes kernels itself
+        walls = (run(plan, [given], [out]).wall_ns for _ in range(1000))
+        assert any(wall < 1_000_000 for wall in walls)
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        try_run(plan, [given], [out], policy=2, max_delay_us=200_000)  # 20 s, left alone
+        try_run(plan, [given], [out], policy=2, max_delay_us=200_000)  # 1.6 or 20 s
     timer.join()
     report = plan.last_report()
     assert report.cancelled and report.error_message == "the run was cancelled"
-    assert (report.start_ns == -1).sum() > 100
+    assert (report.start_ns == -1).sum() > count // 2
     run(plan, [given], [out])
     np.testing.assert_array_equal(out, given)
+
+
+def test_a_signals_handler_may_run_a_plan_in_the_middle_of_a_short_run():
+    b = PlanBuilder()
+    x = b.version(ARGUMENT, 0, 0, SHAPE)
+    for i in range(8):
+        y = b.version(DEVICE, 0, (i % 2) * SIZE, SHAPE)
+        b.kernel(double, [x], [y])
+        x = y
+    b.copy(OFFLOAD, x, b.version(RESULT, 0, 0, SHAPE))
+    plan = b.build()
+    given, out, other = (aligned(SHAPE, "float32") for _ in range(3))
+    given[:] = 1
+    walls = (run(plan, [given], [out]).wall_ns for _ in range(1000))
+    assert any(wall < 1_000_000 for wall in walls)
+    timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGUSR1))
+    before = signal.signal(signal.SIGUSR1, lambda *_: run(plan, [given], [other]))
+    try:
+        timer.start()
+        run(plan, [given], [out], policy=2, max_delay_us=200_000)  # 0.8 s
+        timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    np.testing.assert_array_equal(other, given * 2**8)
+    np.testing.assert_array_equal(out, given * 2**8)
 
 
 def test_threads_take_turns_on_one_client():

@@ -1,5 +1,7 @@
 """Calls whose arguments look alike, one after the other: each gets what `jax.jit` gives it."""
 
+import gc
+import weakref
 from typing import Any
 
 import jax
@@ -8,6 +10,8 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
+from jaxoffload import _native
+from jaxoffload.transform import queued
 
 
 def _planned(function: Any, **options: Any) -> Any:
@@ -65,6 +69,14 @@ def test_weak_types_are_told_apart() -> None:
         assert step(x, weak).dtype == jnp.bfloat16
 
 
+def test_a_number_is_not_like_the_array_that_it_becomes() -> None:
+    step = _planned(lambda x, y: x + y)
+    x = jnp.ones(3, jnp.bfloat16)
+    for _ in range(2):
+        assert step(x, 2.0).dtype == jnp.bfloat16
+        assert step(x, np.array(2, np.float32)).dtype == jnp.float32
+
+
 def test_static_arguments_are_told_apart() -> None:
     step = _planned(lambda x, by: x * by, static_argnames="by")
     x = jnp.ones(3, jnp.int32)
@@ -103,7 +115,9 @@ def test_tiers_are_told_apart() -> None:
         np.testing.assert_array_equal(np.asarray(on_host), x + 1)
 
 
-def test_commitment_follows_each_call() -> None:
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_commitment_follows_each_call(is_queued: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(queued, "CALLS_BEFORE", 1 if is_queued else 1000)
     step = _planned(lambda x: (x + 1, x * 2))
     free = jnp.arange(3.0)
     bound = jax.device_put(free, jax.devices()[0])
@@ -155,3 +169,59 @@ def test_forgotten_calls_are_traced_again() -> None:
     step.clear_cache()
     step(x)
     assert len(traced) == 2
+
+
+@pytest.mark.parametrize("kind", ["jax", "numpy", "host", "donated", "donated host"])
+def test_a_call_like_the_one_before_looks_at_no_leaf(kind: str, monkeypatch: Any) -> None:
+    donates = kind.startswith("donated")
+    put = {"numpy": np.array, "host": jo.host_put, "donated host": jo.host_put}.get(kind, jnp.array)
+    step = _planned(
+        lambda tree: [x + 1 for x in tree], **({"donate_argnums": 0} if donates else {})
+    )
+    tree = [put(np.full(4, i, np.float32)) for i in range(3)]
+    for _ in range(20):
+        new = step(tree)
+        tree = new if donates else tree
+    monkeypatch.setattr(step._spec, "bind", lambda *_: pytest.fail("it was looked at"))
+    for _ in range(3):
+        before = [np.asarray(x).copy() for x in tree]
+        for x, y in zip(step(tree), before, strict=True):
+            np.testing.assert_array_equal(np.asarray(x), y + 1)
+        tree = [put(np.full(4, i, np.float32)) for i in range(3)]
+    with pytest.raises(pytest.fail.Exception):
+        step(tree[:2])
+
+
+def test_a_call_like_the_one_before_is_staged_in_a_trace_and_its_transfers_are_guarded() -> None:
+    step, x = _planned(lambda x: x * 2), np.ones(3, np.float32)
+    step(x), step(x)
+    assert "jaxoffload" in str(jax.make_jaxpr(lambda y: step(x) + y)(x))
+    with jax.transfer_guard_host_to_device("disallow"):
+        with pytest.raises(RuntimeError, match="transfer_guard"):
+            step(x)
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError):
+            step(np.full(3, np.nan, np.float32))
+
+
+@pytest.mark.parametrize("put", [jnp.array, np.array, jo.host_put])
+def test_what_is_known_of_a_call_keeps_none_of_its_arrays(put: Any) -> None:
+    step = _planned(lambda x: x * 2)
+    for _ in range(20):
+        x = put(np.ones(3, np.float32))
+        step(x)
+    held = weakref.ref(x)
+    del x
+    gc.collect()
+    assert held() is None
+
+
+def test_looks_are_of_known_types_only() -> None:
+    looks = _native.Looks([1 + 0j, 2 + 0j], {complex: ("real", "conjugate")})
+    assert looks.match([1 + 0j, 2 + 0j])
+    assert not looks.match([1 + 0j, 2 + 1j])
+    assert not looks.match([1 + 0j, 2.0]) and not looks.match([1 + 0j])
+    with pytest.raises(TypeError, match="leaves has one"):
+        _native.Looks([1.0], {complex: ("real",)})
+    with pytest.raises(AttributeError):
+        _native.Looks([1 + 0j], {complex: ("shape",)})

@@ -14,6 +14,7 @@ from jaxoffload import _native
 from jaxoffload.runtime.run import Run
 from jaxoffload.transform import queued
 from tests.helpers import at_once
+from tests.runtime.plan_builder import aligned
 
 SIDE = 48
 SOURCE = np.random.default_rng(7)
@@ -123,12 +124,15 @@ def test_a_queued_call_returns_before_its_end_and_last_run_waits_for_it():
 def test_numpys_arrays_are_the_callers_again_when_a_queued_call_returns():
     big = SOURCE.standard_normal((512, 512)).astype(np.float32)
     step = jo.offload(heavy, device_memory=None, vertex_memory="8MiB", policy="once")
-    count = np.array(1)
+    count = np.array(1, np.int32)
     for _ in range(3):
         step(big, count)
     assert is_queued(step) == [True]
     want = np.asarray(step(jnp.asarray(big), jnp.asarray(100)))
-    for given in (np.array(big), jnp.asarray(big)):
+    numpys = [aligned(big.shape, "float32") for _ in range(2)]  # as JAX reads where they are
+    for each in numpys:
+        each[:] = big
+    for given in (*numpys, jnp.asarray(big), jnp.asarray(big)):
         count[...] = 100
         got = step(given, count)
         count[...] = 0
