@@ -199,15 +199,29 @@ def _waited_for(memgraph: MemGraph, first: First) -> np.ndarray:
     others = others[np.argsort(-memgraph.writer[others], kind="stable")]
     bytes_of = memgraph.version_bytes()
     start, size = int(memgraph.offset[version]), int(bytes_of[version])
-    is_free = np.ones(size, dtype=bool)
+    free = [(0, size)]  # what none of those that came later has had
     users = {maker} if maker >= 0 else set()
     for other in others.tolist():
-        begin = max(0, int(memgraph.offset[other]) - start)
-        end = int(memgraph.offset[other] + bytes_of[other]) - start
-        if is_free[begin:end].any():
-            is_free[begin:end] = False
+        begin = int(memgraph.offset[other]) - start
+        left = list(_without(free, begin, begin + int(bytes_of[other])))
+        if left != free:
             users |= _users(memgraph, other)
+            free = left
+        if not free:
+            break
     return np.array(sorted(users), dtype=np.int64)
+
+
+def _without(ranges: Sequence[tuple[int, int]], begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """What is left of ranges of bytes without one."""
+    for first, last in ranges:
+        if begin >= last or end <= first:
+            yield first, last
+            continue
+        if first < begin:
+            yield first, begin
+        if end < last:
+            yield end, last
 
 
 def _users(memgraph: MemGraph, version: int) -> set[int]:
