@@ -7,6 +7,8 @@ together, once.
 """
 
 import dataclasses
+import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +26,8 @@ from jaxoffload.runtime.request import Request
 from jaxoffload.search.whole import make_plan
 from jaxoffload.transform.primitive import Held, Link
 from jaxoffload.transform.targets import DEVICES_TARGET, register_devices_target
+
+_PATIENCE = re.compile(r"--xla_cpu_collective_call_terminate_timeout_seconds=(\d+)")
 
 offload_devices_p = compat.Primitive("jaxoffload_devices")
 offload_devices_p.multiple_results = True
@@ -114,11 +118,19 @@ def _lower(context: Any, *operands: Any, asked: Asked, derived: Link) -> Any:
             *operands,
             key=registration.key,
             devices=compat.int64_attribute(count),
+            patience_s=compat.int64_attribute(_patience_seconds()),
             policy=compat.int64_attribute(launch.code),
             seed=compat.int64_attribute(launch.seed),
             max_delay_us=compat.int64_attribute(round(launch.max_delay_seconds * 1e6)),
             check=compat.int64_attribute(options.check),
         )[:results]
+
+
+def _patience_seconds() -> int:
+    """How long devices wait for one that does not come to their call: as long as XLA's own
+    collectives wait for it on CPUs."""
+    given = _PATIENCE.findall(os.environ.get("XLA_FLAGS", ""))
+    return int(given[-1]) if given else 40
 
 
 mlir.register_lowering(offload_devices_p, _lower, platform="cpu", cacheable=False)

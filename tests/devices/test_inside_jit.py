@@ -178,3 +178,31 @@ def test_what_cannot_be_is_refused_and_says_what_to_write():
 
     with pytest.raises(jo.CaptureError, match="closes over"):
         jax.jit(closes_over)(W, X)
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_nobody_waits_for_ever_for_a_device_whose_program_has_failed(lost, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=1")
+    offloaded = jo.offload(mapped(product), device_memory=BUDGET)
+    failing = [True]
+
+    def check(rank, x):
+        if failing[0] and rank == lost:
+            raise ValueError("no luck")
+        return x
+
+    def before(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(check, shape, lax.axis_index("x"), x)
+
+    checked = jax.shard_map(before, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    step = jax.jit(lambda w, x: offloaded(w, checked(x)))
+    told = [rf"of 4 devices number {lost} did not come", "no luck"]
+    found = []
+    for shard in step(W, X).addressable_shards:  # each has its own program's error, or the first
+        with pytest.raises(jax.errors.JaxRuntimeError, match="|".join(told)) as error:
+            np.asarray(shard.data)
+        found.append(str(error.value))
+    assert "no luck" in found[lost]
+    failing[0] = False
+    assert equal(step(W, X), jax.jit(offloaded)(W, X))
