@@ -10,6 +10,7 @@ kernels and link. Then tokens of SmolLM2.
 
 import functools
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -60,12 +61,14 @@ class Cycle:
         """Arguments of the first call."""
         return [jo.host_put(a) if i in self.lower else a for i, a in enumerate(self.args)]
 
-    def next(self, args: list[Any], results: Any) -> list[Any]:
-        """Those of the next one."""
-        args = list(args)
-        for position, result in zip(self.donated, results[self.first :], strict=False):
-            args[position] = result
-        return args
+    def calls(self, step: Any) -> Iterator[Any]:
+        """The results of calls that follow one another."""
+        args = self.start()
+        while True:
+            results = step(*args)
+            yield results
+            for position, result in zip(self.donated, results[self.first :], strict=False):
+                args[position] = result
 
 
 def decoder(small: bool) -> Cycle:
@@ -108,16 +111,14 @@ def measure(name: str, cycle: Cycle, share: float, rounds: int) -> dict[str, Any
     step = jo.offload(
         cycle.function, device_memory=budget, donate_argnums=cycle.donated, policy="once"
     )
-    args, runs = cycle.start(), []
-    for k in range(2 + 2 * rounds):
-        if k > 1 + rounds:
-            step.release()
-        results = step(*args)
-        args = cycle.next(args, results)
+    runs = []
+    for k, _ in zip(range(2 + 2 * rounds), cycle.calls(step), strict=False):
         if k > 1:
             runs.append(step.last_run)
+        if k > rounds:
+            step.release()
     warm, cold = runs[:rounds], runs[rounds:]
-    least = max(0, read + updated - budget)
+    plan, least = step.plan(*cycle.start()), max(0, read + updated - budget)
     moved = max(warm[-1].bytes_reloaded, warm[-1].bytes_offloaded)
     seconds, before = (float(np.median([r.seconds for r in each])) for each in (warm, cold))
     return {
@@ -135,8 +136,8 @@ def measure(name: str, cycle: Cycle, share: float, rounds: int) -> dict[str, Any
         "seconds_cold": before,
         "kernels": kernels,
         "over_bound": seconds / max(kernels, moved / RATE),
-        "expected": step.plan(*args).timeline.seconds,
-        "on_host": step.plan(*args).on_host,
+        "expected": plan.timeline.seconds,
+        "on_host": plan.on_host,
     }
 
 

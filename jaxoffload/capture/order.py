@@ -45,6 +45,8 @@ def serial_order(
     producer = {out: i for i, eqn in enumerate(equations) for out in eqn.outputs}
     outermost = _outermost(parents)
     end_of_segment = {outermost[eqn.segment]: i for i, eqn in enumerate(equations)}
+    ends = [end_of_segment[s] if (s := outermost[eqn.segment]) else i
+            for i, eqn in enumerate(equations)]  # fmt: skip
     position, moves = [0] * len(equations), [False] * len(equations)
     for i, eqn in enumerate(equations):
         moves[i] = eqn.segment == 0 and operations.of(eqn).is_light
@@ -56,13 +58,9 @@ def serial_order(
             j = producer.get(value)
             if j is None:
                 continue
-            segment = outermost[equations[j].segment]
-            at = position[j] if moves[j] else end_of_segment[segment] if segment else j
-            position[i] = max(position[i], at)
+            position[i] = max(position[i], position[j] if moves[j] else ends[j])
     waiting = _wait_for_readers(equations, producer, moves, position)
     chain = _chains(equations, moves)
-    ends = [end_of_segment[s] if (s := outermost[e.segment]) else i
-            for i, e in enumerate(equations)]  # fmt: skip
     _update_after_last_reads(equations, producer, moves, chain, ends, position)
     key = [(position[i], chain[i], i) for i in range(len(equations))]
     reads = [{producer[v] for v in eqn.values() if v in producer} for eqn in equations]

@@ -106,8 +106,8 @@ class _Check:
             self.broken(Law.SHAPE, f"version {graph.outputs[slot]} names another writer than {who}")
         reads, writes = kind[self.reader], kind[self.maker]
         wrong_read = ~MAY_READ[reads, graph.space[graph.inputs]]
-        is_first = np.isin(np.arange(len(graph.inputs)), graph.input_offsets[:-1])
-        by_rows = (reads == Kind.LOAD_ROWS) | (reads == Kind.STORE_ROWS)
+        is_first = np.arange(len(graph.inputs)) == graph.input_offsets[self.reader]
+        by_rows = np.isin(reads, (Kind.LOAD_ROWS, Kind.STORE_ROWS))
         of_disk = (reads == Kind.LOAD) | by_rows & is_first
         wrong_read |= self.on_disk[graph.inputs] != of_disk
         wrong_write = ~MAY_WRITE[writes, graph.space[graph.outputs]]

@@ -207,7 +207,7 @@ def run_plan(
     # by its own method, and is still there when arrays have to be deleted.
     reports: list[Any] = []
     try:
-        with _annotation(plan.name):
+        with annotation(f"jaxoffload {plan.name}"):
             report = plan.native.run(
                 bound.arguments,
                 bound.places,
@@ -239,10 +239,10 @@ _DELETED = (TierArray, jax.Array)
 _UNSEEN = contextlib.nullcontext()
 
 
-def _annotation(name: str) -> contextlib.AbstractContextManager[Any]:
-    """What a profile calls the run; nothing where nobody makes one."""
-    annotation = jax.profiler.TraceAnnotation
-    return annotation(f"jaxoffload {name}") if annotation.is_enabled() else _UNSEEN
+def annotation(title: str) -> contextlib.AbstractContextManager[Any]:
+    """What a profile calls a run; nothing where nobody makes one."""
+    named = jax.profiler.TraceAnnotation
+    return named(title) if named.is_enabled() else _UNSEEN
 
 
 def _delete_overwritten(

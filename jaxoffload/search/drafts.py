@@ -4,7 +4,8 @@ Takes TaskGraphs, budgets and rules of allocation; gives simulated seconds. The 
 let go: that of the best draft is built again, with its edges reduced. Where arguments may stay on
 the device from call to call, seconds are those of a call that finds them there.
 
-Work is counted in MemGraph vertices that are built and simulated, two microseconds each on one core
+Work is counted in MemGraph vertices that are built and simulated, once a draft, however many
+choices of what stays it has; two microseconds each on one core
 of an EPYC. To split, recompute, cluster and capture a cut takes far longer: for each equation of
 the program as long as `CAPTURED` of these vertices.
 """

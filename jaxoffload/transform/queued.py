@@ -20,7 +20,7 @@ import numpy as np
 from jaxoffload import _native
 from jaxoffload.runtime.host_results import byte_count
 from jaxoffload.runtime.plan import Plan
-from jaxoffload.runtime.run import Run, make_run
+from jaxoffload.runtime.run import Run, annotation, make_run
 from jaxoffload.transform.primitive import Derived, bind
 
 CALLS_BEFORE = 16
@@ -97,10 +97,7 @@ class QueuedCalls:
                 else:
                     leaves[i] = leaves[i].copy()
         try:
-            if jax.profiler.TraceAnnotation.is_enabled():
-                with jax.profiler.TraceAnnotation(self._title):
-                    results, self._ended = self._program(*leaves)
-            else:
+            with annotation(self._title):
                 results, self._ended = self._program(*leaves)
             for i in self._others:
                 if isinstance(leaves[i], jax.Array):

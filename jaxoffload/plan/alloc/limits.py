@@ -49,8 +49,8 @@ def min_host_memory(graph: TaskGraph, disk: bool) -> tuple[int, int]:
     is_whole = np.ones(len(columns.inputs), dtype=bool)
     is_whole[columns.input_offsets[by_rows]] = False  # tables of which rows are read or written
     is_read = np.bincount(columns.inputs[is_whole], minlength=len(graph.tensors)) > 0
-    stay = {t for v in by_rows for _, k in graph.vertices[v].overwrites
-            for t in graph.vertices[v].outputs[k : k + 1]}  # fmt: skip
+    moved = [graph.vertices[v] for v in by_rows]
+    stay = {vertex.outputs[k] for vertex in moved for _, k in vertex.overwrites}
     moving = (
         (host_place(t.bytes), i)
         for i, t in enumerate(graph.tensors)
