@@ -25,6 +25,7 @@
 
 #include "base/stamp.h"
 #include "cuda/driver.h"
+#include "launch_attribute.h"
 #include "launcher/callback_threads.h"
 #include "pjrt/plan.h"
 #include "xla/ffi/api/ffi.h"
@@ -108,8 +109,7 @@ const ffi::TypeInfo kCpuCallInfo = ffi::MakeTypeInfo<CpuCall>();
 const ffi::TypeInfo kCudaCallInfo = ffi::MakeTypeInfo<CudaCall>();
 
 template <typename Call>
-ffi::ErrorOr<std::unique_ptr<Call>> Instantiate(std::string_view key, int64_t, int64_t, int64_t,
-                                                int64_t) {
+ffi::ErrorOr<std::unique_ptr<Call>> Instantiate(std::string_view key, LaunchAttribute) {
   try {
     auto call = std::make_unique<Call>(Call{Callee(FindPlan(std::string(key)))});
     if (call->callee.bound.plan != nullptr) return call;
@@ -121,27 +121,14 @@ ffi::ErrorOr<std::unique_ptr<Call>> Instantiate(std::string_view key, int64_t, i
   }
 }
 
-// The attributes of the call.
-struct Wishes {
-  int64_t policy;
-  int64_t seed;
-  int64_t max_delay_us;
-  int64_t check;
-};
-
 using Done = std::function<void(const RunReport&, const Plan&)>;
 
 // Queues the run of a plan. Operands are the plan's arguments but for those that were bound when
 // it was registered. Without `done` the caller waits for the end. Throws std::exception.
 std::shared_ptr<Run> Submit(const Callee& callee, ffi::RemainingArgs operands,
-                            ffi::RemainingRets results, const Wishes& wishes, Done done) {
+                            ffi::RemainingRets results, const RunOptions& options, Done done) {
   const BoundPlan& bound = callee.bound;
   const std::shared_ptr<Plan>& plan = bound.plan;
-  RunOptions options;
-  options.policy = PolicyOf(wishes.policy);
-  options.seed = static_cast<uint64_t>(wishes.seed);
-  options.max_delay_us = wishes.max_delay_us;
-  options.check = wishes.check != 0;
   const LoadedPlan& loaded = plan->loaded();
   std::vector<char*> arguments(loaded.argument_bytes().size(), nullptr);
   std::vector<std::shared_ptr<DiskSource>> sources;
@@ -199,8 +186,7 @@ std::string Failure(const RunReport& report, const Plan& plan) {
 }
 
 ffi::Future RunOnCpu(CpuCall* call, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                     std::string_view, int64_t policy, int64_t seed, int64_t max_delay_us,
-                     int64_t check) {
+                     std::string_view, LaunchAttribute launch) {
   try {
     ffi::Promise promise;
     ffi::Future future(promise);
@@ -212,14 +198,14 @@ ffi::Future RunOnCpu(CpuCall* call, ffi::RemainingArgs operands, ffi::RemainingR
       }
     };
     const std::shared_ptr<Plan>& plan = call->callee.bound.plan;
-    const Wishes wishes{policy, seed, max_delay_us, check};
+    const RunOptions options = launch.Options();
     // A loop's next iteration comes here on the thread that was told of the last one's end, which
     // is ours; what XLA takes to be quick, on the caller's, which waits for the end in any case.
     // XLA's own threads may not block, for programs that a vertex calls need them.
     if (plan->IsShort() && (CallbackThreads::IsOneOfThem() || is_callers_thread())) {
-      done(*Submit(call->callee, operands, results, wishes, nullptr)->report(), *plan);
+      done(*Submit(call->callee, operands, results, options, nullptr)->report(), *plan);
     } else {
-      Submit(call->callee, operands, results, wishes, done);
+      Submit(call->callee, operands, results, options, done);
     }
     return future;
   } catch (const std::exception& e) {
@@ -230,8 +216,7 @@ ffi::Future RunOnCpu(CpuCall* call, ffi::RemainingArgs operands, ffi::RemainingR
 // On a GPU the handler is called while XLA puts the outer program on its stream, by a thread that
 // may wait: what is ahead on the stream comes first, then the run, then what is behind it.
 ffi::Error RunOnCuda(void* stream, CudaCall* call, ffi::RemainingArgs operands,
-                     ffi::RemainingRets results, std::string_view, int64_t policy, int64_t seed,
-                     int64_t max_delay_us, int64_t check) {
+                     ffi::RemainingRets results, std::string_view, LaunchAttribute launch) {
   try {
     const std::shared_ptr<Plan>& plan = call->callee.bound.plan;
     if (plan->client()->driver() != nullptr) {
@@ -239,8 +224,8 @@ ffi::Error RunOnCuda(void* stream, CudaCall* call, ffi::RemainingArgs operands,
       const int code = driver.AwaitStream(stream);
       if (code != 0) return ffi::Error::Internal(driver.Describe(code, "waiting for operands"));
     }
-    const Wishes wishes{policy, seed, max_delay_us, check};
-    const auto report = Submit(call->callee, operands, results, wishes, nullptr)->report();
+    const auto report =
+        Submit(call->callee, operands, results, launch.Options(), nullptr)->report();
     if (report->error_message.empty()) return ffi::Error::Success();
     return ffi::Error::Internal(Failure(*report, *plan));
   } catch (const std::exception& e) {
@@ -250,12 +235,8 @@ ffi::Error RunOnCuda(void* stream, CudaCall* call, ffi::RemainingArgs operands,
 
 template <typename Binding>
 auto WithAttributes(Binding binding) {
-  return std::move(binding)
-      .template Attr<std::string_view>("key")
-      .template Attr<int64_t>("policy")
-      .template Attr<int64_t>("seed")
-      .template Attr<int64_t>("max_delay_us")
-      .template Attr<int64_t>("check");
+  return std::move(binding).template Attr<std::string_view>("key").template Attr<LaunchAttribute>(
+      "launch");
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kHoldOnCpu, Instantiate<CpuCall>,

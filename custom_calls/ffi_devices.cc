@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "launch_attribute.h"
 #include "launcher/meetings.h"
 #include "pjrt/plan.h"
 #include "xla/ffi/api/ffi.h"
@@ -47,8 +48,7 @@ ffi::TypeId DevicesCall::id = {};
 const ffi::TypeInfo kDevicesCallInfo = ffi::MakeTypeInfo<DevicesCall>();
 
 ffi::ErrorOr<std::unique_ptr<DevicesCall>> Instantiate(std::string_view key, int64_t devices,
-                                                       int64_t patience_s, int64_t, int64_t,
-                                                       int64_t, int64_t) {
+                                                       int64_t patience_s, LaunchAttribute) {
   try {
     std::shared_ptr<Plan> plan = FindPlan(std::string(key)).plan;
     if (plan != nullptr) return std::make_unique<DevicesCall>(std::move(plan), devices, patience_s);
@@ -83,7 +83,7 @@ void Start(const std::shared_ptr<Plan>& plan, Meetings::Whole whole, const RunOp
 // One device's: the first operand is its number, the last result has no bytes and no reader.
 ffi::Future RunOnDevices(ffi::RunId run, DevicesCall* call, ffi::RemainingArgs operands,
                          ffi::RemainingRets results, std::string_view, int64_t, int64_t,
-                         int64_t policy, int64_t seed, int64_t max_delay_us, int64_t check) {
+                         LaunchAttribute launch) {
   ffi::Promise promise;
   ffi::Future future(promise);
   auto end = [promise](const std::string& error) mutable {
@@ -105,11 +105,7 @@ ffi::Future RunOnDevices(ffi::RunId run, DevicesCall* call, ffi::RemainingArgs o
     }
     int32_t rank = -1;
     std::memcpy(&rank, operands.get<ffi::AnyBuffer>(0).value().untyped_data(), sizeof(rank));
-    RunOptions options;
-    options.policy = PolicyOf(policy);
-    options.seed = static_cast<uint64_t>(seed);
-    options.max_delay_us = max_delay_us;
-    options.check = check != 0;
+    const RunOptions options = launch.Options();
     std::optional<Meetings::Whole> whole = call->meetings->Come(run.run_id, rank, given, made, end);
     if (whole.has_value()) Start(call->plan, *std::move(whole), options);
   } catch (const std::exception& e) {
@@ -124,10 +120,7 @@ auto WithAttributes(Binding binding) {
       .template Attr<std::string_view>("key")
       .template Attr<int64_t>("devices")
       .template Attr<int64_t>("patience_s")
-      .template Attr<int64_t>("policy")
-      .template Attr<int64_t>("seed")
-      .template Attr<int64_t>("max_delay_us")
-      .template Attr<int64_t>("check");
+      .template Attr<LaunchAttribute>("launch");
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kHold, Instantiate, WithAttributes(ffi::Ffi::BindInstantiate()));

@@ -39,7 +39,6 @@ from jaxoffload._jax_compat.equations import (
 from jaxoffload._jax_compat.lowering import (
     LoweringSettings,
     Rules,
-    int64_attribute,
     is_export,
     is_lowering_kernels,
     keep_alive,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from jax._src import config as _config
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lib import _jax
@@ -128,8 +127,3 @@ def _version_key(version: str) -> tuple[int, ...]:
 def keep_alive(lowering_context: Any, thing: Any) -> None:
     """Keeps `thing` alive for as long as the executable that is being lowered."""
     lowering_context.module_context.add_keepalive(thing)
-
-
-def int64_attribute(value: int) -> Any:
-    """An integer as an FFI attribute of type int64."""
-    return np.int64(value)

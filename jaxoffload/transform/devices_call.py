@@ -24,8 +24,8 @@ from jaxoffload.errors import CaptureError
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.whole import make_plan
-from jaxoffload.transform.primitive import Held, Link
-from jaxoffload.transform.targets import DEVICES_TARGET, register_devices_target
+from jaxoffload.transform.primitive import Link
+from jaxoffload.transform.targets import DEVICES_TARGET, lower_call, register_devices_target
 
 _PATIENCE = re.compile(r"--xla_cpu_collective_call_terminate_timeout_seconds=(\d+)")
 
@@ -102,28 +102,17 @@ def _lower(context: Any, *operands: Any, asked: Asked, derived: Link) -> Any:
     make = lambda: (request.jaxpr, make_plan(request, None, backend))  # noqa: E731
     plan: Any = derived.get().plans.get(key, make)[1]
     registration = _native.PlanRegistration(plan.native)
-    compat.keep_alive(context, Held(request.name, registration))  # until it is instantiated
-    constants = plan.constants[::count]  # every device has all of each
-    operands = (*operands, *map(mlir.ir_constant, constants))
-    extra = [compat.ShapedArray(c.shape, c.dtype) for c in constants]
-    unread = compat.ShapedArray((0,), np.dtype(np.uint8))  # as primitive.py says
-    results = len(context.avals_out)
-    context = context.replace(
-        avals_in=[*context.avals_in, *extra], avals_out=[*context.avals_out, unread]
+    return lower_call(
+        DEVICES_TARGET,
+        context,
+        operands,
+        registration,
+        request.name,
+        request.options,
+        plan.constants[::count],  # every device has all of each
+        devices=count,
+        patience_s=_patience_seconds(),
     )
-    launch, options = request.options.launch, request.options
-    with compat.operation_named(context, f"jaxoffload {request.name}"):
-        return jax.ffi.ffi_lowering(DEVICES_TARGET)(
-            context,
-            *operands,
-            key=registration.key,
-            devices=compat.int64_attribute(count),
-            patience_s=compat.int64_attribute(_patience_seconds()),
-            policy=compat.int64_attribute(launch.code),
-            seed=compat.int64_attribute(launch.seed),
-            max_delay_us=compat.int64_attribute(round(launch.max_delay_seconds * 1e6)),
-            check=compat.int64_attribute(options.check),
-        )[:results]
 
 
 def _patience_seconds() -> int:

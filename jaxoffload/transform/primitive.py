@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.extend as jex
 import numpy as np
 from jax.interpreters import mlir
@@ -33,9 +32,8 @@ from jaxoffload.runtime.request import Request, make_request
 from jaxoffload.runtime.run import run_plan
 from jaxoffload.search.planner import NoCutFound
 from jaxoffload.search.whole import Whole, WholePlan, make_plan, may_run_whole
-from jaxoffload.transform.held import Held
 from jaxoffload.transform.loops import Below, LoopPlan, loop_plan
-from jaxoffload.transform.targets import RUN_TARGET, new_stamps, register_target
+from jaxoffload.transform.targets import RUN_TARGET, lower_call, new_stamps, register_target
 
 offload_p = compat.Primitive("jaxoffload")
 offload_p.multiple_results = True
@@ -337,33 +335,18 @@ def _lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> An
     registration = _native.PlanRegistration(
         plan.native, [(i, handle_of(x)) for i, x in tier_leaves], params["fixed"]
     )
-    compat.keep_alive(context, Held(params["name"], registration))  # until it is instantiated
-    if plan.constants:  # behind the arguments, before the stamps
-        count = len(operands) - bool(params["fixed"])
-        constants = [mlir.ir_constant(c) for c in plan.constants]
-        operands = (*operands[:count], *constants, *operands[count:])
-        extra = [compat.ShapedArray(c.shape, c.dtype) for c in plan.constants]
-        avals = [*context.avals_in[:count], *extra, *context.avals_in[count:]]
-        context = context.replace(avals_in=avals)
-    launch, options = params["options"].launch, params["options"]
     hidden = sorted(i for i, _ in tier_leaves)
-    aliases = {i - bisect.bisect(hidden, i): j for i, j in plan.taskgraph.donated}
-    rule = jax.ffi.ffi_lowering(RUN_TARGET, operand_output_aliases=aliases)
-    # One result more, of no bytes, that nobody reads: were the call all that the body of a loop
-    # does, XLA would make it the body's root, and take what it passes on for what it returns.
-    count = len(context.avals_out)
-    unread = compat.ShapedArray((0,), np.dtype(np.uint8))
-    context = context.replace(avals_out=[*context.avals_out, unread])
-    with compat.operation_named(context, f"jaxoffload {params['name']}"):
-        return rule(
-            context,
-            *operands,
-            key=registration.key,
-            policy=compat.int64_attribute(launch.code),
-            seed=compat.int64_attribute(launch.seed),
-            max_delay_us=compat.int64_attribute(round(launch.max_delay_seconds * 1e6)),
-            check=compat.int64_attribute(options.check),
-        )[:count]
+    return lower_call(
+        RUN_TARGET,
+        context,
+        operands,
+        registration,
+        params["name"],
+        params["options"],
+        plan.constants,
+        constants_at=len(operands) - bool(params["fixed"]),  # before the stamps
+        aliases={i - bisect.bisect(hidden, i): j for i, j in plan.taskgraph.donated},
+    )
 
 
 def _lower_elsewhere(context: Any, *operands: Any, **params: Any) -> Any:

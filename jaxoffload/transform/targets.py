@@ -1,14 +1,18 @@
 """The custom calls that XLA programs make of us, registered with JAX (custom_calls/ffi.h)."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.interpreters import mlir
 
+from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
+from jaxoffload.options import Options
 from jaxoffload.runtime import backends
+from jaxoffload.transform.held import Held
 
 RUN_TARGET = "jaxoffload_run"
 DEVICES_TARGET = "jaxoffload_run_devices"
@@ -35,6 +39,58 @@ def register_devices_target() -> None:
     handlers, held = _native.devices_target()
     jax.ffi.register_ffi_type(f"{DEVICES_TARGET}_call", held, platform="cpu")
     jax.ffi.register_ffi_target(DEVICES_TARGET, handlers, platform="cpu")
+
+
+def lower_call(
+    target: str,
+    context: Any,
+    operands: Sequence[Any],
+    registration: Any,
+    name: str,
+    options: Options,
+    constants: Sequence[Any],
+    constants_at: int | None = None,
+    aliases: Mapping[int, int] | None = None,
+    **attributes: int,
+) -> list[Any]:
+    """A custom call of a plan, as a program that is being lowered has it.
+
+    Args:
+      operands: values of the program, as `context` has their shapes.
+      registration: of the plan; lives as long as the program.
+      name: the user's function.
+      constants: of the plan: operands, too.
+      constants_at: how many operands are before them; None: all.
+      aliases: results by the operands that they are written over.
+      attributes: further ones.
+    """
+    compat.keep_alive(context, Held(name, registration))
+    at = len(operands) if constants_at is None else constants_at
+    operands = [*operands[:at], *map(mlir.ir_constant, constants), *operands[at:]]
+    extra = [compat.ShapedArray(c.shape, c.dtype) for c in constants]
+    # One result more, of no bytes, that nobody reads: were the call all that the body of a loop
+    # does, XLA would make it the body's root, and take what it passes on for what it returns.
+    unread = compat.ShapedArray((0,), np.dtype(np.uint8))
+    context = context.replace(
+        avals_in=[*context.avals_in[:at], *extra, *context.avals_in[at:]],
+        avals_out=[*context.avals_out, unread],
+    )
+    launch = {
+        "policy": options.launch.code,
+        "seed": options.launch.seed,
+        "max_delay_us": round(options.launch.max_delay_seconds * 1e6),
+        "check": options.check,
+    }
+    rule = jax.ffi.ffi_lowering(target, operand_output_aliases=dict(aliases or {}))
+    with compat.operation_named(context, f"jaxoffload {name}"):
+        *results, _ = rule(
+            context,
+            *operands,
+            key=registration.key,
+            launch={key: np.int64(value) for key, value in launch.items()},
+            **{key: np.int64(value) for key, value in attributes.items()},
+        )
+    return results
 
 
 def new_stamps(operands: Sequence[Any]) -> Any:
