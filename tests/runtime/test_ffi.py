@@ -40,15 +40,19 @@ def build(donate=False):
     return b.build()
 
 
+def launch(**options):
+    options = dict(policy=0, seed=0, max_delay_us=0, check=1) | options
+    return {name: np.int64(value) for name, value in options.items()}
+
+
 def call(key, x, aliases=None, **options):
-    names = dict(policy=0, seed=0, max_delay_us=0, check=1) | options
     return jax.ffi.ffi_call(
         "jaxoffload_run",
         # The last result is one that nobody reads.
         [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((0,), np.uint8)],
         input_output_aliases=aliases,
         vmap_method="sequential",
-    )(x, key=key, **{name: np.int64(value) for name, value in names.items()})[0]
+    )(x, key=key, launch=launch(**options))[0]
 
 
 @pytest.fixture
@@ -179,10 +183,8 @@ def test_what_is_wrong_with_stamps_is_refused_in_words():
             "jaxoffload_run",
             [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((0,), np.uint8)],
         )
-        options = {"policy": 0, "seed": 0, "max_delay_us": 0, "check": 1}
-        options = {name: np.int64(value) for name, value in options.items()}
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-            jax.block_until_ready(call_it(x, *stamps, key=registration.key, **options))
+            jax.block_until_ready(call_it(x, *stamps, key=registration.key, launch=launch()))
 
 
 def test_the_last_report_of_calls_is_kept():
