@@ -1,6 +1,7 @@
 """Reference implementations that the tests compare with, independent of planner and runtime; and
 calls from several threads at once."""
 
+import socket
 import threading
 
 import jax
@@ -64,3 +65,10 @@ def interpret_taskgraph(captured, arrays):
         np.concatenate([found[key] for key in sorted(found) if key[0] == index])
         for index in sorted({index for index, _ in found})
     ]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]

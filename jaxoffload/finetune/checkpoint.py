@@ -38,12 +38,13 @@ class CheckpointError(OffloadError, ValueError):
 
 
 class Checkpoints:
-    """The checkpoints in a folder, which is one process's at a time.
+    """The checkpoints in a folder, to which one process at a time writes.
 
     Args:
       folder: made if it is not there.
       keep: how many of the last to keep.
       say: told of damaged checkpoints that are passed over.
+      only_reads: another process writes them. The folder may not be there.
 
     Raises:
       CheckpointError: another process is using the folder. DiskError: it cannot be written to.
@@ -55,10 +56,14 @@ class Checkpoints:
         folder: str | os.PathLike[str],
         keep: int = 2,
         say: Callable[[str], None] = lambda text: None,
+        only_reads: bool = False,
     ):
         if keep < 1:
             raise ValueError(f"Checkpoints: keep={keep} is below 1. Pass 2, for example.")
         self.folder, self._keep, self._say = os.path.abspath(folder), keep, say
+        self._lock = -1
+        if only_reads:
+            return
         with disk_errors(f"Checkpoints: folder={self.folder!r}"):
             os.makedirs(self.folder, mode=0o700, exist_ok=True)
             self._lock = os.open(os.path.join(self.folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
@@ -76,7 +81,8 @@ class Checkpoints:
 
     def close(self) -> None:
         """Lets other processes use the folder."""
-        os.close(self._lock)
+        if self._lock >= 0:
+            os.close(self._lock)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -86,7 +92,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that there are checkpoints of, the first first."""
-        found = (re.fullmatch(r"step-(\d{8,})", name) for name in os.listdir(self.folder))
+        names = os.listdir(self.folder) if os.path.isdir(self.folder) else ()
+        found = (re.fullmatch(r"step-(\d{8,})", name) for name in names)
         return sorted(int(match[1]) for match in found if match)
 
     def save(self, step: int, state: Any, about: Mapping[str, Any]) -> str:

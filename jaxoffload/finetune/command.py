@@ -2,6 +2,7 @@
 
     jaxoffload finetune --model MODEL --data FILE [--data FILE ...] --out FOLDER
                         [--device-memory 6GiB] [--quantize nf4] [--full] [--resume] [--plan-only]
+                        [--coordinator HOST:PORT --processes COUNT --process NUMBER]
 
 MODEL is a Hugging Face folder (config.json, *.safetensors, tokenizer.json) or a GGUF file.
 
@@ -15,6 +16,9 @@ FOLDER gets the adapters as PEFT reads them (with --full: model/, a Hugging Face
 checkpoints/ what is needed to go on with --resume. Ctrl-C saves and stops.
 
 --plan-only says whether it fits, how fast it would be and why, and trains nothing.
+
+Several processes train adapters together, each on its share of --batch: the same command for each,
+with its NUMBER from 0. HOST:PORT is of process 0, which alone prints, and writes FOLDER.
 """
 
 import contextlib
@@ -30,6 +34,7 @@ from absl import flags, logging
 from jaxoffload.errors import OffloadError, OffloadWarning, PlanError
 from jaxoffload.finetune import data, models, session, train
 from jaxoffload.finetune.lora import LoraConfig
+from jaxoffload.finetune.parallel import Processes
 from jaxoffload.options import format_bytes
 from jaxoffload.plan.cost.machines import MACHINES
 from jaxoffload.runtime import backends
@@ -79,6 +84,10 @@ flags.DEFINE_bool("resume", False, "Go on from the newest checkpoint.", **_OWN)
 flags.DEFINE_bool("plan_only", False, "Say whether it fits and how fast; train nothing.", **_OWN)
 flags.DEFINE_string("machine", None, "With --plan-only: another machine's model, one of "
                     f"{', '.join(MACHINES)}.", **_OWN)  # fmt: skip
+flags.DEFINE_string("coordinator", None, "Address and port of process 0, as 10.0.0.1:9911.",
+                    **_OWN)  # fmt: skip
+flags.DEFINE_integer("processes", 1, "Processes that train together.", 1, **_OWN)
+flags.DEFINE_integer("process", None, "This one's number.", 0, **_OWN)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -105,24 +114,64 @@ def main(arguments: Sequence[str]) -> int:
         for name in ("model", "data") if FLAGS.plan_only else ("model", "data", "out"):
             if not FLAGS[name].value:
                 raise flags.Error(f"--{name} is missing")
+        processes = _processes()
     except flags.Error as error:
         print(f"jaxoffload finetune: {error}. See jaxoffload finetune --help.", file=sys.stderr)
         return 2
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", OffloadWarning)  # a model that fits is no surprise here
-            return _run()
+            return _run(processes)
     except session.Stopped as error:
-        say(f"{error}. To go on, repeat the command with --resume.")
+        _sayer(processes)(f"{error}. To go on, repeat the command with --resume.")
         return 130
     except (OffloadError, ValueError, OSError, ImportError) as error:
-        print(f"jaxoffload finetune: {error}", file=sys.stderr)
+        own = f" of process {processes.rank}" if processes.count > 1 else ""
+        print(f"jaxoffload finetune{own}: {error}", file=sys.stderr)
+        return 1
+    except jax.errors.JaxRuntimeError as error:
+        if processes.count == 1:
+            raise
+        print(
+            f"jaxoffload finetune of process {processes.rank}: the work of all processes has "
+            f"failed, for one of them is gone, perhaps. Start all of them again, with --resume "
+            f"where there is a checkpoint. The cause: {error}",
+            file=sys.stderr,
+        )
         return 1
 
 
 def say(text: str = "") -> None:
     """A line of progress, at once also where output is a file."""
     print(text, flush=True)
+
+
+def _sayer(processes: Processes) -> session.Say:
+    """Of several processes the first alone prints."""
+    return say if processes.is_first else lambda text="": None
+
+
+def _processes() -> Processes:
+    """Those that the flags name.
+
+    Raises:
+      flags.Error: they do not go together.
+    """
+    count, rank = FLAGS.processes, FLAGS.process
+    if count == 1:
+        if FLAGS.coordinator or rank:
+            raise flags.Error("--coordinator and --process are of several --processes")
+        return Processes()
+    if not FLAGS.coordinator or rank is None:
+        raise flags.Error(f"--processes={count} needs --coordinator=HOST:PORT and --process=NUMBER")
+    if rank >= count:
+        raise flags.Error(f"--process={rank} is none of --processes={count}, which count from 0")
+    if FLAGS.plan_only:
+        raise flags.Error(
+            f"--plan-only is of one process. Leave --processes out, and pass --batch="
+            f"{FLAGS.batch // count}, which is one's share"
+        )
+    return Processes(count, rank)
 
 
 def _with_underscores(word: str) -> str:
@@ -133,13 +182,16 @@ def _with_underscores(word: str) -> str:
     return "--" + found[0].lstrip("-").replace("-", "_") + word[found.end() :]
 
 
-def _run() -> int:
-    full = FLAGS.full
+def _run(processes: Processes) -> int:
+    full, say = FLAGS.full, _sayer(processes)
     if full and FLAGS.quantize not in (None, "none"):
         raise ValueError(
             f"--full trains all weights, and --quantize={FLAGS.quantize} packs them, after which "
             "they cannot be trained. Leave one out."
         )
+    processes.check(FLAGS.batch, FLAGS.accumulate, not full)
+    if processes.count > 1:
+        processes.join(FLAGS.coordinator)
     model = models.open_model(
         FLAGS.model,
         dtype=FLAGS.dtype,
@@ -154,7 +206,7 @@ def _run() -> int:
         held_out = data.read(FLAGS.eval_data, model.tokenizer)
     else:
         examples, held_out = data.split(examples, FLAGS.eval_share, FLAGS.seed)
-    settings = _settings(len(data.pack(examples, FLAGS.length, FLAGS.seed)))
+    settings = _settings(len(data.pack(examples, FLAGS.length, FLAGS.seed)), processes)
     ready = session.prepare(model, examples, held_out, settings)
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(model.params))
     num_trained = sum(x.size for x in jax.tree.leaves(ready.trainer.trained))
@@ -189,7 +241,7 @@ def _run() -> int:
     return 0
 
 
-def _settings(num_rows: int) -> session.Settings:
+def _settings(num_rows: int, processes: Processes) -> session.Settings:
     steps = FLAGS.steps or max(1, round(FLAGS.epochs * num_rows / FLAGS.batch))
     recipe = train.Recipe(
         FLAGS.learning_rate,
@@ -218,6 +270,7 @@ def _settings(num_rows: int) -> session.Settings:
         FLAGS.save_every,
         FLAGS.keep,
         memory=FLAGS.memory,
+        processes=processes,
     )
 
 

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxoffload.finetune import data, huggingface, lora, peft, train
+from jaxoffload.finetune import data, huggingface, lora, parallel, peft, train
 from jaxoffload.finetune.checkpoint import CheckpointError, Checkpoints
 from jaxoffload.finetune.lora import LoraConfig
+from jaxoffload.finetune.parallel import Processes
 from jaxoffload.finetune.train import Recipe
 from jaxoffload.finetune.weights import Model
 from jaxoffload.runtime.arrays import HostArray, disk_put, host_put
@@ -35,13 +36,14 @@ class Settings:
     Attributes:
       lora_config: of the adapters; None trains all weights.
       recipe: how weights are changed.
-      batch: rows a step; length: tokens a row.
+      batch: rows a step, of all processes together; length: tokens a row.
       seed: of adapters, order and dropout.
       device_memory, host_memory, disk, memory: as of `jaxoffload.offload`.
       tier: "host" or "disk", where weights that are all trained wait, and their optimizer state.
       log_every, eval_every, save_every: in steps; 0 for at the end only.
       keep: checkpoints that are kept.
       max_eval_rows: held-out rows that are judged by.
+      processes: those that train together; they have joined.
     """
 
     lora_config: LoraConfig | None
@@ -59,6 +61,7 @@ class Settings:
     keep: int = 2
     max_eval_rows: int = 64
     memory: Any = None
+    processes: Processes = Processes()
 
 
 class Stopped(Exception):
@@ -70,7 +73,8 @@ class Session:
     """Everything that a training needs, ready.
 
     Attributes:
-      step, loss: offloaded; as `train.make_step` and `train.make_loss` give them.
+      step, loss: offloaded; as `train.make_step` and `train.make_loss` give them. Of several
+        processes the first is as of `train.make_gradients`.
       trainer: the state.
       packed, held_out: the rows; held_out is None where there are none to judge by.
       about: what is trained, for checkpoints.
@@ -86,7 +90,7 @@ class Session:
     about: dict[str, Any]
 
     def arguments(self) -> tuple[Any, ...]:
-        """Of the next step, in its order."""
+        """Of the next step of the trainer, in its order."""
         state, done = self.trainer, self.trainer.num_done
         settings = self.settings
         batch = data.batch_at(self.packed, settings.batch, settings.seed, done)
@@ -96,7 +100,8 @@ class Session:
     def evaluate(self) -> float:
         """Mean loss of the held-out rows, in nats a token."""
         assert self.held_out is not None
-        batches = data.in_order(self.held_out, self.settings.batch)
+        rows = self.settings.batch // self.settings.processes.count  # as many as a step's
+        batches = data.in_order(self.held_out, rows)
         return train.evaluate(self.loss, self.trainer.trained, self.trainer.frozen, batches)
 
     def resume(self, checkpoints: Checkpoints) -> bool:
@@ -117,7 +122,9 @@ class Session:
         return True
 
     def save(self, checkpoints: Checkpoints) -> None:
-        """Writes a checkpoint of the steps so far."""
+        """Writes a checkpoint of the steps so far; of several processes the first one does."""
+        if not self.settings.processes.is_first:
+            return
         state = self.trainer.trained, self.trainer.opt_state
         checkpoints.save(self.trainer.num_done, state, self.about)
 
@@ -125,27 +132,31 @@ class Session:
         """Takes the steps that are left; the losses of those that this call took.
 
         The first Ctrl-C, or SIGTERM, ends the step that is running, writes a checkpoint and stops;
-        the second one stops at once.
+        the second one stops at once. Of several processes one is enough to stop all, after a step.
 
         Raises:
           Stopped: on Ctrl-C. TrainingError: see there. DiskError: a checkpoint could not be
           written.
         """
         settings, trainer = self.settings, self.trainer
+        is_alone = settings.processes.count == 1
+        if not is_alone:
+            settings.processes.check_same(self.about, trainer.num_done)
         last = settings.recipe.num_steps
         losses: list[float] = []
         recent: list[train.Progress] = []
         with _Signals() as signals:
             while trainer.num_done < last:
                 *_, batch, key = self.arguments()
-                done = trainer.advance(batch, key)
+                more = {} if is_alone else {"wants_stop": signals.caught}
+                done = trainer.advance(batch, key, **more)
                 losses.append(done.loss)
                 # The first step compiles; rates are those of the others.
                 recent = [done] if len(losses) <= 2 else [*recent[-19:], done]
                 step = trainer.num_done
                 if step == last or settings.log_every and step % settings.log_every == 0:
                     say(self._line(done, recent))
-                if signals.caught:
+                if signals.caught if is_alone else done.wants_stop:
                     self.save(checkpoints)
                     raise Stopped(f"stopped after step {step} of {last}, which is saved")
                 if step < last and settings.save_every and step % settings.save_every == 0:
@@ -156,8 +167,9 @@ class Session:
         return losses
 
     def say_evaluation(self, say: Say) -> float | None:
-        """Judges by the held-out rows, where there are any, and says so."""
-        if self.held_out is None:
+        """Judges by the held-out rows, where there are any, and says so; of several processes the
+        first one does."""
+        if self.held_out is None or not self.settings.processes.is_first:
             return None
         value = self.evaluate()
         say(
@@ -172,6 +184,8 @@ class Session:
         Raises:
           DiskError: the folder cannot be written to.
         """
+        if not self.settings.processes.is_first:
+            return
         lora_config = self.settings.lora_config
         if lora_config is not None:
             base = os.path.abspath(self.model.folder)
@@ -209,11 +223,7 @@ def prepare(
     if judged is not None and len(judged) > settings.max_eval_rows:
         judged = judged.first(settings.max_eval_rows)
     lora_config, recipe = settings.lora_config, settings.recipe
-    if settings.batch % recipe.accumulate:
-        raise ValueError(
-            f"accumulate={recipe.accumulate} does not divide batch={settings.batch}. Pass a "
-            "divisor."
-        )
+    settings.processes.check(settings.batch, recipe.accumulate, settings.lora_config is not None)
     if settings.length > model.config.max_length:
         raise ValueError(
             f"length={settings.length} is more than the model's {model.config.max_length} tokens. "
@@ -243,7 +253,7 @@ def prepare(
         # One cut for good: a run that is resumed gives the same bits.
         "policy": "once",
     }  # fmt: skip
-    step = train.make_step(model.config, lora_config, recipe)
+    processes = settings.processes
     loss = train.make_loss(model.config, lora_config)
     about = {
         "model": dataclasses.asdict(model.config), "weights": _digest(model.params),
@@ -253,8 +263,14 @@ def prepare(
         "device_memory": str(settings.memory or settings.device_memory),
         "examples": packed.digest(),
     }  # fmt: skip
-    fast_step, fast_loss = offload(step, donate_argnums=(1, 2), **options), offload(loss, **options)
-    trainer = train.Trainer(fast_step, frozen, trained, opt_state)
+    if processes.count == 1:
+        step = train.make_step(model.config, lora_config, recipe)
+        advance = fast_step = offload(step, donate_argnums=(1, 2), **options)
+    else:
+        fast_step = offload(train.make_gradients(model.config, lora_config, recipe), **options)
+        advance = parallel.make_step(processes, recipe, fast_step)
+    trainer = train.Trainer(advance, frozen, trained, opt_state)
+    fast_loss = offload(loss, **options)
     return Session(model, settings, fast_step, fast_loss, trainer, packed, judged, about)
 
 
@@ -264,8 +280,9 @@ def open_checkpoints(folder: str, settings: Settings, resume: bool, say: Say) ->
     Raises:
       CheckpointError: there are some, and training is not to be resumed; or they are in use.
     """
-    found = Checkpoints(os.path.join(folder, "checkpoints"), settings.keep, say)
-    if found.steps() and not resume:
+    is_first = settings.processes.is_first
+    found = Checkpoints(os.path.join(folder, "checkpoints"), settings.keep, say, not is_first)
+    if is_first and found.steps() and not resume:
         found.close()
         raise CheckpointError(
             f"{found.folder} has a checkpoint of step {found.steps()[-1]}. Pass --resume to go on "

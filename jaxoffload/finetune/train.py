@@ -164,23 +164,40 @@ def make_step(
     It gives the new `trained` and `opt_state`, and {"loss", "grad_norm"}; the norm is that before
     clipping. `key_data` is of this step's dropout, as `jax.random.key_data` has it.
     """
-    loss, optimizer = make_loss(config, lora_config, wrap_layer), recipe.optimizer()
-    count = recipe.accumulate
+    gradients = make_gradients(config, lora_config, recipe, wrap_layer)
+    optimizer = recipe.optimizer()
 
     def train_step(
         frozen: Any, trained: Any, opt_state: Any, batch: Batch, key_data: Any = None
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
-        key = None if key_data is None else jax.random.wrap_key_data(key_data)
-        if count == 1:
-            value, grads = jax.value_and_grad(loss)(trained, frozen, batch, key)
-        else:
-            value, grads = _accumulated(loss, trained, frozen, batch, key, count)
+        value, grads = gradients(frozen, trained, batch, key_data)
         grads, norm = recipe.clip(grads)
         updates, opt_state = optimizer.update(grads, opt_state, trained)
         trained = optax.apply_updates(trained, updates)
         return trained, opt_state, {"loss": value, "grad_norm": norm}
 
     return train_step
+
+
+def make_gradients(
+    config: Config,
+    lora_config: LoraConfig | None,
+    recipe: Recipe,
+    wrap_layer: Callable[[Any], Any] = lambda layer: layer,
+) -> Callable[..., tuple[jax.Array, Any]]:
+    """`gradients(frozen, trained, batch, key_data=None)`: loss and gradients of a step, which are
+    not clipped yet."""
+    loss, count = make_loss(config, lora_config, wrap_layer), recipe.accumulate
+
+    def gradients(
+        frozen: Any, trained: Any, batch: Batch, key_data: Any = None
+    ) -> tuple[jax.Array, Any]:
+        key = None if key_data is None else jax.random.wrap_key_data(key_data)
+        if count == 1:
+            return jax.value_and_grad(loss)(trained, frozen, batch, key)
+        return _accumulated(loss, trained, frozen, batch, key, count)
+
+    return gradients
 
 
 def _accumulated(
@@ -240,15 +257,18 @@ class Trainer:
     opt_state: Any
     num_done: int = 0
 
-    def advance(self, batch: Batch, key_data: Any = None) -> "Progress":
+    def advance(self, batch: Batch, key_data: Any = None, **more: Any) -> "Progress":
         """Takes one step.
+
+        Args:
+          more: what else the step takes.
 
         Raises:
           TrainingError: the loss or the gradients' norm is not finite; the state is spoilt.
         """
         start = time.perf_counter()
         self.trained, self.opt_state, found = self.step(
-            self.frozen, self.trained, self.opt_state, dict(batch), key_data
+            self.frozen, self.trained, self.opt_state, dict(batch), key_data, **more
         )
         loss, norm = float(found["loss"]), float(found["grad_norm"])
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -260,17 +280,20 @@ class Trainer:
             )
         self.num_done += 1
         num_tokens = int(np.count_nonzero(batch["segments"]))
-        return Progress(loss, norm, time.perf_counter() - start, num_tokens)
+        wants_stop = bool(found.get("wants_stop", False))
+        return Progress(loss, norm, time.perf_counter() - start, num_tokens, wants_stop)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Progress:
-    """What a step did: loss in nats a token, gradients' norm, seconds, tokens without padding."""
+    """What a step did: loss in nats a token, gradients' norm, seconds, tokens without padding, and
+    whether one of several processes is to stop."""
 
     loss: float
     grad_norm: float
     seconds: float
     num_tokens: int
+    wants_stop: bool = False
 
 
 def evaluate(

@@ -13,9 +13,9 @@ from jaxoffload.finetune import train
 def main() -> None:
     plain = train.Trainer.advance
 
-    def advance(trainer, batch, key_data=None):
+    def advance(*args, **more):
         sys.stdin.readline()
-        return plain(trainer, batch, key_data)
+        return plain(*args, **more)
 
     train.Trainer.advance = advance
     sys.exit(run(sys.argv[1:]))

@@ -4,12 +4,13 @@ offloaded: losses of one process with the whole batch, and what a killed process
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+
+from tests.helpers import free_port
 
 PROGRAM = pathlib.Path(__file__).resolve().parent.parent / "devices" / "data_parallel.py"
 STEPS = 6
@@ -21,12 +22,6 @@ def start(rank, processes, port, folder, steps):
     return subprocess.Popen(
         list(words), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def ended(processes):
