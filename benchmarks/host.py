@@ -91,7 +91,7 @@ def behind_a_slow_link(name: str, small: bool, rounds: int) -> list[dict[str, An
     alone, peak = kernels_alone(function, args)
     cycle = Cycle(function, args, donated, donated)
     rows = []
-    for share in SHARES:
+    for share in (0.5,) if small else SHARES:
         budget = int(share * peak)
         row: dict[str, Any] = {"step": name, "share": share, "budget": budget, "rate": RATE}
         for way in WAYS:

@@ -10,7 +10,7 @@ from jaxoffload.compile import cache
 
 ELSEWHERE = ("soak", "plans", "gpu_plans")
 """Those that have tests of their own."""
-pytestmark = [pytest.mark.plain_runs, pytest.mark.optimized]  # what is measured is what users get
+pytestmark = pytest.mark.plain_runs
 
 
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
