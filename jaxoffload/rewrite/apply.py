@@ -14,6 +14,7 @@ from jaxoffload.capture import cost
 from jaxoffload.capture.flat import Equation
 from jaxoffload.capture.whole import bodies_of
 from jaxoffload.options import REWRITES, format_bytes
+from jaxoffload.rewrite import ragged
 from jaxoffload.rewrite.level import Level, closed_of, level_of
 from jaxoffload.rewrite.reorder import reordered
 from jaxoffload.rewrite.rows import compacted
@@ -106,6 +107,8 @@ def _gathers_much(jaxpr: Any) -> bool:
             compat.byte_count(v.aval) >= _AUTO_BYTES for v in eqn.outvars
         ):
             return True
+        if ragged.expands_to(eqn) >= _AUTO_BYTES:
+            return True
         if any(map(_gathers_much, bodies_of(eqn))):
             return True
     return False
@@ -136,11 +139,14 @@ def _rewritten(closed: Any, names: tuple[str, ...], rates: cost.Rates, counts: _
     """A closed jaxpr rewritten; None where nothing in it is."""
     level = level_of(closed)
     before = list(level.equations)
+    if "typed" in names:
+        level.equations = ragged.typed_products(level.equations, rates)
     counts.add(0, before)
+    start = list(level.equations)
     tried = []
     # Rows that derivatives read again pay only once these are in another order, too.
     for share in (0.0, _BETTER, math.inf) if "compact" in names else (0.0,):
-        one = dataclasses.replace(level, equations=list(before))
+        one = dataclasses.replace(level, equations=list(start))
         composed = compacted(one, rates, share) if share else {}
         if share and one.equations == tried[-1][2]:
             continue

@@ -27,9 +27,10 @@ def block_rows(rows: int, types: int) -> int:
     return min(256, max(8, 2 ** max(0, math.ceil(math.log2(mean / 8)))))
 
 
-def num_blocks(rows: int, types: int) -> int:
-    """Blocks that hold the rows of all types, whatever the types are."""
-    return rows // block_rows(rows, types) + types
+def num_blocks(rows: int, types: int, block: int = 0) -> int:
+    """Blocks that hold the rows of all types, whatever the types are; `block`: rows of one, if not
+    `block_rows`."""
+    return rows // (block or block_rows(rows, types)) + types
 
 
 def groups(index: Any, types: int) -> list[Any]:
@@ -43,7 +44,6 @@ def groups(index: Any, types: int) -> list[Any]:
       of each row; int32[blocks], the type of each block.
     """
     (rows,) = index.shape
-    block, blocks = block_rows(rows, types), num_blocks(rows, types)
     index = jnp.clip(index, 0, types - 1).astype(jnp.int32)
     numbers = lax.iota(jnp.int32, rows)
     if types * rows < 2**32:  # one key: sorts faster than a key with a payload
@@ -54,12 +54,41 @@ def groups(index: Any, types: int) -> list[Any]:
     else:
         kinds, order = lax.sort((index, numbers), num_keys=1, is_stable=True)
     bounds = jnp.searchsorted(kinds, jnp.arange(types + 1, dtype=jnp.int32)).astype(jnp.int32)
+    return _in_slots(kinds, order, bounds, block_rows(rows, types))
+
+
+def groups_of_sizes(sizes: Any, rows: int, block: int) -> list[Any]:
+    """The same for rows that are sorted by type.
+
+    Args:
+      sizes: int[types], rows of each type; rows behind them have no slot.
+      block: rows of a block.
+    """
+    ends = jnp.clip(jnp.cumsum(sizes), 0, rows).astype(jnp.int32)
+    bounds = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+    numbers = lax.iota(jnp.int32, rows)
+    kinds = jnp.searchsorted(ends, numbers, side="right").astype(jnp.int32)
+    return _in_slots(kinds, numbers, bounds, block)
+
+
+def _in_slots(kinds: Any, order: Any, bounds: Any, block: int) -> list[Any]:
+    """Slots of rows.
+
+    Args:
+      kinds: the type of each row, sorted; that of a row without a slot is the number of types.
+      order: the rows in that order.
+      bounds: where the rows of each type start, and where the last ones end.
+    """
+    (rows,), types = kinds.shape, len(bounds) - 1
+    blocks, numbers = num_blocks(rows, types, block), lax.iota(jnp.int32, rows)
     starts, counts = bounds[:-1], bounds[1:] - bounds[:-1]
     ends = jnp.cumsum((counts + (block - 1)) // block, dtype=jnp.int32)  # blocks up to each type
     first = ends - (counts + (block - 1)) // block
     slots = first[kinds] * block + numbers - starts[kinds]
+    slots = jnp.where(kinds < types, slots, blocks * block + numbers)
     slot_of = jnp.zeros((rows,), jnp.int32).at[order].set(slots, unique_indices=True)
-    row_of = jnp.full((blocks * block,), rows, jnp.int32).at[slots].set(order, unique_indices=True)
+    row_of = jnp.full((blocks * block,), rows, jnp.int32)
+    row_of = row_of.at[slots].set(order, mode="drop", unique_indices=True)
     kind_of = jnp.searchsorted(ends, jnp.arange(blocks, dtype=jnp.int32), side="right")
     return [row_of, slot_of, jnp.minimum(kind_of.astype(jnp.int32), types - 1)]
 
