@@ -133,19 +133,18 @@ def compare(name: str, step: Callable[..., Any], args: Any, runs: int) -> dict[s
     if temporary <= MOST:
         taken, expected = _seconds(plain, args, runs)
         first = statistics.median(taken)
-    found: dict[str, Any] = {"name": name, "jit": {"seconds": first, "temporary": temporary}}
+    known = None if expected is None else first
+    found: dict[str, Any] = {"name": name, "jit": {"seconds": known, "temporary": temporary}}
     print(f"{name}: jit {first:.3f} s, {temporary / 2**20:.0f} MiB", flush=True)
     for way, rewrites in WAYS.items():
         offloaded = jo.offload(step, device_memory=None, rewrites=rewrites)
         inside = jax.jit(offloaded)
         taken, results = _seconds(inside, args, runs)
         seconds, error = statistics.median(taken), float("nan")
+        found[way] = {"seconds": seconds, "temporary": _temporary(inside, args)}
         if expected is not None:
             error = _apart(expected, results)
-        found[way] = {
-            "seconds": seconds, "temporary": _temporary(inside, args), "ratio": first / seconds,
-            "apart": error,
-        }  # fmt: skip
+            found[way] |= {"ratio": first / seconds, "apart": error}
         print(
             f"{name}: {way}: {seconds:.3f} s, {first / seconds:.2f} times as fast, "
             f"{found[way]['temporary'] / 2**20:.0f} MiB, results {error:.1e} apart",
