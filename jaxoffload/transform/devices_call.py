@@ -60,7 +60,7 @@ def call_of_all(leaves: Sequence[Any], made: Spread, request: Request, derived: 
             f"offload({request.name}) is over devices of other processes. Offload what each device "
             "computes between collectives: jax.shard_map(offload(f), ...)."
         )
-    asked = Asked(dataclasses.replace(request, donated=()))  # nothing is written over under jit
+    asked = Asked(request)
 
     def part(*local: Any) -> list[Any]:
         places = [lax.axis_index(name) for name in made.mesh.axis_names]
@@ -102,6 +102,13 @@ def _lower(context: Any, *operands: Any, asked: Asked, derived: Link) -> Any:
     make = lambda: (request.jaxpr, make_plan(request, None, backend))  # noqa: E731
     plan: Any = derived.get().plans.get(key, make)[1]
     registration = _native.PlanRegistration(plan.native)
+    pairs = set(plan.taskgraph.donated)
+    # XLA copies an argument that is needed afterwards. The first operand is the device's number.
+    aliases = {
+        1 + i: j
+        for i, j in request.donated
+        if pairs.issuperset((i * count + d, j * count + d) for d in range(count))
+    }
     return lower_call(
         DEVICES_TARGET,
         context,
@@ -110,6 +117,7 @@ def _lower(context: Any, *operands: Any, asked: Asked, derived: Link) -> Any:
         request.name,
         request.options,
         plan.constants[::count],  # every device has all of each
+        aliases=aliases,
         devices=count,
         patience_s=_patience_seconds(),
     )

@@ -69,6 +69,43 @@ def test_loops_and_work_around_the_call():
     np.testing.assert_allclose(got_params, params, rtol=1e-4, atol=1e-5)
 
 
+def test_donated_memory_is_written_again():
+    step, (params, x, y) = fsdp(4)
+    kept = jo.offload(step, device_memory="40KiB")
+    offloaded = jo.offload(step, device_memory="40KiB", donate_argnums=0)
+
+    def addresses(array):
+        return sorted(s.data.unsafe_buffer_pointer() for s in array.addressable_shards)
+
+    train = jax.jit(lambda *args: offloaded(*args), donate_argnums=0)
+    want = jax.device_put(params, NamedSharding(MESH, P(None, "x")))
+    got, places = want + 0, None
+    for _ in range(4):
+        before, (value, got) = got, train(got, x, y)
+        assert before.is_deleted() and places in (None, addresses(got))
+        places = addresses(got)
+        other, want = jax.jit(kept)(want, x, y)
+        assert equal((value, got), (other, want))
+    assert "output_to_operand_aliasing={{1}: (1, {})}" in train.lower(got, x, y).compile().as_text()
+    assert offloaded.last_run.peak_device_bytes <= 40 << 10
+    # What is read once more is copied first.
+    (_, new), old = jax.jit(lambda w, x, y: (offloaded(w, x, y), w * 2))(got, x, y)
+    assert equal(old, 2 * got) and equal(new, jax.jit(kept)(got, x, y)[1])
+
+
+def test_a_part_that_others_still_read_is_not_written_over():
+    ring = [(i, (i + 1) % 4) for i in range(4)]
+    f = mapped(lambda w: lax.ppermute(w, "x", ring), in_specs=P("x"))
+    for seed in range(4):
+        launch = jo.policies.random(seed, delays=1e-3)
+        offloaded = jo.offload(f, device_memory=1 << 20, donate_argnums=0, launch=launch)
+        turn = jax.jit(lambda w, offloaded=offloaded: offloaded(w), donate_argnums=0)
+        w = jax.device_put(X, NamedSharding(MESH, P("x")))
+        for _ in range(4):
+            w = turn(w)
+        np.testing.assert_array_equal(w, X)
+
+
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()], ids=str)
 def test_arguments_may_be_spread_in_any_way(spec):
     offloaded = jo.offload(mapped(product), device_memory=BUDGET)
