@@ -17,6 +17,7 @@ from jaxoffload.capture.build import Captured, Ordered, build_taskgraph, order_p
 from jaxoffload.capture.cluster import Known
 from jaxoffload.capture.flat import Equation
 from jaxoffload.capture.floor import Floor, floor_of
+from jaxoffload.capture.gathers import in_parts
 from jaxoffload.capture.inline import Constant
 from jaxoffload.capture.kernel import Kernel
 from jaxoffload.capture.recompute import Recomputer
@@ -119,6 +120,8 @@ class CutProgram:
                 ordered = self.ordered(dataclasses.replace(cut, recomputed=0.0))
                 ordered = self._recomputer(ordered, cut.reuse_distance).run(cut.recomputed)
             elif cut.split_bytes is not None:
+                if self._request.num_devices > 1:
+                    ordered = in_parts(ordered, cut.split_bytes)
                 ordered = split(ordered, cut.split_bytes, self._tilings)
             self._rewritten[key] = ordered
         return self._rewritten[key]
