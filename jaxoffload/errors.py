@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from typing import Any
 
 
 class OffloadError(Exception):
@@ -26,6 +27,10 @@ class PlanError(OffloadError, ValueError):
     def __init__(self, message: str, min_device_memory: int | None = None):
         super().__init__(message)
         self.min_device_memory = min_device_memory
+        self._refused: Any = None  # the Request: where a loop repeats parts, of one of them
+
+    def __reduce__(self) -> Any:
+        return PlanError, (str(self), self.min_device_memory)  # a Request stays in its process
 
 
 class CaptureError(OffloadError, ValueError):

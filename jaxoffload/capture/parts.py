@@ -2,8 +2,9 @@
 
 Takes a closed jaxpr; gives it in parts. A part is a run of equations without such a loop, and is a
 program of its own; the `while_loop` between two of them is left to XLA, which repeats parts: that
-of its body once an iteration. So it is with a conditional, and a scan that has one of them inside.
-Other scans are cut where they are (scan.py).
+of its body once an iteration. So it is with a conditional, with a scan that has one of them inside,
+and with one whose steps all read the same arrays, more of them than fit: a sampler's network, the
+field of a differential equation. Other scans are cut where they are (scan.py).
 """
 
 import dataclasses
@@ -17,7 +18,8 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload import identity
 from jaxoffload.capture.flat import Equation, Operand, Value, is_literal
 from jaxoffload.capture.inline import Constant, inline
-from jaxoffload.capture.whole import with_bodies
+from jaxoffload.capture.sweeps import NO_SWEEPS, Sweeps
+from jaxoffload.capture.whole import every_equation, with_bodies
 from jaxoffload.capture.words import code_of, decoded, encoded
 
 _CARRIED, _CONSTANT = "what the loop carries", "a constant"
@@ -156,13 +158,18 @@ class Parts:
 
 
 def has_loops(jaxpr: Any) -> bool:
-    """Whether some of a closed jaxpr might be repeated in parts."""
-    inner = (e for eqn in jaxpr.eqns for e in with_bodies(eqn))
-    return any(e.primitive.name in ("while", "cond") for e in inner)
+    """Whether a closed jaxpr has loops or conditionals that might be repeated in parts."""
+    return any(e.primitive.name in ("while", "cond") for e in every_equation(jaxpr))
 
 
 def in_parts(
-    jaxpr: Any, least_bytes: float, names: Sequence[str], known: dict[Any, Any], where: str = ""
+    jaxpr: Any,
+    least_bytes: float,
+    names: Sequence[str],
+    known: dict[Any, Any],
+    where: str = "",
+    *,
+    sweeps: Sweeps = NO_SWEEPS,
 ) -> Parts:
     """Cuts a closed jaxpr at its loops.
 
@@ -173,6 +180,7 @@ def in_parts(
       known: jaxprs of parts that were made of this jaxpr before; new ones are added. Equal parts
         have one jaxpr, so that they are planned once.
       where: see Part.
+      sweeps: scans that are repeated, too.
 
     Raises:
       CaptureError: an effect or a host callback.
@@ -184,7 +192,7 @@ def in_parts(
     groups: list[list[Equation] | Repeated] = [[]]
     for equation in equations:
         name_of.update(dict.fromkeys(equation.outputs, _where(equation)))
-        if _is_loop(equation, least_bytes, is_inside=bool(where)):
+        if _is_loop(equation, least_bytes, bool(where), sweeps):
             bodies = [
                 in_parts(
                     body,
@@ -192,6 +200,7 @@ def in_parts(
                     [name_of.get(x, _CONSTANT) for x in kept],
                     known,
                     _where(equation),
+                    sweeps=sweeps,
                 )
                 for body, kept in _bodies(equation)
             ]
@@ -213,9 +222,12 @@ def in_parts(
     return Parts(arguments, tuple(results), tuple(reversed(steps)))
 
 
-def _is_loop(equation: Equation, least_bytes: float, is_inside: bool) -> bool:
+def _is_loop(equation: Equation, least_bytes: float, is_inside: bool, sweeps: Sweeps) -> bool:
     """Whether an equation repeats or chooses what is to be planned."""
-    if not _repeats(equation.operation.eqn, is_inside, least_bytes):
+    eqn = equation.operation.eqn
+    if sweeps.has(eqn):
+        return True
+    if not _repeats(eqn, is_inside, least_bytes):
         return False
     return sum(v.num_bytes() for v in (*equation.values(), *equation.outputs)) >= least_bytes
 

@@ -65,6 +65,11 @@ def with_bodies(eqn: Any) -> Iterator[Any]:
             yield from with_bodies(inner)
 
 
+def every_equation(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr, those of its loops and calls, too."""
+    return (inner for eqn in jaxpr.eqns for inner in with_bodies(eqn))
+
+
 def bodies_of(eqn: Any) -> Iterator[Any]:
     """The open jaxprs among an equation's params."""
     for param in eqn.params.values():

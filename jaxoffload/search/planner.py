@@ -291,10 +291,12 @@ class Planner(Cutting):
             needed = f"needed to run whole; cut, {vertex.name}{source} needs {format_bytes(cut)}"
         step = 2**20 if least >= 2**22 else 2**10
         enough = f"{-(-least // step)}{'MiB' if step == 2**20 else 'KiB'}"
-        return PlanError(
+        error = PlanError(
             f"offload({self.request.name}): device_memory={budget} bytes ({format_bytes(budget)}) "
             f"is below the smallest feasible {least} bytes ({format_bytes(least)}), {needed}. "
             f"Pass device_memory='{enough}' or more, or make that operation "
             "smaller (a smaller batch, for one).",
             least,
         )
+        error._refused = self.request
+        return error

@@ -192,9 +192,12 @@ class Offloaded:
         if machine is not None:
             request = self._request_on(program.request())
             return Explanation.of(request, asked, call.leaves, machine)
-        found = Explanation.of(program.request(), asked, call.leaves)
-        if found.plan is None and (part := program.repeated()) is not None:
+        found = None
+        if not program.sweeps:
+            found = Explanation.of(program.request(), asked, call.leaves)
+        if (found is None or found.plan is None) and (part := program.repeated()) is not None:
             found = Explanation.of(part, asked)
+        found = found or Explanation.of(program.request(), asked, call.leaves)
         if line := program.rewrites_line:
             found = dataclasses.replace(found, rewrites=line)
         return found

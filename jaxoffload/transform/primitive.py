@@ -5,6 +5,7 @@ transformations make of it is in rules.py.
 """
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import math
@@ -19,6 +20,7 @@ from jax.interpreters import mlir
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
 from jaxoffload.capture.parts import Fixed, Part, has_loops, in_parts
+from jaxoffload.capture.sweeps import Sweeps
 from jaxoffload.capture.words import code_of, encoded
 from jaxoffload.errors import PlanError, warn
 from jaxoffload.graphs.taskgraph import TensorKind
@@ -223,24 +225,27 @@ def plan_request(
     """
     # What loops carry would lie in the very memory that `memory` names.
     may_be_in_parts = (
-        backend.name == "cpu"
-        and request.num_devices == 1
-        and request.options.memory is None
-        and has_loops(request.jaxpr)
+        backend.name == "cpu" and request.num_devices == 1 and request.options.memory is None
     )
-    try:
-        return make_plan(request, whole, backend, may_be_in_parts)
-    except NoCutFound as error:
-        search_on = error.search_on
-    found, refusal = None, None
-    try:
-        found = loop_plan(
+    budget = request.options.device_memory
+    most = budget if may_be_in_parts and isinstance(budget, int) else math.inf
+    first, last = Sweeps.first(most), Sweeps.last(most)
+    may_be_in_parts = may_be_in_parts and (has_loops(request.jaxpr) or last.any(request.jaxpr))
+
+    def repeated(sweeps: Sweeps) -> LoopPlan | None:
+        return loop_plan(
             request,
             tiers,
             # Direct calls and those under jit repeat the same parts.
             lambda least: derived.cuts.get(
-                least,
-                lambda: in_parts(request.jaxpr, least, request.argument_names, derived.known_parts),
+                (least, sweeps),
+                lambda: in_parts(
+                    request.jaxpr,
+                    least,
+                    request.argument_names,
+                    derived.known_parts,
+                    sweeps=sweeps,
+                ),
             ),
             lambda part, leaves, fixed: bind(
                 leaves, part.jaxpr, **_of_part(request, part, derived), fixed=fixed
@@ -248,6 +253,19 @@ def plan_request(
             lambda part, x, fixed: _plan_of_part(request, part, x, fixed, derived, backend),
             new_stamps,
         )
+
+    found, refusal = None, None
+    if first.any(request.jaxpr):
+        with contextlib.suppress(PlanError):
+            found = repeated(first)
+    if found is not None:
+        return found
+    try:
+        return make_plan(request, whole, backend, may_be_in_parts)
+    except NoCutFound as error:
+        search_on = error.search_on
+    try:
+        found = repeated(last)
     except PlanError as error:
         refusal = error
     if found is not None:

@@ -4,7 +4,6 @@ Takes the function, a signature and options; gives plans and results. Offloaded 
 for each signature that it is called with.
 """
 
-import contextlib
 import dataclasses
 import functools
 import threading
@@ -17,6 +16,7 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.parts import has_loops
 from jaxoffload.capture.spread import Spread, is_spread, spread
+from jaxoffload.capture.sweeps import Sweeps
 from jaxoffload.capture.trace import trace
 from jaxoffload.capture.whole import must_run_whole
 from jaxoffload.errors import CaptureError, PlanError, warn
@@ -178,16 +178,29 @@ class Program:
                 )
         return call_of_all(leaves, self._spread, self.request(), self._derived.link)
 
-    def repeated(self) -> Request | None:
-        """Of a function with loops that do not fit as they are, the part that holds most; None of
-        others. That is known once it is planned, with every kernel compiled."""
+    @functools.cached_property
+    def sweeps(self) -> bool:
+        """Whether each step of a scan reads more than the budget: one is planned where it can."""
         budget = self.options.device_memory
-        if isinstance(budget, int) and has_loops(self.traced.jaxpr):
-            with contextlib.suppress(PlanError, CaptureError):
-                plan = self.plan()
-                if isinstance(plan, LoopPlan):
-                    return plan.main.request
-        return None
+        return isinstance(budget, int) and Sweeps.first(budget).any(self.traced.jaxpr)
+
+    def repeated(self) -> Request | None:
+        """Of a function with loops that do not fit as they are, the part that holds most, or that
+        needs more than the budget; None of others. That is known once it is planned, with every
+        kernel compiled."""
+        budget, jaxpr = self.options.device_memory, self.traced.jaxpr
+        if not isinstance(budget, int):
+            return None
+        if not has_loops(jaxpr) and not Sweeps.last(budget).any(jaxpr):
+            return None
+        try:
+            plan = self.plan()
+        except PlanError as error:
+            refused: Request | None = error._refused
+            return None if refused is None or refused.jaxpr is jaxpr else refused
+        except CaptureError:
+            return None
+        return plan.main.request if isinstance(plan, LoopPlan) else None
 
     @property
     def whole(self) -> Whole | None:
