@@ -1,9 +1,10 @@
 """Loops whose bodies are planned: seconds an iteration against `jax.jit`'s, and what stays.
 
 A decoder's tokens in one `while_loop`, an optimizer that searches along lines, an ordinary
-differential equation with adaptive steps, and a loop with almost nothing to compute; each at shares
-of what the loop does not change, under `jit` and called directly, with the link as it is. Then the
-decoder behind the slow link (throttled.py), over the greatest of kernels and link.
+differential equation with adaptive steps, a scan of a thousand steps of one network, and a loop
+with almost nothing to compute; each at shares of what the loop does not change, under `jit` and
+called directly, with the link as it is. Then the decoder behind the slow link (throttled.py), over
+the greatest of kernels and link.
 """
 
 import functools
@@ -32,7 +33,7 @@ SEARCH_SHARES = (1.5, 1.1)
 
 
 class Loop:
-    """A function whose `while_loop` is what it does.
+    """A function whose loop is what it does.
 
     Args:
       function: gives its results and how often the loop ran.
@@ -114,6 +115,28 @@ def equation(small: bool) -> Loop:
     return Loop(solved, (weights, y), sum(w.nbytes for w in weights))
 
 
+def sampler(small: bool) -> Loop:
+    """A scan whose steps all call the same network, as a diffusion model's sampler does."""
+    width, depth, count = (64, 4, 8) if small else (512, 16, 1000)
+    source = np.random.default_rng(3)
+    weights = [
+        (source.normal(size=(width, width)) / width**0.5).astype(np.float32) for _ in range(depth)
+    ]
+
+    def sampled(weights: Any, x: Any) -> Any:
+        def step(x: Any, t: Any) -> Any:
+            h = x
+            for w in weights:
+                h = jnp.tanh(h @ w) + 0.5 * h
+            return x - 0.01 * (1 + t) * h, None
+
+        times = jnp.arange(count, dtype=x.dtype) / count
+        return jax.lax.scan(step, x, times)[0], jnp.int32(count)
+
+    x = source.normal(size=(16, width)).astype(np.float32)
+    return Loop(sampled, (weights, x), sum(w.nbytes for w in weights))
+
+
 def nothing(small: bool) -> Loop:
     """Eight small layers: what an iteration takes beside its kernels."""
     width = 64
@@ -141,6 +164,7 @@ LOOPS = {
     "decoder": decoder,
     "search along lines": line_search,
     "differential equation": equation,
+    "sampler": sampler,
     "small layers": nothing,
 }
 
