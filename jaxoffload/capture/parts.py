@@ -197,7 +197,7 @@ def in_parts(
                 in_parts(
                     body,
                     least_bytes,
-                    [name_of.get(x, _CONSTANT) for x in kept],
+                    [_CONSTANT if is_literal(x) else name_of.get(x, _CONSTANT) for x in kept],
                     known,
                     _where(equation),
                     sweeps=sweeps,
@@ -327,12 +327,20 @@ def _repeat(step: Repeated, operands: list[Any], caller: Caller) -> Sequence[Any
         kept = [operands[:first], operands[first:count]]
         stamps = [caller.stamps(each) for each in kept]
 
-        def again(carry: Any) -> Any:
+        def asked(carry: Any) -> Any:
             return condition.apply([*kept[0], *carry], caller, stamps[0], len(kept[0]))[0]
 
-        def iteration(carry: Any) -> Any:
+        def iterated(carry: Any) -> Any:
             return tuple(body.apply([*kept[1], *carry], caller, stamps[1], len(kept[1])))
 
+        def of_many(carry: Any) -> Any:
+            goes_on = asked(carry)
+            made = iterated(carry)
+            return tuple(_where_it(goes_on, x, y) for x, y in zip(made, carry, strict=True))
+
+        again, iteration = asked, iterated
+        if params["cond_jaxpr"].out_avals[0].shape:  # of vmap: those that have ended stay so
+            again, iteration = lambda carry: asked(carry).any(), of_many
         return lax.while_loop(again, iteration, tuple(map(caller.array, operands[count:])))
     if name == "cond":
         branches = [lambda *given, b=b: tuple(b.apply(given, caller)) for b in step.bodies]
@@ -355,6 +363,12 @@ def _repeat(step: Repeated, operands: list[Any], caller: Caller) -> Sequence[Any
         params["unroll"],
     )
     return [*carry, *ys]
+
+
+def _where_it(goes_on: Any, new: Any, old: Any) -> Any:
+    return lax.select(
+        lax.broadcast_in_dim(goes_on, new.shape, tuple(range(goes_on.ndim))), new, old
+    )
 
 
 compat.hide_frames_of(__file__)

@@ -92,6 +92,37 @@ def in_conditional(weights, x):
     )
 
 
+def many(weights, x):
+    """Under vmap a loop goes on as long as one of many does, and each ends by itself."""
+
+    def one(x):
+        key, start = jax.random.key(3), jnp.int32(0)
+
+        def body(carry):
+            i, x, key = carry
+            noise = jax.random.randint(key, x.shape, 0, 2, jnp.int32).astype(x.dtype)
+            x = layers(weights, x) * (0.5 + 0.25 * noise)
+            return i + 1, x, jax.random.fold_in(key, i)
+
+        return jax.lax.while_loop(lambda c: jnp.abs(c[1]).max() > 2e-2, body, (start, x, key))
+
+    count, x, keys = jax.vmap(one)(x * jnp.arange(1, 1 + x.shape[0], dtype=x.dtype)[:, None])
+    return count, x, jax.random.key_data(keys)
+
+
+def of_literals(weights, x):
+    """What a loop does not change may be a number."""
+
+    def inner(count, scale, x):
+        def body(carry):
+            i, x = carry
+            return i + 1, layers(weights, x) * scale
+
+        return jax.lax.while_loop(lambda carry: carry[0] < count, body, (0, x))[1]
+
+    return jax.jit(inner)(3, 0.75, x)
+
+
 def ode(weights, x):
     """Adaptive steps."""
 
@@ -110,6 +141,8 @@ PROGRAMS = {
     "in a scan": in_scan,
     "in a conditional": in_conditional,
     "differential equation": ode,
+    "many": many,
+    "of literals": of_literals,
 }
 
 
