@@ -219,8 +219,9 @@ class _Distributor:
         if addition is None or addition.operation.name not in ("add", "add_any"):
             return None
         others = [x for x in addition.inputs if x is not carry]
-        is_alone = self.readers[carry] == self.readers[total] == 1
-        if len(others) != 1 or not is_alone or not isinstance(others[0], Value):
+        if len(others) != 1 or not isinstance(others[0], Value):
+            return None  # the carry before may not even be read
+        if not self.readers[carry] == self.readers[total] == 1:
             return None
         linear: list[Equation] = []
         term = others[0]

@@ -57,6 +57,16 @@ def made_of_slices(w, x):
     return lax.scan(step, jnp.zeros(w.shape[1]), x)
 
 
+def never_read(w, x):
+    """What a step carries is a sum, but of nothing that was carried."""
+
+    def step(last, row):
+        made = row @ w
+        return made + made[:, ::-1], jnp.sin(made)
+
+    return lax.scan(step, start(x), x)
+
+
 def sums(a, b):
     """Products that are added up: as they are, turned, and negated; and one that is read."""
 
@@ -124,6 +134,7 @@ PROGRAMS = {
         (rows(2, 8, 8), rows(30, 2, 8, 8, seed=1)),
     ),
     "made of slices": (made_of_slices, (W, X)),
+    "never read": (never_read, (W, X)),
     "sums": (sums, (X, X * 2)),
     "biased": (biased, (W, U, X, rows(40, seed=5) > 0)),
     "layers, gradient": (
