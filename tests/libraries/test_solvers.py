@@ -1,4 +1,5 @@
-"""JAXopt, Lineax and Optimistix: minimizers, linear and nonlinear systems, implicit gradients."""
+"""JAXopt, Lineax, Optimistix, OTT: minimizers, linear and nonlinear systems, transport, implicit
+gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,37 @@ def test_ridge_regression_by_jaxopt():
     assert_as_jit(solution, np.float32(0.1), normal(12, 3), normal(12))
     gradient = jax.grad(lambda s, x, y: jnp.sum(solution(s, x, y)))
     assert_as_jit(gradient, np.float32(0.1), normal(12, 3), normal(12))
+
+
+def test_a_projected_gradient_by_jaxopt():
+    """Its loops have numbers among what they do not change."""
+    jaxopt = library("jaxopt")
+
+    def solution(x, y):
+        solver = jaxopt.ProjectedGradient(
+            fun=lambda w, x, y: jnp.mean((x @ w - y) ** 2),
+            projection=jaxopt.projection.projection_simplex,
+            maxiter=8,
+            jit=True,
+        )
+        return solver.run(jnp.ones(64) / 64, x=x, y=y).params
+
+    assert_as_jit(solution, normal(96, 64), normal(96), shares=(0,))
+
+
+def test_a_plan_of_transport_by_ott():
+    library("ott")
+    from ott.geometry import pointcloud
+    from ott.problems.linear import linear_problem
+    from ott.solvers.linear import sinkhorn
+
+    def cost(x, y):
+        points = pointcloud.PointCloud(x, y, epsilon=0.5)
+        problem = linear_problem.LinearProblem(points)
+        found = sinkhorn.Sinkhorn(threshold=1e-2, max_iterations=40)(problem)
+        return found.reg_ot_cost
+
+    assert_as_jit(cost, normal(60, 4), 1 + normal(50, 4), shares=(0,))
 
 
 def test_a_linear_system_by_lineax():
