@@ -32,8 +32,15 @@ def lora_step(small: bool = False) -> Workload:
     def reordered(adapters: Any, state: Any, base: Any, batch: Any) -> Any:
         return step(base, adapters, state, batch)
 
-    state = RECIPE.optimizer().init(adapters)
+    state = in_training(RECIPE.optimizer().init(adapters))
     return reordered, (adapters, state, base, as_batch(tokens)), (0, 1)
+
+
+def in_training(state: Any) -> Any:
+    """An optimizer's state with moments as in the middle of training: the very first step divides a
+    gradient by itself, so that where it is nearly zero, jit is as far from float64 as from anything
+    else."""
+    return jax.tree.map(lambda x: x + 1e-4 if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
 
 
 def as_batch(tokens: jax.Array) -> dict[str, jax.Array]:
@@ -54,11 +61,7 @@ def train_step(small: bool = False) -> Workload:
     batch, length = (2, 32) if small else (6, 256)
     params = model.init(config, jax.random.key(0))
     optimizer = optax.adamw(1e-3)
-    # Moments as in the middle of training: the very first step divides a gradient by itself, so
-    # that where it is nearly zero, jit is as far from float64 as from anything else.
-    state = jax.tree.map(
-        lambda x: x + 1e-4 if jnp.issubdtype(x.dtype, jnp.floating) else x, optimizer.init(params)
-    )
+    state = in_training(optimizer.init(params))
     tokens = _tokens(batch, length, config.vocab_size)
     return full_step(config, optimizer), (params, state, tokens), (0, 1)
 
