@@ -3,8 +3,8 @@
 Takes a closed jaxpr; gives it in parts. A part is a run of equations without such a loop, and is a
 program of its own; the `while_loop` between two of them is left to XLA, which repeats parts: that
 of its body once an iteration. So it is with a conditional, with a scan that has one of them inside,
-and with one whose steps all read the same arrays, more of them than fit: a sampler's network, the
-field of a differential equation. Other scans are cut where they are (scan.py).
+and with one whose steps all read the same arrays, more of them than fit (sweeps.py).
+Other scans are cut where they are (scan.py).
 """
 
 import dataclasses
@@ -159,7 +159,7 @@ class Parts:
 
 def has_loops(jaxpr: Any) -> bool:
     """Whether a closed jaxpr has loops or conditionals that might be repeated in parts."""
-    return any(e.primitive.name in ("while", "cond") for e in every_equation(jaxpr))
+    return any(map(_is_such, every_equation(jaxpr)))
 
 
 def in_parts(
@@ -224,21 +224,22 @@ def in_parts(
 
 def _is_loop(equation: Equation, least_bytes: float, is_inside: bool, sweeps: Sweeps) -> bool:
     """Whether an equation repeats or chooses what is to be planned."""
-    eqn = equation.operation.eqn
-    if sweeps.has(eqn):
-        return True
-    if not _repeats(eqn, is_inside, least_bytes):
+    if not _repeats(equation.operation.eqn, is_inside, least_bytes, sweeps):
         return False
     return sum(v.num_bytes() for v in (*equation.values(), *equation.outputs)) >= least_bytes
 
 
-def _repeats(eqn: Any, is_inside: bool, least_bytes: float) -> bool:
+def _repeats(eqn: Any, is_inside: bool, least_bytes: float, sweeps: Sweeps = NO_SWEEPS) -> bool:
     """The same, whatever it reads and gives."""
-    name = eqn.primitive.name
-    if name == "scan":
-        holds_loop = any(e.primitive.name in ("while", "cond") for e in with_bodies(eqn))
+    if eqn.primitive.name == "scan":
+        holds_loop = any(_is_such(e, sweeps) for e in with_bodies(eqn))
         return holds_loop or (is_inside and least_bytes == 0)
-    return name in ("while", "cond")
+    return _is_such(eqn, sweeps)
+
+
+def _is_such(eqn: Any, sweeps: Sweeps = NO_SWEEPS) -> bool:
+    """Whether an equation by itself, not what it holds, repeats or chooses."""
+    return eqn.primitive.name in ("while", "cond") or sweeps.has(eqn)
 
 
 def _bodies(equation: Equation) -> list[tuple[Any, Sequence[Operand]]]:
@@ -336,7 +337,7 @@ def _repeat(step: Repeated, operands: list[Any], caller: Caller) -> Sequence[Any
         def of_many(carry: Any) -> Any:
             goes_on = asked(carry)
             made = iterated(carry)
-            return tuple(_where_it(goes_on, x, y) for x, y in zip(made, carry, strict=True))
+            return tuple(_selected(goes_on, x, y) for x, y in zip(made, carry, strict=True))
 
         again, iteration = asked, iterated
         if params["cond_jaxpr"].out_avals[0].shape:  # of vmap: those that have ended stay so
@@ -365,7 +366,7 @@ def _repeat(step: Repeated, operands: list[Any], caller: Caller) -> Sequence[Any
     return [*carry, *ys]
 
 
-def _where_it(goes_on: Any, new: Any, old: Any) -> Any:
+def _selected(goes_on: Any, new: Any, old: Any) -> Any:
     return lax.select(
         lax.broadcast_in_dim(goes_on, new.shape, tuple(range(goes_on.ndim))), new, old
     )

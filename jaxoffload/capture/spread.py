@@ -25,7 +25,7 @@ from jaxoffload.capture.collectives import Axes
 from jaxoffload.capture.device_body import DeviceBody, line_of, typed
 from jaxoffload.capture.flat import Value
 from jaxoffload.capture.inline import CALL_BODY
-from jaxoffload.capture.whole import with_bodies
+from jaxoffload.capture.whole import every_equation, with_bodies
 from jaxoffload.errors import CaptureError
 
 Spec = tuple[tuple[Any, ...], ...]
@@ -61,9 +61,7 @@ class Spread:
 
 def is_spread(jaxpr: Any) -> bool:
     """Whether a closed jaxpr holds a `shard_map`."""
-    return any(
-        each.primitive.name == "shard_map" for eqn in jaxpr.eqns for each in with_bodies(eqn)
-    )
+    return any(eqn.primitive.name == "shard_map" for eqn in every_equation(jaxpr))
 
 
 def spread(closed: Any, meshes: Sequence[Any] = ()) -> Spread:

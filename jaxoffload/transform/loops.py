@@ -18,6 +18,7 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.flat import Value
 from jaxoffload.capture.parts import Caller, Fixed, Part, Parts
+from jaxoffload.capture.sweeps import NO_SWEEPS, Sweeps
 from jaxoffload.errors import PlanError
 from jaxoffload.options import Options
 from jaxoffload.runtime.arrays import TierArray
@@ -130,6 +131,21 @@ class LoopPlan:
             return x
         (moved,) = self._bind(_identity(x.shape, x.dtype), [x], Fixed())
         return moved
+
+
+def may_be_in_parts(request: Request, backend_name: str) -> bool:
+    """Whether loops can be repeated in parts: with `memory=` what they carry would lie in the very
+    memory that it names."""
+    return backend_name == "cpu" and request.num_devices == 1 and request.options.memory is None
+
+
+def sweeps_of(request: Request, backend_name: str) -> tuple[Sweeps, Sweeps]:
+    """Scans for which the plan of a step is better than any other, and those for which it is better
+    than a refusal; none where loops are not repeated in parts."""
+    budget = request.options.device_memory
+    if not isinstance(budget, int) or not may_be_in_parts(request, backend_name):
+        return NO_SWEEPS, NO_SWEEPS
+    return Sweeps.first(budget), Sweeps.last(budget)
 
 
 def loop_plan(

@@ -34,7 +34,13 @@ from jaxoffload.runtime.request import Request, make_request
 from jaxoffload.runtime.run import run_plan
 from jaxoffload.search.planner import NoCutFound
 from jaxoffload.search.whole import Whole, WholePlan, make_plan, may_run_whole
-from jaxoffload.transform.loops import Below, LoopPlan, loop_plan
+from jaxoffload.transform.loops import (
+    Below,
+    LoopPlan,
+    loop_plan,
+    may_be_in_parts,
+    sweeps_of,
+)
 from jaxoffload.transform.targets import RUN_TARGET, lower_call, new_stamps, register_target
 
 offload_p = compat.Primitive("jaxoffload")
@@ -223,14 +229,10 @@ def plan_request(
     Raises:
       PlanError, CaptureError: as `make_plan`.
     """
-    # What loops carry would lie in the very memory that `memory` names.
-    may_be_in_parts = (
-        backend.name == "cpu" and request.num_devices == 1 and request.options.memory is None
+    first, last = sweeps_of(request, backend.name)
+    has_other_ways = may_be_in_parts(request, backend.name) and (
+        has_loops(request.jaxpr) or last.any(request.jaxpr)
     )
-    budget = request.options.device_memory
-    most = budget if may_be_in_parts and isinstance(budget, int) else math.inf
-    first, last = Sweeps.first(most), Sweeps.last(most)
-    may_be_in_parts = may_be_in_parts and (has_loops(request.jaxpr) or last.any(request.jaxpr))
 
     def repeated(sweeps: Sweeps) -> LoopPlan | None:
         return loop_plan(
@@ -261,7 +263,7 @@ def plan_request(
     if found is not None:
         return found
     try:
-        return make_plan(request, whole, backend, may_be_in_parts)
+        return make_plan(request, whole, backend, has_other_ways)
     except NoCutFound as error:
         search_on = error.search_on
     try:

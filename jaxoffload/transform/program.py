@@ -16,7 +16,6 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.parts import has_loops
 from jaxoffload.capture.spread import Spread, is_spread, spread
-from jaxoffload.capture.sweeps import Sweeps
 from jaxoffload.capture.trace import trace
 from jaxoffload.capture.whole import must_run_whole
 from jaxoffload.errors import CaptureError, PlanError, warn
@@ -42,7 +41,7 @@ from jaxoffload.search.whole import (
 )
 from jaxoffload.transform import queued
 from jaxoffload.transform.devices_call import call_of_all
-from jaxoffload.transform.loops import LoopPlan
+from jaxoffload.transform.loops import LoopPlan, sweeps_of
 from jaxoffload.transform.primitive import Derived, plan_request
 from jaxoffload.transform.queued import QueuedCalls
 from jaxoffload.transform.shards import Shards, check_budgets, refuse_tiers
@@ -181,17 +180,18 @@ class Program:
     @functools.cached_property
     def sweeps(self) -> bool:
         """Whether each step of a scan reads more than the budget: one is planned where it can."""
-        budget = self.options.device_memory
-        return isinstance(budget, int) and Sweeps.first(budget).any(self.traced.jaxpr)
+        first, _ = sweeps_of(self.request(), backends.current_name())
+        return first.any(self.traced.jaxpr)
 
     def repeated(self) -> Request | None:
         """Of a function with loops that do not fit as they are, the part that holds most, or that
         needs more than the budget; None of others. That is known once it is planned, with every
         kernel compiled."""
-        budget, jaxpr = self.options.device_memory, self.traced.jaxpr
-        if not isinstance(budget, int):
+        jaxpr = self.traced.jaxpr
+        if not isinstance(self.options.device_memory, int):
             return None
-        if not has_loops(jaxpr) and not Sweeps.last(budget).any(jaxpr):
+        _, last = sweeps_of(self.request(), backends.current_name())
+        if not has_loops(jaxpr) and not last.any(jaxpr):
             return None
         try:
             plan = self.plan()

@@ -393,6 +393,15 @@ def test_what_is_told():
     assert "weights[0]" in " ".join(plan.argument_names)
 
 
+def test_what_is_told_of_a_refused_loop_is_what_its_part_needs():
+    args, step = (matrices(), X, 3), offloaded(repeated, LAYER // 2)
+    with pytest.raises(jo.PlanError) as caught:
+        step.plan(*args)
+    told = step.explain(*args)
+    assert told.plan is None and told.min_device_memory == caught.value.min_device_memory
+    assert "while at " in told.name
+
+
 @pytest.mark.filterwarnings("ignore::jaxoffload.errors.OffloadWarning")
 def test_no_loop_that_fits_is_taken_apart():
     step = offloaded(lambda w, x: repeated([w], x, 3)[1], 3 * LAYER)

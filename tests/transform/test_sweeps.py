@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
+from jaxoffload.transform.program import Program
 from tests.transform.test_loops import (
     BUDGET,
     LAYER,
@@ -45,6 +46,16 @@ def nested(weights, x):
     return jax.lax.fori_loop(0, 4, outer, x)
 
 
+def in_a_short_scan(weights, x):
+    """The scan around it is no such scan by itself."""
+
+    def outer(x, scale):
+        x, sums = sampler(weights, scale * x)
+        return x, sums.mean()
+
+    return jax.lax.scan(outer, x, jnp.linspace(0.5, 1, 3, dtype=x.dtype))
+
+
 def beside_others(weights, x):
     """What is before and after is planned, too."""
     x, _ = sampler(weights[1:] + weights[:1], layers(weights, x))
@@ -58,6 +69,7 @@ def of_what_is_made(weights, x):
 PROGRAMS = {
     "sampler": sampler,
     "nested": nested,
+    "in a short scan": in_a_short_scan,
     "beside others": beside_others,
     "of what is made": of_what_is_made,
     "reversed": lambda w, x: jax.lax.scan(
@@ -168,6 +180,15 @@ def test_a_budget_that_is_too_small_names_the_least_and_the_line():
     judged(sampler, (matrices(), X), offloaded(sampler, least)(matrices(), X))
     told = offloaded(sampler, LAYER // 2).explain(matrices(), X)
     assert told.plan is None and told.min_device_memory == least
+
+
+@pytest.mark.filterwarnings("ignore::jaxoffload.errors.OffloadWarning")
+@pytest.mark.parametrize("options", [{"memory": 5 * LAYER}, {"device_memory": 8 * LAYER}])
+def test_what_is_not_repeated_is_explained_with_nothing_planned(monkeypatch, options):
+    """With `memory=` nothing is; the other fits."""
+    monkeypatch.setattr(Program, "plan", lambda program: pytest.fail("it was planned"))
+    step = jo.offload(sampler, **options)
+    assert "sampler: " in str(step.explain(matrices(), X))
 
 
 def test_refusals_are_pickled():
