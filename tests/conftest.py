@@ -12,6 +12,7 @@ lowering.
 """
 
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
     f" --xla_force_host_platform_device_count={os.environ.get('JAXOFFLOAD_TEST_DEVICES', 2)}"
 )
+# Of a hundred processes that tests start, the first compiles what all of them import.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # What is kept between processes would hide what is compiled; tests of that have their own folders.
 os.environ["JAXOFFLOAD_CACHE"] = "off"
 # Plans for other machines are the same with the extra gpu-plans and without; tests/gpu_plans asks.
@@ -83,6 +86,19 @@ def quick_references(request):
     as_for_users = node.get_closest_marker("optimized") or node.get_closest_marker("runs_whole")
     with quick_jit.quick(as_for_users is None):
         yield
+
+
+def pytest_collection_finish():
+    """What is imported and collected stays: the garbage collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_other_files():
+    """JAX keeps what it has traced and compiled, and with it more and more for the collector."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture

@@ -79,6 +79,7 @@ from jaxoffload._jax_compat.tracing import (
     looks_for_special_values,
     name_arguments,
     no_mesh,
+    optimizes_little,
     refuses_transfers_to_device,
     source_line,
     trace_context,

@@ -95,6 +95,11 @@ def trace_context() -> Any:
     return _config.trace_context()
 
 
+def optimizes_little() -> bool:
+    """Whether programs are to be compiled soon, however slow: `jax_disable_most_optimizations`."""
+    return bool(jax.config.read("jax_disable_most_optimizations"))
+
+
 def no_mesh() -> contextlib.AbstractContextManager[Any]:
     """In which no mesh is around what is traced."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))

@@ -96,7 +96,7 @@ class ExecutableCache:
 
     def known(self, kernels: Sequence[Kernel]) -> list[Any]:
         """The executable of each kernel that has one, None for the others."""
-        settings = compat.trace_context()
+        settings = compat.trace_context(), compat.optimizes_little()
         with self._lock:
             return [
                 self._by_kernel.get(identity.intern(kernel.key, settings)) for kernel in kernels
@@ -111,7 +111,7 @@ class ExecutableCache:
           RuntimeError: XLA refuses a kernel; its message says why.
         """
         start = time.perf_counter()
-        settings = compat.trace_context()
+        settings = compat.trace_context(), compat.optimizes_little()
         keys = [identity.intern(kernel.key, settings) for kernel in kernels]
         with self._lock:
             found = {key: self._by_kernel.get(key) for key in keys}

@@ -43,13 +43,14 @@ class PluginCompiler:
         self._client, self._flags = client, flags
         self._called: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._version = stablehlo_version(client.attributes)
-        self._platform = platform
+        self._platform = functools.cache(platform)
 
-    @functools.cached_property
+    @property
     def described(self) -> bytes:
         """On what machine code depends beside the program, as a digest."""
         made = hashlib.sha256(compile_options(self._flags))
         made.update(self._platform().encode())
+        made.update(b"unoptimized" if compat.optimizes_little() else b"")
         return made.digest()
 
     def lower(self, kernel: Kernel) -> tuple[bytes, Any]:

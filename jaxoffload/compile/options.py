@@ -9,8 +9,10 @@ product feeds another directly ("partition compile failed", then an illegal inst
 are left off.
 """
 
+import math
 from typing import Any
 
+from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.kernel import Kernel
 
 FLAGS: dict[str, bool | int | str] = {
@@ -32,7 +34,8 @@ FLAGS: dict[str, bool | int | str] = {
 FORMER_EMITTERS = {"xla_cpu_use_fusion_emitters": False}
 """Flags with which kernels are compiled in two thirds of the time. The code has the same bits and
 speed, but of reductions; elements of less than a byte it does not know."""
-UNOPTIMIZED = FORMER_EMITTERS | {"xla_backend_optimization_level": 0}
+NOT_AT_ALL = {"xla_backend_optimization_level": 0}
+UNOPTIMIZED = FORMER_EMITTERS | NOT_AT_ALL
 """In less than half of the time: slower by about what a vertex's launch takes, where kernels are as
 small as that. Sums would have one accumulator where optimized ones have one for each lane."""
 FORMER_EMITTERS_BYTES, UNOPTIMIZED_BYTES = 2**20, 2**14
@@ -43,7 +46,10 @@ of the time with the same bits."""
 
 
 def flags_for(kernel: Kernel, flags: dict[str, bool | int | str] = FLAGS) -> dict[str, Any]:
-    """The flags for a kernel, by its traffic and what it does."""
+    """The flags for a kernel, by its traffic and what it does; where JAX is to optimize little
+    (`jax_disable_most_optimizations`), the same for any."""
+    if compat.optimizes_little():
+        return flags | (NOT_AT_ALL if math.isinf(kernel.traffic) else UNOPTIMIZED)
     if kernel.traffic <= UNOPTIMIZED_BYTES and not kernel.adds:
         return flags | UNOPTIMIZED
     most = ELEMENTWISE_BYTES if kernel.elementwise else FORMER_EMITTERS_BYTES

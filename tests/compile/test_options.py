@@ -1,10 +1,12 @@
 """Small kernels are compiled sooner, and those of which nobody knows how long they run are not."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
+import jaxoffload as jo
 from jaxoffload.capture import cost
 from jaxoffload.compile.compilers import PluginCompiler
 from jaxoffload.compile.options import FLAGS, compile_options
@@ -99,9 +101,42 @@ def test_a_loop_of_unknown_length_is_optimized(name):
     assert options_of(LOOPS[name], numbers(8))[0] == compile_options(FLAGS)
 
 
+@pytest.fixture
+def little():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.parametrize("name", ADDS)
+def test_where_jax_is_to_optimize_little_kernels_are_not_optimized(name, little):
+    assert options_of(ADDS[name][0], numbers(64))[0] == compile_options(UNOPTIMIZED)
+
+
+def test_that_holds_for_what_is_compiled_while_it_is_said():
+    x = numbers(2**18)
+    step = lambda: jo.offload(jnp.cumsum, device_memory=None, cut="always").plan(x)  # noqa: E731
+    usual, compiler = step().executables, jo.runtime.backends.cpu().executables
+    before = compiler.described
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        little = step().executables
+        assert compiler.described != before
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+    assert not set(map(id, little)) & set(map(id, usual))
+    assert list(map(id, step().executables)) == list(map(id, usual))
+
+
 def test_elements_of_less_than_a_byte_are_compiled_as_usual():
     made = options_of(lambda x: x.astype(jnp.float4_e2m1fn).astype(jnp.float32), numbers(8))[0]
     assert made == compile_options(FLAGS)
+
+
+def test_nor_with_the_former_emitters_where_jax_is_to_optimize_little(little):
+    """Which do not know them."""
+    made = options_of(lambda x: x.astype(jnp.float4_e2m1fn).astype(jnp.float32), numbers(8))[0]
+    assert made == compile_options(FLAGS | {"xla_backend_optimization_level": 0})
 
 
 def test_what_is_refused_with_other_flags_is_compiled_with_the_usual_ones():

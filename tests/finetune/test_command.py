@@ -27,8 +27,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def kept(tmp_path_factory):
-    """What one process has compiled the others find, as they do for users."""
-    ENVIRONMENT.update(os.environ, JAXOFFLOAD_CACHE=str(tmp_path_factory.mktemp("kept")))
+    """What one process has compiled, quickly, the others find, as they do for users."""
+    ENVIRONMENT.update(
+        os.environ,
+        JAXOFFLOAD_CACHE=str(tmp_path_factory.mktemp("kept")),
+        JAX_DISABLE_MOST_OPTIMIZATIONS="1",
+    )
 
 
 def weights_of(path):
