@@ -102,6 +102,16 @@ def programs_of_other_files():
 
 
 @pytest.fixture
+def little_is_optimized(monkeypatch):
+    """For tests that judge no number: kernels, JAX's programs and those of processes are compiled
+    in half of the time."""
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
 def interpret():
     """Evaluates a captured TaskGraph with JAX, vertex by vertex: no planner, no runtime."""
     from tests.helpers import interpret_taskgraph

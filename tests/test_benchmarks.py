@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import pytest
 
 from benchmarks import run
@@ -11,16 +10,7 @@ from jaxoffload.compile import cache
 
 ELSEWHERE = ("soak", "plans", "gpu_plans")
 """Those that have tests of their own."""
-pytestmark = pytest.mark.plain_runs
-
-
-@pytest.fixture(autouse=True)
-def quick_kernels(monkeypatch):
-    """No number is judged; most of the time would go into compiling."""
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # of processes
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = [pytest.mark.plain_runs, pytest.mark.usefixtures("little_is_optimized")]
 
 
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")

@@ -32,6 +32,7 @@ def blocks(page, language):
 
 @pytest.mark.plain_runs  # as for those who read it
 @pytest.mark.runs_whole
+@pytest.mark.usefixtures("little_is_optimized")
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_code_runs(page, capsys):
     space: dict = {}

@@ -101,15 +101,9 @@ def test_a_loop_of_unknown_length_is_optimized(name):
     assert options_of(LOOPS[name], numbers(8))[0] == compile_options(FLAGS)
 
 
-@pytest.fixture
-def little():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
+@pytest.mark.usefixtures("little_is_optimized")
 @pytest.mark.parametrize("name", ADDS)
-def test_where_jax_is_to_optimize_little_kernels_are_not_optimized(name, little):
+def test_where_jax_is_to_optimize_little_kernels_are_not_optimized(name):
     assert options_of(ADDS[name][0], numbers(64))[0] == compile_options(UNOPTIMIZED)
 
 
@@ -133,7 +127,8 @@ def test_elements_of_less_than_a_byte_are_compiled_as_usual():
     assert made == compile_options(FLAGS)
 
 
-def test_nor_with_the_former_emitters_where_jax_is_to_optimize_little(little):
+@pytest.mark.usefixtures("little_is_optimized")
+def test_nor_with_the_former_emitters_where_jax_is_to_optimize_little():
     """Which do not know them."""
     made = options_of(lambda x: x.astype(jnp.float4_e2m1fn).astype(jnp.float32), numbers(8))[0]
     assert made == compile_options(FLAGS | {"xla_backend_optimization_level": 0})

@@ -69,10 +69,13 @@ def test_every_case_is_accounted_for(harnesses):
     assert reasons[""] > 0.97 * len(harnesses)
 
 
-def budgets(function, args):
+def budgets(function, args, free):
     """Offloaded at the least budgets: of single operations, and of the planner's own choice.
 
     The second search is left out where the program is long: it may take minutes.
+
+    Args:
+      free: offloaded without a limit.
     """
     fine = jo.offload(function, device_memory=None, vertex_memory=1).plan(*args)
     operations = len(fine.taskgraph.vertices)
@@ -83,8 +86,7 @@ def budgets(function, args):
             jo.offload(function, device_memory=least, vertex_memory=1, check=True),
         )
     if operations <= 12:
-        plan = jo.offload(function, device_memory=None).plan(*args)
-        least = max(1, plan.min_device_memory)
+        least = max(1, free.plan(*args).min_device_memory)
         yield "least budget", jo.offload(function, device_memory=least, check=True)
 
 
@@ -119,7 +121,7 @@ def complaints(function, args):
     compare("no limit", free)
     compare("in jit", jax.jit(free))
     try:
-        for way, offloaded in budgets(function, args):
+        for way, offloaded in budgets(function, args, free):
             compare(way, offloaded)
             run = offloaded.last_run
             if run is not None and run.peak_device_bytes > offloaded._options.device_memory:
