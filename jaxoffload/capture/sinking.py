@@ -91,9 +91,13 @@ class _Sinking:
         is_cheap = is_cheap and not operation.on_host
         return is_array and is_cheap and equation.segment not in self._updates
 
-    def _longer(self, i: int, at: int) -> tuple[tuple[int, int], list[int]]:
+    def _longer(self, i: int, at: int, sinks: bool = True) -> tuple[tuple[int, int], list[int]]:
         """What lives longer if an equation sinks (bytes, and the sum of bytes times the heavy
-        operations they live past), and the equations that sink with it."""
+        operations they live past), and the equations that sink with it.
+
+        Args:
+          sinks: False of a view that somebody reads before: what it shows stays where it is made.
+        """
         total, past, group = 0, 0, []
         for v in self._equations[i].values():
             k = self._producer.get(v)
@@ -106,8 +110,8 @@ class _Sinking:
             alone = (size, size * self._heavy_between(max(others, default=i), at))
             more, with_it = alone, []
             if operations.is_view(self._equations[k]):
-                more, with_it = self._longer(k, at)
-            elif not others and self._may_sink(k):
+                more, with_it = self._longer(k, at, sinks and not others)
+            elif sinks and not others and self._may_sink(k):
                 more, with_it = self._longer(k, at)
                 with_it = [k, *with_it]
                 if more[0] >= size:

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from jaxoffload.capture.cluster import MAX_PRODUCTS
+from jaxoffload.capture.scan import unroll
+from jaxoffload.capture.sinking import sunk
+from jaxoffload.plan.cost.machines import SMALL_SERVER
 from tests.helpers import capture, interpret_taskgraph
 
 N = 64
@@ -158,3 +161,22 @@ def test_a_cluster_has_few_large_products():
 
     large = jax.ShapeDtypeStruct((512, 512), np.float32)
     assert [len(vertices_of(f, x)) for x in (large, square(0))] == [3, 1]
+
+
+def test_what_a_view_shows_to_an_earlier_reader_stays_before_it():
+    """A KeyError once, in a likelihood of pyhf's."""
+
+    def f(x, k, m):
+        shown = (x * x)[0]
+        early = (k - shown).sum()
+        return k / shown * (m @ (k + early))
+
+    args = (np.ones((1, 1)), np.ones(N), np.ones((N, N)))
+    program = unroll(jax.make_jaxpr(f)(*args), rates=SMALL_SERVER)
+    order = sunk(program.equations, set(program.result_values()), program.updates)
+    names = [e.operation.name for e in order]
+    assert names.index("div") > names.index("dot_general") > names.index("sub"), "it sinks"
+    made = {v for e in program.equations for v in e.outputs}
+    for equation in order:
+        assert not made.intersection(equation.values())
+        made.difference_update(equation.outputs)
