@@ -102,6 +102,15 @@ def programs_of_other_files():
 
 
 @pytest.fixture
+def collector_is_off():
+    """For tests that press Ctrl-C: where it meets a callback of the collector (JAX and hypothesis
+    have some), Python reports it, no more."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
 def little_is_optimized(monkeypatch):
     """For tests that judge no number: kernels, JAX's programs and those of processes are compiled
     in half of the time."""

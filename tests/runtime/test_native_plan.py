@@ -377,6 +377,7 @@ def test_arguments_and_results_that_are_elsewhere_in_each_run(size, skew):
 
 
 @pytest.mark.parametrize("after_a_short_run", [False, True])
+@pytest.mark.usefixtures("collector_is_off")
 def test_ctrl_c_cancels_a_run_and_the_next_one_works(after_a_short_run):
     b = PlanBuilder()
     x = b.version(ARGUMENT, 0, 0, SHAPE)

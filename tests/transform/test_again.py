@@ -271,6 +271,7 @@ def _interrupt() -> None:
 
 
 @pytest.mark.plain_runs
+@pytest.mark.usefixtures("collector_is_off")
 def test_ctrl_c_in_a_callback_of_a_function_that_was_short() -> None:
     seconds = 0.0
 

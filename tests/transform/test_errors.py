@@ -143,6 +143,7 @@ def test_a_kernel_that_fails_ends_the_run_with_its_cause_and_the_next_call_works
     assert len(set(resident)) == 1
 
 
+@pytest.mark.usefixtures("collector_is_off")
 def test_keyboard_interrupt_cancels_and_the_next_call_works():
     def slow(x):
         for _ in range(400):

@@ -90,6 +90,7 @@ def test_donated_state_that_was_overwritten_when_a_run_failed_is_deleted(tier, t
     assert not given[1].is_deleted()
 
 
+@pytest.mark.usefixtures("collector_is_off")
 def test_donated_state_survives_ctrl_c_before_it_is_overwritten(tier, tmp_path):
     def update(s, x):
         for _ in range(400):

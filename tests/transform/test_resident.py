@@ -316,6 +316,7 @@ def _plain(state, x):
     return jax.tree.map(np.array, results)
 
 
+@pytest.mark.usefixtures("collector_is_off")
 def test_interrupted_calls_leave_the_rest_right():
     weights, step = matrices(0), offloaded(frozen, check=False)
     put, main = jo.host_put(weights), threading.main_thread().ident

@@ -302,7 +302,7 @@ def test_threads(seed, tmp_path):
         raise wrong[0]
 
 
-# In a callback of the garbage collector (JAX and hypothesis have some) Python reports it, no more.
+# Here the collector is on: see `collector_is_off` of tests/conftest.py.
 reported_only = pytest.mark.filterwarnings(
     r"ignore:(?s).*KeyboardInterrupt:pytest.PytestUnraisableExceptionWarning"
 )

@@ -497,6 +497,7 @@ def test_a_flipped_bit_on_disk_stops_the_run_and_the_next_one_works(tmp_path):
     np.testing.assert_allclose(again[0], offloaded()(state, batch)[0][0], rtol=1e-6)
 
 
+@pytest.mark.usefixtures("collector_is_off")
 def test_keyboard_interrupt_in_a_long_run_leaves_nothing(tmp_path):
     state, batch = state_and_batch()
     step = offloaded(host_memory="100KiB", disk=tmp_path, launch=jo.policies.random(0, delays=0.02))
