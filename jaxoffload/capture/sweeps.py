@@ -54,6 +54,10 @@ class Sweeps:
         """Whether there is one in a closed jaxpr, or in its loops and calls."""
         return any(map(self.has, every_equation(jaxpr)))
 
+    def chosen(self, jaxpr: Any) -> list[bool]:
+        """Of every equation of those whether it is one."""
+        return list(map(self.has, every_equation(jaxpr)))
+
 
 NO_SWEEPS = Sweeps(math.inf, 0)
 

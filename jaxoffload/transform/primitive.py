@@ -5,7 +5,6 @@ transformations make of it is in rules.py.
 """
 
 import bisect
-import contextlib
 import dataclasses
 import functools
 import math
@@ -256,22 +255,23 @@ def plan_request(
             new_stamps,
         )
 
-    found, refusal = None, None
-    if first.any(request.jaxpr):
-        with contextlib.suppress(PlanError):
-            found = repeated(first)
-    if found is not None:
-        return found
+    refusal, jaxpr = None, request.jaxpr
+    if first.any(jaxpr):
+        try:
+            if (found := repeated(first)) is not None:
+                return found
+        except PlanError as error:
+            refusal = error
     try:
         return make_plan(request, whole, backend, has_other_ways)
     except NoCutFound as error:
         search_on = error.search_on
-    try:
-        found = repeated(last)
-    except PlanError as error:
-        refusal = error
-    if found is not None:
-        return found
+    if refusal is None or last.chosen(jaxpr) != first.chosen(jaxpr):
+        try:
+            if (found := repeated(last)) is not None:
+                return found
+        except PlanError as error:
+            refusal = error
     try:
         return search_on()
     except PlanError as error:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
+from jaxoffload.transform import primitive
+from jaxoffload.transform.loops import loop_plan
 from jaxoffload.transform.program import Program
 from tests.transform.test_loops import (
     BUDGET,
@@ -189,6 +191,20 @@ def test_what_is_not_repeated_is_explained_with_nothing_planned(monkeypatch, opt
     monkeypatch.setattr(Program, "plan", lambda program: pytest.fail("it was planned"))
     step = jo.offload(sampler, **options)
     assert "sampler: " in str(step.explain(matrices(), X))
+
+
+def test_the_same_parts_are_refused_once(monkeypatch):
+    """As those that are better than any other, and not again as those better than a refusal."""
+    tried = []
+
+    def counted(*arguments):
+        tried.append(arguments)
+        return loop_plan(*arguments)
+
+    monkeypatch.setattr(primitive, "loop_plan", counted)
+    with pytest.raises(jo.PlanError):
+        offloaded(sampler, LAYER // 2)(matrices(), X)
+    assert len(tried) == 1
 
 
 def test_refusals_are_pickled():
