@@ -60,6 +60,12 @@ def _threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
         pool.shutdown(cancel_futures=True)
 
 
+def _keys(kernels: Sequence[Kernel]) -> list[identity.Key]:
+    """What tells their executables apart: the kernels, and all that JAX is set to."""
+    settings = compat.trace_context(), compat.optimizes_little()
+    return [identity.intern(kernel.key, settings) for kernel in kernels]
+
+
 class ExecutableCache:
     """Executables of one client. Thread-safe; nothing is lowered or compiled under a lock.
 
@@ -96,11 +102,9 @@ class ExecutableCache:
 
     def known(self, kernels: Sequence[Kernel]) -> list[Any]:
         """The executable of each kernel that has one, None for the others."""
-        settings = compat.trace_context(), compat.optimizes_little()
+        keys = _keys(kernels)
         with self._lock:
-            return [
-                self._by_kernel.get(identity.intern(kernel.key, settings)) for kernel in kernels
-            ]
+            return [self._by_kernel.get(key) for key in keys]
 
     def executables(self, kernels: Sequence[Kernel]) -> tuple[list[Any], CompileReport]:
         """One executable for each kernel, compiled where none is known.
@@ -111,8 +115,7 @@ class ExecutableCache:
           RuntimeError: XLA refuses a kernel; its message says why.
         """
         start = time.perf_counter()
-        settings = compat.trace_context(), compat.optimizes_little()
-        keys = [identity.intern(kernel.key, settings) for kernel in kernels]
+        keys = _keys(kernels)
         with self._lock:
             found = {key: self._by_kernel.get(key) for key in keys}
         digests: dict[identity.Key, bytes] = {}

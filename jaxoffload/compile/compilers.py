@@ -43,22 +43,25 @@ class PluginCompiler:
         self._client, self._flags = client, flags
         self._called: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._version = stablehlo_version(client.attributes)
-        self._platform = functools.cache(platform)
+        self._platform = platform
+
+    @functools.cached_property
+    def _described(self) -> bytes:
+        made = hashlib.sha256(compile_options(self._flags))
+        made.update(self._platform().encode())
+        return made.digest()
 
     @property
     def described(self) -> bytes:
-        """On what machine code depends beside the program, as a digest."""
-        made = hashlib.sha256(compile_options(self._flags))
-        made.update(self._platform().encode())
-        made.update(b"unoptimized" if compat.optimizes_little() else b"")
-        return made.digest()
+        """On what machine code depends beside the program: a digest, and what JAX is set to."""
+        return self._described + bytes([compat.optimizes_little()])
 
     def lower(self, kernel: Kernel) -> tuple[bytes, Any]:
         """What tells the kernel's program from others, and what `compile` takes."""
         with callbacks.collected() as called:
             code = portable(lower(kernel, "cpu"), self._version)
         options = compile_options(flags_for(kernel, self._flags))
-        return hashlib.sha256(self.described + options + code).digest(), (code, called, options)
+        return hashlib.sha256(self._described + options + code).digest(), (code, called, options)
 
     def load(self, digest: bytes) -> Any:
         """The executable of a program, if it is kept: None otherwise. Any thread."""

@@ -48,7 +48,7 @@ of the time with the same bits."""
 def flags_for(kernel: Kernel, flags: dict[str, bool | int | str] = FLAGS) -> dict[str, Any]:
     """The flags for a kernel, by its traffic and what it does; where JAX is to optimize little
     (`jax_disable_most_optimizations`), the same for any."""
-    if compat.optimizes_little():
+    if compat.optimizes_little():  # by the former emitters where they know the elements
         return flags | (NOT_AT_ALL if math.isinf(kernel.traffic) else UNOPTIMIZED)
     if kernel.traffic <= UNOPTIMIZED_BYTES and not kernel.adds:
         return flags | UNOPTIMIZED
