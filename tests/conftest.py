@@ -115,9 +115,8 @@ def little_is_optimized(monkeypatch):
     """For tests that judge no number: kernels, JAX's programs and those of processes are compiled
     in half of the time."""
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    with quick_jit.little_optimized():
+        yield
 
 
 @pytest.fixture

@@ -39,6 +39,17 @@ def _flags():
 
 
 @contextlib.contextmanager
+def little_optimized():
+    """Within it JAX is set to optimize little, and so are kernels."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+@contextlib.contextmanager
 def quick(is_quick):
     """Within it JAX compiles quickly, or as it does for users; what it has compiled stays."""
     global _is_quick

@@ -1,6 +1,5 @@
 """Small kernels are compiled sooner, and those of which nobody knows how long they run are not."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import jaxoffload as jo
 from jaxoffload.capture import cost
 from jaxoffload.compile.compilers import PluginCompiler
 from jaxoffload.compile.options import FLAGS, compile_options
+from tests import quick_jit
 from tests.helpers import capture
 
 
@@ -112,12 +112,9 @@ def test_that_holds_for_what_is_compiled_while_it_is_said():
     step = lambda: jo.offload(jnp.cumsum, device_memory=None, cut="always").plan(x)  # noqa: E731
     usual, compiler = step().executables, jo.runtime.backends.cpu().executables
     before = compiler.described
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
+    with quick_jit.little_optimized():
         little = step().executables
         assert compiler.described != before
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
     assert not set(map(id, little)) & set(map(id, usual))
     assert list(map(id, step().executables)) == list(map(id, usual))
 
