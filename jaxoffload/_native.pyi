@@ -21,13 +21,18 @@ class Client:
     def __init__(self, plugin_path: str, num_devices: int = 1) -> None: ...
     @staticmethod
     def adopt(
-        plugin_path: str, client: int, ordinals: Sequence[int], driver_path: str = ""
+        plugin_path: str,
+        client: int,
+        ordinals: Sequence[int],
+        host: Client | None = None,
+        driver_path: str = "",
     ) -> Client:
         """A client of CUDA's plugin that JAX has made, and keeps.
 
         Args:
           client: the PJRT_Client.
           ordinals: the driver's numbers of the devices to use.
+          host: one of ours for CPU, which runs what is for the host's cores.
           driver_path: for tests; the system's driver if empty.
 
         Raises:

@@ -48,6 +48,11 @@ def _busy(found: Sections) -> bool:
     return found["launch"]["compute_idle_share"] <= _IDLE
 
 
+def _host_pays(found: Sections) -> bool:
+    ways = found["host"]
+    return ways["auto"]["seconds"] <= ways["never"]["seconds"]
+
+
 def _nothing_left(found: Sections) -> bool:
     before, after = found["long"]["before"], found["long"]["after"]
     lost = before["free_device_bytes"] - after["free_device_bytes"]
@@ -70,6 +75,7 @@ CLAIMS: dict[str, Callable[[Sections], bool]] = {
     "a kernel reads pinned host memory where it is": _pinned,
     "tests/cuda/test_gpu.py passes": _tests,
     f"the compute lane idles at most {_IDLE:.0%} of a compute-bound step": _busy,
+    "the planner puts updates on the host's cores only where the step is then faster": _host_pays,
     "minutes of steps leave nothing behind": _nothing_left,
 }
 

@@ -8,6 +8,8 @@ is written after each, so that a visit that ends early leaves what it has found:
     launch   host cost of a vertex; idle share of the compute lane in a compute-bound step
     llama    LLaMA-7B shape at budgets: over jit with everything resident, over
              max(compute, link), over JAX's own host offload, over accelerate
+    host     a full AdamW step, its state in host memory: updates on the device, on the host's
+             cores, and where the planner puts them
     order    work-conserving against fixed order, 20 runs each on one MemGraph
     long     many steps; what is left behind
 
@@ -31,10 +33,12 @@ import jax
 import numpy as np
 
 import jaxoffload as jo
+from benchmarks import suite
 from benchmarks.gpu import claims, llama, probe
 from benchmarks.measure import interleaved, machine
 from jaxoffload import _native
 from jaxoffload.finetune import model
+from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.options import format_bytes
 from jaxoffload.runtime import backends
 
@@ -49,6 +53,8 @@ LIMIT_SECONDS = 540
 LIMITS = {"probe": 900, "tests": 900, "llama": 5400}
 """Seconds that a section may take, where that is not `LIMIT_SECONDS`."""
 SMALL = model.Config(64, 32, 2, 2, 1, 64)
+TRAINED = model.Config(32_000, 2048, 24, 16, 16, 5504)
+"""1.3 billion parameters in float32: 16 GB with their moments."""
 
 
 def launch(small: bool) -> dict[str, Any]:
@@ -156,6 +162,34 @@ def _ours(
     return found
 
 
+def host(small: bool) -> dict[str, Any]:
+    """A training step whose state is fed back from call to call, in each way; what it moved."""
+    config, size = (SMALL, (2, 32)) if small else (TRAINED, (4, 512))
+    function, (_, state, batch), donated = suite.training_step(config, *size)
+    kept = [llama.weights(config), jo.host_put(state)]
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, batch.shape, dtype=np.int32)
+    budget = _tight(function, kept[0], (kept[1], tokens)) if small else BUDGETS[0]
+    found: dict[str, Any] = {"budget": budget}
+    for way in ("never", "always", "auto"):
+        step = jo.offload(function, device_memory=budget, donate_argnums=donated, host_compute=way)
+
+        def call(step: Any = step) -> Any:
+            *kept[:], loss = step(*kept, tokens)
+            return loss
+
+        seconds = _seconds(call, 2 if small else 5)
+        run = step.last_run
+        found[way] = {
+            "seconds": seconds,
+            "on_host": int((run.memgraph.kind == Kind.HOST_KERNEL).sum()),
+            "bytes_reloaded": run.bytes_reloaded,
+            "bytes_offloaded": run.bytes_offloaded,
+            "copied_outputs": run.copied_outputs,
+            "lane_busy_seconds": dict(run.lane_busy_seconds),
+        }
+    return found
+
+
 def order(small: bool) -> dict[str, Any]:
     """Work-conserving against fixed order: one cut, one budget, 20 runs each, in turn."""
     config = SMALL if small else model.PRESETS["7b"]
@@ -214,6 +248,7 @@ SECTIONS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "tests": tests,
     "launch": launch,
     "llama": run_llama,
+    "host": host,
     "order": order,
     "long": long,
 }

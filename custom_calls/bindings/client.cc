@@ -40,9 +40,10 @@ std::shared_ptr<Client> NewClient(const std::string& plugin_path, int32_t num_de
 }
 
 std::shared_ptr<Client> AdoptClient(const std::string& plugin_path, uintptr_t client,
-                                    std::vector<int32_t> ordinals, const std::string& driver_path) {
+                                    std::vector<int32_t> ordinals, std::shared_ptr<Client> host,
+                                    const std::string& driver_path) {
   return Remember(Client::Adopt(plugin_path, reinterpret_cast<PJRT_Client*>(client),
-                                std::move(ordinals), driver_path));
+                                std::move(ordinals), std::move(host), driver_path));
 }
 
 std::vector<std::shared_ptr<Client>> AliveClients() {
@@ -85,7 +86,7 @@ void BindClient(nb::module_& m) {
   nb::class_<Client>(m, "Client", nb::is_weak_referenceable(), nb::type_slots(only_made))
       .def(nb::new_(&NewClient), "plugin_path"_a, "num_devices"_a = 1, nb::call_guard<WithoutGil>())
       .def_static("adopt", &AdoptClient, "plugin_path"_a, "client"_a, "ordinals"_a,
-                  "driver_path"_a = "", nb::call_guard<WithoutGil>())
+                  "host"_a.none() = nb::none(), "driver_path"_a = "", nb::call_guard<WithoutGil>())
       .def_prop_ro("platform_name", &Client::platform_name)
       .def_prop_ro("platform_version", &Client::platform_version)
       .def_prop_ro("num_devices", &Client::num_devices)

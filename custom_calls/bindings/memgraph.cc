@@ -46,6 +46,8 @@ class Columns {
     }
     c.disk_arguments = ToVector(Column<int32_t>("disk_arguments"));
     c.disk_results = ToVector(Column<int32_t>("disk_results"));
+    c.device_arguments = ToVector(Column<int32_t>("device_arguments"));
+    c.device_results = ToVector(Column<int32_t>("device_results"));
   }
 
   const TaskColumns& found() const { return found_; }

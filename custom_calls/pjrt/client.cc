@@ -68,11 +68,11 @@ std::shared_ptr<Client> Client::Create(const std::string& plugin_path, int32_t n
                                        devices.addressable_devices + num_lanes);
   return std::shared_ptr<Client>(new Client(api, create.client, true, num_devices, used,
                                             std::make_unique<CpuPlatform>(api, create.client, used),
-                                            nullptr));
+                                            nullptr, nullptr));
 }
 
 std::shared_ptr<Client> Client::Adopt(const std::string& plugin_path, PJRT_Client* client,
-                                      std::vector<int32_t> ordinals,
+                                      std::vector<int32_t> ordinals, std::shared_ptr<Client> host,
                                       const std::string& driver_path) {
   if (client == nullptr) throw std::invalid_argument("Client: client=0 is no address of a client");
   const PJRT_Api* const api = FindPlugin(plugin_path);
@@ -91,16 +91,20 @@ std::shared_ptr<Client> Client::Adopt(const std::string& plugin_path, PJRT_Clien
   if (ordinals.empty() || used.size() != ordinals.size()) {
     throw std::invalid_argument("Client: ordinals has a device that the XLA client does not have");
   }
+  if (host != nullptr && host->host() != host.get()) {
+    throw std::invalid_argument("Client: host is no client for CPU");
+  }
   std::shared_ptr<CudaDriver> driver = CudaDriver::Load(driver_path);
   auto platform = std::make_unique<CudaPlatform>(api, client, used, std::move(ordinals), driver);
   const auto num_devices = static_cast<int32_t>(used.size());
-  return std::shared_ptr<Client>(
-      new Client(api, client, false, num_devices, used, std::move(platform), std::move(driver)));
+  return std::shared_ptr<Client>(new Client(api, client, false, num_devices, used,
+                                            std::move(platform), std::move(driver),
+                                            std::move(host)));
 }
 
 Client::Client(const PJRT_Api* api, PJRT_Client* client, bool is_ours, int32_t num_devices,
                std::vector<PJRT_Device*> devices, std::unique_ptr<Platform> platform,
-               std::shared_ptr<CudaDriver> driver)
+               std::shared_ptr<CudaDriver> driver, std::shared_ptr<Client> host)
     : api_(api),
       client_(client),
       is_ours_(is_ours),
@@ -108,6 +112,7 @@ Client::Client(const PJRT_Api* api, PJRT_Client* client, bool is_ours, int32_t n
       devices_(std::move(devices)),
       platform_(std::move(platform)),
       driver_(std::move(driver)),
+      host_(std::move(host)),
       launcher_(Lanes(num_devices), platform_->window()) {}
 
 Client::~Client() {

@@ -30,10 +30,11 @@ class Client : public std::enable_shared_from_this<Client> {
   // unfit version.
   static std::shared_ptr<Client> Create(const std::string& plugin_path, int32_t num_devices);
   // Somebody else's client of the plugin for CUDA, who keeps it alive until Shutdown. `ordinals`:
-  // the devices to use, by the driver's number, in the order of plans' devices. `driver_path`: see
+  // the devices to use, by the driver's number, in the order of plans' devices. `host`: one of ours
+  // for CPU, which runs the host's own kernels; null where there are none. `driver_path`: see
   // CudaDriver::Load. Throws std::runtime_error.
   static std::shared_ptr<Client> Adopt(const std::string& plugin_path, PJRT_Client* client,
-                                       std::vector<int32_t> ordinals,
+                                       std::vector<int32_t> ordinals, std::shared_ptr<Client> host,
                                        const std::string& driver_path);
   // Waits for the runs in the queue. Must not be called from a lane.
   ~Client();
@@ -79,8 +80,9 @@ class Client : public std::enable_shared_from_this<Client> {
   PJRT_Client* get() const { return client_; }
   // Devices of plans.
   int32_t num_devices() const { return num_devices_; }
-  // Whether there is one more for the host's own kernels, number `num_devices`.
-  bool has_host_device() const { return static_cast<int32_t>(devices_.size()) > num_devices_; }
+  // The client whose device number `num_devices` is for the host's own kernels: this one on CPU;
+  // null if there is none.
+  Client* host() { return is_ours_ ? this : host_.get(); }
   PJRT_Device* device(int32_t device) const { return devices_[device]; }
   Platform& platform() { return *platform_; }
   // The driver behind the platform; null on CPU.
@@ -93,7 +95,7 @@ class Client : public std::enable_shared_from_this<Client> {
 
   Client(const PJRT_Api* api, PJRT_Client* client, bool is_ours, int32_t num_devices,
          std::vector<PJRT_Device*> devices, std::unique_ptr<Platform> platform,
-         std::shared_ptr<CudaDriver> driver);
+         std::shared_ptr<CudaDriver> driver, std::shared_ptr<Client> host);
 
   const HomeProcess home_;
   const PJRT_Api* const api_;
@@ -103,6 +105,7 @@ class Client : public std::enable_shared_from_this<Client> {
   const std::vector<PJRT_Device*> devices_;
   const std::unique_ptr<Platform> platform_;
   const std::shared_ptr<CudaDriver> driver_;
+  const std::shared_ptr<Client> host_;
   // Last: destroyed first, so that no lane outlives what its vertices use.
   Launcher launcher_;
 };

@@ -85,6 +85,7 @@ class PlanBackend : public Backend {
   };
   // A kernel vertex, ready to be executed; ranges are of the flat arrays below.
   struct Call {
+    Client* client = nullptr;  // of its buffers, too
     PJRT_LoadedExecutable* executable = nullptr;
     PJRT_Device* device = nullptr;  // null: the one that it was compiled for
     Range parameters{0, 0};
@@ -94,8 +95,11 @@ class PlanBackend : public Backend {
 
   void AddCall(int32_t vertex_id);
   void CheckOutput(int32_t vertex_id, int64_t position, int32_t version_id) const;
-  // The client's device for the host's kernels.
+  // Stands for the device of the host's kernels, which may be another client's.
   int32_t host_device() const { return client_->num_devices(); }
+  Client& client_of(int32_t device) const {
+    return device == host_device() ? *client_->host() : *client_;
+  }
   int32_t SlotOf(int32_t version_id, int32_t device);
   int32_t DonatedArgumentOf(int32_t version_id) const;
   void CheckPlace(int32_t version_id, int32_t device) const;
@@ -119,7 +123,8 @@ class PlanBackend : public Backend {
   bool ExecuteStore(int32_t from, int32_t to, RunContext& context, std::string* error);
   bool ExecuteKernel(int32_t vertex_id, RunContext& context, std::string* error);
   // Of a platform without a window.
-  PJRT_Error* AwaitKernel(Call& call, int32_t lane, PJRT_Event* complete);
+  static PJRT_Error* AwaitKernel(Call& call, std::chrono::steady_clock::time_point& last,
+                                 PJRT_Event* complete);
   // Takes the outputs of an execution into their slots. False, with *error set, on failure.
   // `complete` is its end, null when that has passed; waited for if an output must be copied.
   bool TakeOutputs(const Call& call, PJRT_Event** complete, RunContext& context,

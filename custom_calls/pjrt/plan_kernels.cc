@@ -12,11 +12,12 @@ namespace jaxoffload {
 
 bool PlanBackend::ExecuteKernel(int32_t vertex_id, RunContext& context, std::string* error) {
   Call& call = calls_[vertex_id];
+  const PJRT_Api* const api = call.client->api();
   for (int64_t p = call.parameters.begin; p < call.parameters.end; ++p) {
     Slot& slot = slots_[parameter_slot_[p]];
     if (slot.buffer == nullptr) {
       if (PJRT_Error* const failure = Import(slot)) {
-        *error = TakeMessage(api_, failure);
+        *error = TakeMessage(api, failure);
         return false;
       }
     }
@@ -34,8 +35,8 @@ bool PlanBackend::ExecuteKernel(int32_t vertex_id, RunContext& context, std::str
   args.output_lists = &outputs;
   args.device_complete_events = &complete;
   args.execute_device = call.device;
-  if (PJRT_Error* const failure = api_->PJRT_LoadedExecutable_Execute(&args)) {
-    *error = TakeMessage(api_, failure);
+  if (PJRT_Error* const failure = api->PJRT_LoadedExecutable_Execute(&args)) {
+    *error = TakeMessage(api, failure);
     DropDonated(call);
     return false;
   }
@@ -44,9 +45,10 @@ bool PlanBackend::ExecuteKernel(int32_t vertex_id, RunContext& context, std::str
     complete_[vertex_id] = complete;
     return true;
   }
-  if (PJRT_Error* const failure = AwaitKernel(call, plan_->lane(vertex_id), complete)) {
-    *error = TakeMessage(api_, failure);
-    for (int64_t o = 0; o < call.outputs.size(); ++o) DestroyBuffer(api_, outputs[o]);
+  std::chrono::steady_clock::time_point& last = kernel_end_[plan_->lane(vertex_id)];
+  if (PJRT_Error* const failure = AwaitKernel(call, last, complete)) {
+    *error = TakeMessage(api, failure);
+    for (int64_t o = 0; o < call.outputs.size(); ++o) DestroyBuffer(api, outputs[o]);
     DropDonated(call);
     return false;
   }
@@ -54,37 +56,39 @@ bool PlanBackend::ExecuteKernel(int32_t vertex_id, RunContext& context, std::str
   return TakeOutputs(call, &complete, context, error);
 }
 
-PJRT_Error* PlanBackend::AwaitKernel(Call& call, int32_t lane, PJRT_Event* complete) {
+PJRT_Error* PlanBackend::AwaitKernel(Call& call, std::chrono::steady_clock::time_point& last,
+                                     PJRT_Event* complete) {
+  const PJRT_Api* const api = call.client->api();
   const auto is_over = [&] {
     JO_PJRT_ARGS(PJRT_Event_IsReady, args);
     args.event = complete;
-    if (PJRT_Error* const error = api_->PJRT_Event_IsReady(&args)) {
-      TakeMessage(api_, error);  // whoever awaits it is told
+    if (PJRT_Error* const error = api->PJRT_Event_IsReady(&args)) {
+      TakeMessage(api, error);  // whoever awaits it is told
       return true;
     }
     return args.is_ready;
   };
   PJRT_Error* failure = nullptr;
-  const auto sleep = [&] { failure = AwaitAndDestroy(api_, std::exchange(complete, nullptr)); };
+  const auto sleep = [&] { failure = AwaitAndDestroy(api, std::exchange(complete, nullptr)); };
   // XLA's thread looks for its next kernel for a while, too. After that it has to be woken, which
   // is soonest where this thread leaves its core to it.
   constexpr auto kAwake = std::chrono::microseconds(100);
-  std::chrono::steady_clock::time_point& last = kernel_end_[lane];
   if (std::chrono::steady_clock::now() - last < kAwake) {
     call.patience.Await(is_over, sleep);
   } else {
     sleep();
   }
-  if (complete != nullptr) failure = AwaitAndDestroy(api_, complete);
+  if (complete != nullptr) failure = AwaitAndDestroy(api, complete);
   last = std::chrono::steady_clock::now();
   return failure;
 }
 
 bool PlanBackend::TakeOutputs(const Call& call, PJRT_Event** complete, RunContext& context,
                               std::string* error) {
+  const PJRT_Api* const api = call.client->api();
   const auto fail = [&] {
     for (int64_t o = call.outputs.begin; o < call.outputs.end; ++o) {
-      DestroyBuffer(api_, outputs_[o]);
+      DestroyBuffer(api, outputs_[o]);
     }
     DropDonated(call);
     return false;
@@ -93,10 +97,10 @@ bool PlanBackend::TakeOutputs(const Call& call, PJRT_Event** complete, RunContex
   for (int64_t o = call.outputs.begin; o < call.outputs.end; ++o) {
     JO_PJRT_ARGS(PJRT_Buffer_UnsafePointer, pointer);
     pointer.buffer = outputs_[o];
-    if (PJRT_Error* const failure = api_->PJRT_Buffer_UnsafePointer(&pointer)) {
-      *error = TakeMessage(api_, failure);
+    if (PJRT_Error* const failure = api->PJRT_Buffer_UnsafePointer(&pointer)) {
+      *error = TakeMessage(api, failure);
       if (*complete != nullptr) {
-        if (PJRT_Error* const late = AwaitAndDestroy(api_, *complete)) TakeMessage(api_, late);
+        if (PJRT_Error* const late = AwaitAndDestroy(api, *complete)) TakeMessage(api, late);
       }
       return fail();
     }
@@ -115,9 +119,9 @@ bool PlanBackend::TakeOutputs(const Call& call, PJRT_Event** complete, RunContex
   }
   if (!found.empty()) {
     PJRT_Error* const failure =
-        *complete == nullptr ? nullptr : AwaitAndDestroy(api_, std::exchange(*complete, nullptr));
+        *complete == nullptr ? nullptr : AwaitAndDestroy(api, std::exchange(*complete, nullptr));
     if (failure != nullptr) {
-      *error = TakeMessage(api_, failure);
+      *error = TakeMessage(api, failure);
       return fail();
     }
     try {
@@ -135,7 +139,7 @@ bool PlanBackend::TakeOutputs(const Call& call, PJRT_Event** complete, RunContex
       if (slot.is_kept) TakeFromKept(o, context);
       slot.buffer = outputs_[o];
     } else {
-      DestroyBuffer(api_, outputs_[o]);
+      DestroyBuffer(api, outputs_[o]);
     }
   }
   return true;
@@ -144,22 +148,23 @@ bool PlanBackend::TakeOutputs(const Call& call, PJRT_Event** complete, RunContex
 // Outputs may lie in each other's places, so everything is taken aside first.
 void PlanBackend::CopyMisplaced(const Call& call, const std::vector<char*>& found,
                                 RunContext& context) {
+  Platform& platform = call.client->platform();
   std::vector<std::vector<char>> aside(found.size());
   for (size_t o = 0; o < found.size(); ++o) {
     if (found[o] == nullptr) continue;
     const int64_t bytes = plan_->bytes(output_version_[call.outputs.begin + o]);
     aside[o].resize(bytes);
-    platform_.CopyNow(aside[o].data(), found[o], bytes, context.abort);
+    platform.CopyNow(aside[o].data(), found[o], bytes, context.abort);
   }
   for (size_t o = 0; o < found.size(); ++o) {
     if (found[o] == nullptr) continue;
     const int64_t entry = call.outputs.begin + static_cast<int64_t>(o);
     const Slot& slot = slots_[output_slot_[entry]];
     const int64_t bytes = static_cast<int64_t>(aside[o].size());
-    platform_.CopyNow(context.address[output_version_[entry]], aside[o].data(), bytes,
-                      context.abort);
+    platform.CopyNow(context.address[output_version_[entry]], aside[o].data(), bytes,
+                     context.abort);
     if (slot.is_scratch || slot.is_kept)
-      platform_.CopyNow(slot.address, aside[o].data(), bytes, context.abort);
+      platform.CopyNow(slot.address, aside[o].data(), bytes, context.abort);
     context.copied_outputs.fetch_add(1, std::memory_order_relaxed);
   }
 }

@@ -47,13 +47,18 @@ void PlanBackend::AddCall(int32_t vertex_id) {
            " outputs, but its executable " + std::to_string(executable->num_outputs()));
   }
   const bool on_host = plan_->kind(vertex_id) == Kind::kHostKernel;
-  if (on_host && !client_->has_host_device()) {
+  if (on_host && client_->host() == nullptr) {
     Refuse(plan_->Describe(vertex_id) + " is for the host's cores, which this client cannot use");
   }
   const int32_t device = on_host ? host_device() : plan_->device(vertex_id);
   Call& call = calls_[vertex_id];
+  call.client = &client_of(device);
+  if (executable->client().get() != call.client) {
+    Refuse(plan_->Describe(vertex_id) + " has an executable of another client");
+  }
   call.executable = executable->get();
-  if (executable->device() != client_->device(device)) call.device = client_->device(device);
+  PJRT_Device* const wanted = call.client->device(on_host ? call.client->num_devices() : device);
+  if (executable->device() != wanted) call.device = wanted;
 
   call.parameters.begin = static_cast<int64_t>(parameter_slot_.size());
   for (int64_t i = inputs.begin; i < inputs.end; ++i) {
@@ -236,15 +241,17 @@ void PlanBackend::TakeFromKept(int64_t output, RunContext& context) {
 }
 
 PJRT_Error* PlanBackend::Import(Slot& slot) {
-  return platform_.Import(
+  Client& client = client_of(slot.device);
+  const int32_t device = slot.device == host_device() ? client.num_devices() : slot.device;
+  return client.platform().Import(
       {slot.address, static_cast<PJRT_Buffer_Type>(plan_->dtype(slot.version)),
-       plan_->dims(slot.version), static_cast<size_t>(plan_->num_dims(slot.version)), slot.device},
+       plan_->dims(slot.version), static_cast<size_t>(plan_->num_dims(slot.version)), device},
       &slot.buffer);
 }
 
 void PlanBackend::Drop(Slot& slot) {
   if (slot.buffer == nullptr) return;
-  DestroyBuffer(api_, slot.buffer);
+  DestroyBuffer(client_of(slot.device).api(), slot.buffer);
   slot.buffer = nullptr;
 }
 

@@ -84,6 +84,9 @@ bool CallersMemory::ReachesArgument(int64_t vertex, int64_t entry) const {
   const TaskColumns& columns = table_.columns();
   const int32_t tensor = columns.inputs[entry];
   if (!table_.IsReadable(tensor)) return false;
+  if (table_.on_host(vertex) && !table_.host_reaches_argument(columns.argument[tensor])) {
+    return false;
+  }
   if (!table_.is_overwritten(entry)) return true;
   const int32_t output = overwriter_.at(tensor);
   for (int64_t p = columns.result_offsets[output]; p < columns.result_offsets[output + 1]; ++p) {
@@ -98,7 +101,8 @@ bool CallersMemory::ReachesResult(int64_t vertex, int64_t entry) const {
   const int64_t first = columns.result_offsets[tensor];
   if (first == columns.result_offsets[tensor + 1] ||
       columns.result_offset[first] % kInPlaceAlignment != 0 ||
-      table_.result_on_disk(columns.result[first])) {
+      table_.result_on_disk(columns.result[first]) ||
+      (table_.on_host(vertex) && !table_.host_reaches_result(columns.result[first]))) {
     return false;
   }
   return MayWrite(first, tensor, vertex, kNone);

@@ -101,7 +101,8 @@ bool SimulatedMemory::ReadsCallers(int64_t vertex, int64_t k, int32_t version) c
   if (emitter_.space(version) == Space::kArgument) {
     return callers_.ReachesArgument(vertex, table_.columns().input_offsets[vertex] + k);
   }
-  return emitter_.offset(version) % kInPlaceAlignment == 0;
+  return emitter_.offset(version) % kInPlaceAlignment == 0 &&
+         table_.host_reaches_result(emitter_.index(version));
 }
 
 int32_t SimulatedMemory::MakeOnHost(int64_t vertex, int64_t entry, std::vector<int32_t>* after) {

@@ -62,6 +62,8 @@ TaskTable::TaskTable(TaskColumns columns) : columns_(std::move(columns)) {
   }
   disk_argument_ = SetOf(columns_.disk_arguments);
   disk_result_ = SetOf(columns_.disk_results);
+  device_argument_ = SetOf(columns_.device_arguments);
+  device_result_ = SetOf(columns_.device_results);
 }
 
 bool TaskTable::Stays(int64_t tensor, int64_t part) const {

@@ -43,6 +43,8 @@ struct TaskColumns {
   std::vector<std::pair<int32_t, int32_t>> donated;  // (argument, result)
   std::vector<int32_t> disk_arguments;
   std::vector<int32_t> disk_results;
+  std::vector<int32_t> device_arguments;  // in a memory that the host's cores do not reach
+  std::vector<int32_t> device_results;
 };
 
 // What XLA asks of the address of an array that a kernel reads where the caller has it.
@@ -117,6 +119,9 @@ class TaskTable {
   bool is_argument(int64_t tensor) const { return columns_.argument[tensor] >= 0; }
   bool on_disk(int64_t argument) const { return Has(disk_argument_, argument); }
   bool result_on_disk(int64_t result) const { return Has(disk_result_, result); }
+  // Whether the host's cores reach an argument that is in memory, and where a result is to be.
+  bool host_reaches_argument(int64_t argument) const { return !Has(device_argument_, argument); }
+  bool host_reaches_result(int64_t result) const { return !Has(device_result_, result); }
   bool uses_disk() const {
     return !columns_.disk_arguments.empty() || !columns_.disk_results.empty();
   }
@@ -145,7 +150,7 @@ class TaskTable {
   std::vector<int32_t> readers_;
   std::vector<int64_t> last_device_reader_;
   std::vector<bool> is_overwritten_, is_fresh_;
-  std::vector<bool> disk_argument_, disk_result_;
+  std::vector<bool> disk_argument_, disk_result_, device_argument_, device_result_;
 };
 
 }  // namespace jaxoffload

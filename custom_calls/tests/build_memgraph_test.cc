@@ -25,7 +25,7 @@ struct Draft {
   std::vector<int32_t> device, argument, result, vertex_device, inputs, outputs, overwrites;
   std::vector<int64_t> result_offsets{0}, input_offsets{0}, output_offsets{0}, overwrite_offsets{0};
   std::vector<uint8_t> kind, gathered;
-  std::vector<int32_t> disk_arguments, disk_results;
+  std::vector<int32_t> disk_arguments, disk_results, device_arguments, device_results;
 
   int32_t AddTensor(int64_t size, int32_t where, int32_t flat_argument = -1) {
     bytes.push_back(size);
@@ -80,7 +80,9 @@ struct Draft {
             overwrites.data(),
             {},
             disk_arguments,
-            disk_results};
+            disk_results,
+            device_arguments,
+            device_results};
   }
 };
 

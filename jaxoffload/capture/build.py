@@ -70,8 +70,9 @@ class Captured:
             if collective_of(cluster) is not None or moved_in(cluster.equations) is not None:
                 vertices.append(vertex)
                 continue
-            kernel = kernel_of(cluster, cluster.outputs, vertex.overwrites)
-            number = known.setdefault((kernel.key, vertex.kind), len(kernels))
+            on_host = vertex.kind is VertexKind.HOST_KERNEL
+            kernel = kernel_of(cluster, cluster.outputs, vertex.overwrites, on_host)
+            number = known.setdefault((kernel.key, on_host), len(kernels))
             if number == len(kernels):
                 kernels.append(sized(kernel, cluster))
             vertices.append(dataclasses.replace(vertex, kernel=number))

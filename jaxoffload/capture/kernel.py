@@ -51,11 +51,12 @@ class Kernel:
       output_avals: JAX's abstract value of each output.
       overwrites: pairs (input position, output position); the outputs that overwrite come first,
         in the order of the inputs that they overwrite.
-      key: interned; equal keys mean equal functions.
+      key: interned; equal keys mean equal functions, wherever they run.
       traffic: bytes that its operations read and write, each by itself; infinite if nobody knows
         how often, and of elements of less than a byte.
       adds, reduces: whether it may add several elements of an array, and whether in a reduction,
         which is fused with what makes its operand: in an order that is the compiler's.
+      on_host: whether it runs on the host's cores.
       elementwise: whether it does nothing but elementwise operations, views, and putting arrays
         together or taking parts of them.
     """
@@ -70,6 +71,7 @@ class Kernel:
     adds: bool = True
     reduces: bool = True
     elementwise: bool = False
+    on_host: bool = False
 
     def apply(self, operands: Sequence[Any]) -> list[Any]:
         """Evaluates the kernel on arrays or tracers."""
@@ -81,20 +83,23 @@ class Kernel:
 
 
 def kernel_of(
-    cluster: Cluster, outputs: Sequence[Value], overwrites: tuple[tuple[int, int], ...]
+    cluster: Cluster,
+    outputs: Sequence[Value],
+    overwrites: tuple[tuple[int, int], ...],
+    on_host: bool = False,
 ) -> Kernel:
     """The kernel of one cluster.
 
     Args:
       outputs: the cluster's outputs in the order in which the executable returns them.
-      overwrites: see `Kernel.overwrites`.
+      overwrites, on_host: see `Kernel`.
     """
     steps, body, slot = _body(cluster)
     inputs = tuple(v.aval for v in cluster.inputs)
     chosen = tuple(slot[v] for v in outputs)
     key = identity.intern(*body, chosen, overwrites)
     avals = tuple(v.aval for v in outputs)
-    return Kernel(inputs, tuple(steps), chosen, avals, overwrites, key)
+    return Kernel(inputs, tuple(steps), chosen, avals, overwrites, key, on_host=on_host)
 
 
 def sized(kernel: Kernel, cluster: Cluster) -> Kernel:

@@ -61,9 +61,9 @@ def _threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
 
 
 def _keys(kernels: Sequence[Kernel]) -> list[identity.Key]:
-    """What tells their executables apart: the kernels, and all that JAX is set to."""
+    """What tells their executables apart: the kernels, where they run, all that JAX is set to."""
     settings = compat.trace_context(), compat.optimizes_little()
-    return [identity.intern(kernel.key, settings) for kernel in kernels]
+    return [identity.intern(kernel.key, kernel.on_host, settings) for kernel in kernels]
 
 
 class ExecutableCache:

@@ -129,6 +129,34 @@ class JaxCompiler:
         return self._client.adopt_executable(compat.executable_pointer(executable), executable)
 
 
+class WithHost:
+    """Two compilers as one: of a device's kernels, and of those of the host's cores."""
+
+    def __init__(self, device: Any, host: Any):
+        self._device, self._host = device, host
+
+    @property
+    def described(self) -> bytes:
+        """As the device's."""
+        return self._device.described
+
+    def lower(self, kernel: Kernel) -> tuple[bytes, Any]:
+        """What tells the kernel's program from others, and what `compile` takes."""
+        digest, code = (self._host if kernel.on_host else self._device).lower(kernel)
+        return bytes([kernel.on_host]) + digest, code
+
+    def load(self, digest: bytes) -> Any:
+        """The executable of a program, if it is kept. Any thread."""
+        return self._of(digest).load(digest[1:])
+
+    def compile(self, digest: bytes, code: Any) -> Any:
+        """The executable. Any thread."""
+        return self._of(digest).compile(digest[1:], code)
+
+    def _of(self, digest: bytes) -> Any:
+        return self._host if digest[0] else self._device
+
+
 def stablehlo_version(attributes: dict[str, Any]) -> str:
     """The newest StableHLO version that a plugin says it reads."""
     found = attributes.get("stablehlo_current_version")

@@ -174,6 +174,13 @@ class MemGraph:
         results = np.isin(self.index, list(graph.disk_results)) & (space == Space.RESULT)
         return (space == Space.DISK) | arguments | results
 
+    def out_of_reach(self) -> np.ndarray:
+        """Whether the host's cores do not reach each version, bool[M]."""
+        graph, space = self.taskgraph, self.space
+        arguments = np.isin(self.index, list(graph.device_arguments)) & (space == Space.ARGUMENT)
+        results = np.isin(self.index, list(graph.device_results)) & (space == Space.RESULT)
+        return (space == Space.DEVICE) | arguments | results
+
     def idle(self) -> np.ndarray:
         """Whether each vertex has nothing to do in a run that finds the residents in their places,
         bool[N]: their reloads, loads from disk for these alone, and offloads of what is owed."""

@@ -159,7 +159,7 @@ class Columns:
       output_offsets, outputs: CSR, the tensors that each vertex writes, int32.
       overwrite_offsets, overwrites: CSR, `Vertex.overwrites`, its pairs one after another, int32.
       donated: the pairs one after another, int32.
-      disk_arguments, disk_results: sorted, int32.
+      disk_arguments, disk_results, device_arguments, device_results: sorted, int32.
     """
 
     bytes: np.ndarray
@@ -182,6 +182,8 @@ class Columns:
     donated: np.ndarray
     disk_arguments: np.ndarray
     disk_results: np.ndarray
+    device_arguments: np.ndarray
+    device_results: np.ndarray
 
     @property
     def in_host_memory(self) -> np.ndarray:
@@ -202,6 +204,8 @@ class TaskGraph:
         overwrites that byte; `check` refuses others.
       disk_arguments, disk_results: indices of flat arguments that are on disk before the run, and
         of flat results that must be there after it. Of a donated pair both or none.
+      device_arguments, device_results: indices of those that are, or must be, in a memory that the
+        host's cores do not reach. Of a donated pair both or none.
       in_place_io: whether kernels read arguments and write results where the caller has them, as
         far as alignment and aliasing allow it, so that these need no place of their own.
     """
@@ -212,6 +216,8 @@ class TaskGraph:
     disk_arguments: frozenset[int] = frozenset()
     disk_results: frozenset[int] = frozenset()
     in_place_io: bool = False
+    device_arguments: frozenset[int] = frozenset()
+    device_results: frozenset[int] = frozenset()
 
     @functools.cached_property
     def columns(self) -> Columns:
@@ -251,6 +257,8 @@ class TaskGraph:
             donated=_array(list(_chained(self.donated)), np.int32),
             disk_arguments=_array(sorted(self.disk_arguments), np.int32),
             disk_results=_array(sorted(self.disk_results), np.int32),
+            device_arguments=_array(sorted(self.device_arguments), np.int32),
+            device_results=_array(sorted(self.device_results), np.int32),
         )
 
     def gathers(self, vertex: Vertex, tensor_id: int) -> bool:
@@ -340,6 +348,8 @@ class TaskGraph:
         for argument, result in self.donated:
             if (argument in self.disk_arguments) != (result in self.disk_results):
                 raise ValueError(f"of donated pair {argument}, {result} one is on disk, one is not")
+            if (argument in self.device_arguments) != (result in self.device_results):
+                raise ValueError(f"of donated pair {argument}, {result} the host reaches only one")
         for tensor_id, tensor in enumerate(self.tensors):
             for span in tensor.results:
                 argument = argument_of.get(span.index)

@@ -110,7 +110,10 @@ class _Check:
         by_rows = np.isin(reads, (Kind.LOAD_ROWS, Kind.STORE_ROWS))
         of_disk = (reads == Kind.LOAD) | by_rows & is_first
         wrong_read |= self.on_disk[graph.inputs] != of_disk
+        far, by_host = graph.out_of_reach(), (Kind.HOST_KERNEL, Kind.LOAD_ROWS, Kind.STORE_ROWS)
+        wrong_read |= far[graph.inputs] & np.isin(reads, by_host)
         wrong_write = ~MAY_WRITE[writes, graph.space[graph.outputs]]
+        wrong_write |= far[graph.outputs] & np.isin(writes, by_host)
         wrong_write |= self.on_disk[graph.outputs] != np.isin(writes, (Kind.STORE, Kind.STORE_ROWS))
         for vertex in np.union1d(self.reader[wrong_read], self.maker[wrong_write]).tolist():
             who = graph.describe(vertex)

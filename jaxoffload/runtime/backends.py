@@ -18,7 +18,7 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
 from jaxoffload.compile import callbacks
 from jaxoffload.compile.cache import ExecutableCache
-from jaxoffload.compile.compilers import JaxCompiler, PluginCompiler
+from jaxoffload.compile.compilers import JaxCompiler, PluginCompiler, WithHost
 from jaxoffload.compile.options import FLAGS
 from jaxoffload.errors import BackendError
 from jaxoffload.plan.cost.machines import SMALL_SERVER, Machine, gpu
@@ -36,7 +36,6 @@ class Backend:
       memory: where callers' arrays are and how they are bound to a run (callers.py).
       machine: the model for which plans are chosen.
       has_own_memory: whether `used_memory` does not count what is in host memory.
-      has_host_compute: whether kernels can run on the host's cores beside the device's.
       is_elsewhere: whether it is not there, and its executables are only looked at.
     """
 
@@ -46,7 +45,6 @@ class Backend:
     memory: Any
     machine: Machine = SMALL_SERVER
     has_own_memory = False
-    has_host_compute = False
     is_elsewhere = False
 
     def free_memory(self) -> int:
@@ -74,7 +72,6 @@ class CpuBackend(Backend):
     """
 
     name = "cpu"
-    has_host_compute = True
 
     def __init__(self, num_devices: int = 1) -> None:
         path = compat.cpu_plugin_path()
@@ -83,7 +80,8 @@ class CpuBackend(Backend):
         self.client.register_ffi_handlers(compat.cpu_custom_call_targets())
         self.client.register_ffi_handlers([callbacks.handler()])
         about = functools.partial(platform.description, self.client, path)
-        self.executables = ExecutableCache(PluginCompiler(self.client, FLAGS, about))
+        self.compiler = PluginCompiler(self.client, FLAGS, about)
+        self.executables = ExecutableCache(self.compiler)
         self.memory = HostMemory()
 
     def free_memory(self) -> int:
@@ -109,6 +107,11 @@ program waits behind it for ever."""
 class CudaBackend(Backend):
     """JAX's own CUDA client: JAX compiles vertices on it, the runtime launches them.
 
+    What is for the host's cores runs on a client of XLA's CPU plugin.
+
+    Args:
+      host: the backend of that client.
+
     Raises:
       BackendError: something is missing; says what, and what to do.
     """
@@ -116,17 +119,19 @@ class CudaBackend(Backend):
     name = "cuda"
     has_own_memory = True
 
-    def __init__(self) -> None:
+    def __init__(self, host: CpuBackend) -> None:
         refuse_deadlocks(os.environ)
         try:
             self.device = cuda_device()
             path = compat.cuda_plugin_path()
             pointer = compat.client_pointer(self.device)
             self._jax_client = self.device.client  # must outlive ours
-            self.client = _native.Client.adopt(path, pointer, [self.device.local_hardware_id])
+            ordinals = [self.device.local_hardware_id]
+            self.client = _native.Client.adopt(path, pointer, ordinals, host.client)
         except (RuntimeError, ImportError, ValueError) as error:
             raise BackendError(f"jaxoffload on CUDA: {error}") from error
-        self.executables = ExecutableCache(JaxCompiler(self.client, self.device))
+        compiler = JaxCompiler(self.client, self.device)
+        self.executables = ExecutableCache(WithHost(compiler, host.compiler))
         self.memory = DeviceMemory(self.device)
         limit = (self.device.memory_stats() or {}).get("bytes_limit")
         self.machine = gpu(self.device.device_kind, limit)
@@ -181,7 +186,7 @@ class _Made:
 
 
 _made = _Made()
-_KINDS = {"cpu": CpuBackend, "cuda": CudaBackend}
+_KINDS = {"cpu": CpuBackend, "cuda": lambda: CudaBackend(_known("cpu"))}
 
 
 def _keep_clients() -> None:
@@ -210,9 +215,14 @@ def get(name: str) -> Backend:
       BackendError: it cannot be had; says why.
     """
     with _made.lock:
-        if name not in _made.known:
-            _made.known[name] = _KINDS[name]()
-        return _made.known[name]
+        return _known(name)
+
+
+def _known(name: str) -> Any:
+    """The same, with the lock held."""
+    if name not in _made.known:
+        _made.known[name] = _KINDS[name]()
+    return _made.known[name]
 
 
 def cpu() -> Backend:

@@ -10,7 +10,8 @@ import threading
 from jaxoffload import _jax_compat as compat
 from jaxoffload.compile import gpu_targets
 from jaxoffload.compile.cache import ExecutableCache
-from jaxoffload.compile.gpu_compiler import GpuCompiler
+from jaxoffload.compile.compilers import WithHost
+from jaxoffload.compile.gpu_compiler import GpuCompiler, NotLookedAt
 from jaxoffload.errors import BackendError
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.runtime.backends import Backend
@@ -36,7 +37,7 @@ class GpuElsewhere(Backend):
         target = gpu_targets.find(machine.gpu)
         self.machine = machine
         self.compiler = GpuCompiler(target, compat.cuda_plugin_path())
-        self.executables = ExecutableCache(self.compiler)
+        self.executables = ExecutableCache(WithHost(self.compiler, NotLookedAt()))
         self.words = f"compiled for {target.name} ({target.architecture})"
 
 

@@ -1,7 +1,7 @@
 """What is asked of the planner: a jaxpr, what its arguments are, a budget and other options."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ class Request:
         the result comes back in the same tier.
       options: with `device_memory` already a number or None.
       disk_arguments: those that are on disk.
+      host_arguments: those that are in the host tier.
       reloads_all: no argument may be read where it is: kernels cannot reach some of them.
       argument_names: what the user calls each argument, for reports; empty where that is not known.
       num_devices: that each run the jaxpr, on arguments of their own; what is said here of
@@ -41,6 +42,7 @@ class Request:
     argument_names: tuple[str, ...] = ()
     lasting: frozenset[int] = frozenset()
     num_devices: int = 1
+    host_arguments: frozenset[int] = frozenset()
 
     def each(self, of_one: Iterable[Any]) -> list[Any]:
         """What is the same on every device, for the arguments or results of all."""
@@ -79,6 +81,21 @@ class Request:
             result for argument, result in self.donated if argument in self.disk_arguments
         )
 
+    @property
+    def on_device(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Arguments and results, of all devices, that are in none of the lower tiers: of a device
+        that has memory of its own the host's cores do not reach them."""
+        below = self.disk_arguments | self.host_arguments
+        after = {j for i, j in self.donated if i in below}
+
+        def others(count: int, lower: Set[int]) -> frozenset[int]:
+            mine = [i for i in range(count) if i not in lower]
+            return frozenset(
+                i * self.num_devices + d for i in mine for d in range(self.num_devices)
+            )
+
+        return others(len(self.jaxpr.in_avals), below), others(len(self.jaxpr.out_avals), after)
+
     def with_options(self, **options: Any) -> "Request":
         """The same with some options replaced."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, **options))
@@ -101,7 +118,9 @@ def make_request(
       argument_names: see Request.
     """
     pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, donated)
-    disk = frozenset(i for i, tier in enumerate(tiers) if tier == "disk")
+    disk, host = (
+        frozenset(i for i, tier in enumerate(tiers) if tier == each) for each in ("disk", "host")
+    )
     paired = {i for i, _ in pairs}
     lasting = frozenset(
         i
@@ -111,8 +130,9 @@ def make_request(
     if options.memory is not None:  # to that, all memory is one
         lasting = frozenset()
     return Request(
-        name, jaxpr, kinds, pairs, options, disk, argument_names=argument_names, lasting=lasting
-    )
+        name, jaxpr, kinds, pairs, options, disk, argument_names=argument_names, lasting=lasting,
+        host_arguments=host,
+    )  # fmt: skip
 
 
 def pair_donated(

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxoffload.capture.build import Captured
 from jaxoffload.compile.cache import CompileReport
-from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
+from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.plan.alloc.limits import min_budget
 
 NOTHING = CompileReport(0, 0, 0.0)
@@ -82,19 +82,17 @@ class CompiledCut:
         """The smallest budget in bytes with which it works."""
         return least_budget(self.graph)
 
-    def on_devices(self) -> "CompiledCut":
-        """The same with every vertex on its device, as where everything fits there."""
-        graph = self.graph
-        if not (graph.columns.kind == VertexKind.HOST_KERNEL).any():
-            return self
-        vertices = [
-            dataclasses.replace(v, kind=VertexKind.KERNEL)
-            if v.kind is VertexKind.HOST_KERNEL
-            else v
-            for v in graph.vertices
-        ]
-        return self.with_order(dataclasses.replace(graph, vertices=tuple(vertices)))
-
     def with_order(self, graph: TaskGraph) -> "CompiledCut":
         """The same vertices in another serial order."""
         return CompiledCut(Captured(graph, self.captured.kernels), self.executables, self.report)
+
+
+def by_workspace(captured: Captured) -> list[int]:
+    """Devices' kernels, those first that seem to need most workspace, or then most traffic."""
+    most = [(0, 0.0)] * len(captured.kernels)
+    for vertex, count in zip(captured.taskgraph.vertices, captured.workspace, strict=True):
+        if vertex.kernel < 0:
+            continue
+        most[vertex.kernel] = max(most[vertex.kernel], (count, vertex.traffic))
+    mine = [i for i, kernel in enumerate(captured.kernels) if not kernel.on_host]
+    return sorted(mine, key=lambda kernel: most[kernel], reverse=True)

@@ -251,10 +251,9 @@ class Cutting:
 
     @property
     def _host_compute(self) -> str:
-        """The option, as far as backend and `memory` allow it: to that, all memory is one."""
+        """The option, as far as `memory` allows it: to that, all memory is one."""
         options = self.request.options
-        is_there = self.backend.has_host_compute and options.memory is None
-        return options.host_compute if is_there else "never"
+        return options.host_compute if options.memory is None else "never"
 
     def _ranking(self, budget: int, graphs: Callable[[Cut], TaskGraph]) -> Ranking:
         options = self.request.options

@@ -136,7 +136,8 @@ class Planner(Cutting):
                 room = 2 * resident_peak(whole.graph)
                 return self._finish(whole, self.build(whole.graph, room), budget, resident=False)
         elif self._may_be_kept(budget):
-            for cut in in_other_orders(self._whole().on_devices(), self.machine):
+            whole = self._program.on_devices(self._whole())
+            for cut in in_other_orders(whole, self.machine):
                 kept = keep_everything(cut.graph, budget)
                 if kept is not None:
                     return self._finish(cut, kept, budget, resident=True)

@@ -32,7 +32,7 @@ from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind, VertexKind
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.runtime.backends import Backend
 from jaxoffload.runtime.request import Request
-from jaxoffload.search.cut import NOTHING, WHOLE, CompiledCut, Cut, least_budget
+from jaxoffload.search.cut import NOTHING, WHOLE, CompiledCut, Cut, by_workspace, least_budget
 
 logger = logging.getLogger(__name__)
 
@@ -272,8 +272,12 @@ class CutProgram:
             known=self._known_runs,
             num_devices=self._request.num_devices,
         )
+        has_own = self._backend.has_own_memory or not (self._compiles or self._machine.is_host)
+        arguments, results = self._request.on_device if has_own else (frozenset(), frozenset())
         graph = dataclasses.replace(
             captured.taskgraph,
+            device_arguments=arguments,
+            device_results=results,
             disk_arguments=self._request.disk_arguments,
             disk_results=self._request.disk_results,
             in_place_io=self._request.options.memory is not None,
@@ -304,7 +308,7 @@ class CutProgram:
         captured = self._looked_at(cut).with_kernels
         kernels = captured.kernels
         tried = []  # stays, so that nothing is compiled twice
-        waiting = _by_workspace(captured) if budget is not None else []
+        waiting = by_workspace(captured) if budget is not None else []
         number = _FIRST_COMPILED
         while budget is not None:
             if needs(self._with_known_workspace(captured)) > budget:
@@ -319,6 +323,20 @@ class CutProgram:
         graph = self._with_known_workspace(captured)
         self._cuts[cut] = CompiledCut(Captured(graph, kernels), executables, report)
         return self.within(cut, budget, needs)
+
+    def on_devices(self, cut: CompiledCut) -> CompiledCut:
+        """A compiled cut with every vertex on its device, as where everything fits there."""
+        graph, kernels = cut.graph, cut.captured.kernels
+        if not (graph.columns.kind == VertexKind.HOST_KERNEL).any():
+            return cut
+        kinds = {VertexKind.HOST_KERNEL: VertexKind.KERNEL}
+        vertices = [dataclasses.replace(v, kind=kinds.get(v.kind, v.kind)) for v in graph.vertices]
+        graph = dataclasses.replace(graph, vertices=tuple(vertices))
+        kernels = tuple(dataclasses.replace(kernel, on_host=False) for kernel in kernels)
+        executables, report = self._executables(kernels) if self._compiles else ([], NOTHING)
+        if self._compiles:
+            graph = self._with_known_workspace(Captured(graph, kernels))
+        return CompiledCut(Captured(graph, kernels), executables, report)
 
     def cut_of(self, compiled: CompiledCut) -> Cut:
         """How a program was cut, of which some order of vertices was compiled."""
@@ -335,11 +353,11 @@ class CutProgram:
         captured = self._captured(cut).with_kernels
         with self._settings.restored():
             known = self._backend.executables.known(captured.kernels)
-        self.has_estimated |= None in known
+        mine = [x for x, kernel in zip(known, captured.kernels, strict=True) if not kernel.on_host]
+        self.has_estimated |= None in mine  # what the host's cores take is none of the device's
+        known.append(None)  # of vertices without one
         temp = [
-            guess
-            if vertex.kernel < 0 or (executable := known[vertex.kernel]) is None
-            else executable.temp_bytes
+            guess if (executable := known[vertex.kernel]) is None else executable.temp_bytes
             for vertex, guess in zip(captured.taskgraph.vertices, captured.workspace, strict=True)
         ]
         return Captured(_with_workspace(captured.taskgraph, temp), ())
@@ -347,13 +365,15 @@ class CutProgram:
     def _executables(self, kernels: Sequence[Kernel]) -> tuple[list[Any], CompileReport]:
         with self._settings.restored():
             executables, report = self._backend.executables.executables(kernels)
-        self._temp.update((k.key, e.temp_bytes) for k, e in zip(kernels, executables, strict=True))
+        for kernel, executable in zip(kernels, executables, strict=True):
+            if not kernel.on_host:  # it takes none of the device's
+                self._temp[kernel.key] = executable.temp_bytes
         self.reports.append(report)
         return executables, report
 
     def _with_known_workspace(self, captured: Captured) -> TaskGraph:
         """A cut's graph with the workspace of those kernels that have been compiled."""
-        temp = [*(self._temp.get(kernel.key, 0) for kernel in captured.kernels), 0]
+        temp = [*(0 if k.on_host else self._temp.get(k.key, 0) for k in captured.kernels), 0]
         graph = captured.taskgraph
         return _with_workspace(graph, [temp[v.kernel] for v in graph.vertices])
 
@@ -378,13 +398,3 @@ def _tiles(kernel: Kernel) -> Any:
         else o.name
         for o in operations
     )
-
-
-def _by_workspace(captured: Captured) -> list[int]:
-    """Kernels, those first that seem to need most workspace, or then most traffic."""
-    most = [(0, 0.0)] * len(captured.kernels)
-    for vertex, count in zip(captured.taskgraph.vertices, captured.workspace, strict=True):
-        if vertex.kernel < 0:
-            continue
-        most[vertex.kernel] = max(most[vertex.kernel], (count, vertex.traffic))
-    return sorted(range(len(most)), key=lambda kernel: most[kernel], reverse=True)

@@ -270,11 +270,6 @@ def _planner(request: Request, whole: Whole, backend: backends.Backend | None) -
 
 def _refuse_what_the_backend_cannot(request: Request, backend: backends.Backend) -> None:
     memory = request.options.memory
-    if request.options.host_compute == "always" and not backend.has_host_compute:
-        raise ValueError(
-            f"offload({request.name}): host_compute='always', and beside {backend.name} devices "
-            "nothing runs on the host's cores yet. Leave it out."
-        )
     if memory is not None and backend.has_own_memory:
         raise ValueError(
             f"offload({request.name}): memory={memory} is one budget for device and host, and "

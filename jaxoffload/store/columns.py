@@ -36,6 +36,10 @@ def packed(about: dict[str, Any], graph: MemGraph, renamed: Callable[[str], Any]
         "sources": [renamed(source) for source in texts.sources],
         "donated": graph.taskgraph.donated,
         "disk": [sorted(graph.taskgraph.disk_arguments), sorted(graph.taskgraph.disk_results)],
+        "device": [
+            sorted(graph.taskgraph.device_arguments),
+            sorted(graph.taskgraph.device_results),
+        ],
         "in_place_io": graph.taskgraph.in_place_io,
         "host_capacity": graph.host_capacity,
         "columns": [[n, c.dtype.newbyteorder("<").str, list(c.shape)] for n, c in columns.items()],
@@ -78,6 +82,7 @@ def unpacked(data: bytes, source_of: Callable[[Any], str]) -> tuple[dict[str, An
         frozenset(arguments),
         frozenset(results),
         bool(header["in_place_io"]),
+        *map(frozenset, header["device"]),
     )
     arrays = {name: columns[name] for name in _ARRAYS}
     return header["about"], MemGraph(taskgraph, host_capacity=header["host_capacity"], **arrays)

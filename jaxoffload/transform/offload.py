@@ -83,8 +83,7 @@ def offload(
         faster than moving them to the device and back; it starts as soon as the gradient has
         arrived, beside the rest of the backward pass. "never": on the device. "always": all of it
         on the host's cores. Unless everything fits, or with "never", what is in
-        `compute_on("device_host")` is there too. On a CPU only, so far, where these are the
-        device's cores too.
+        `compute_on("device_host")` is there too. On a CPU these are the device's cores too.
       cut: "auto": a function is cut into vertices only where memory demands it; where everything
         fits it runs whole, as `jax.jit` would run it, at any first call's and any step's price.
         "always": it is cut there, too. That takes longer to compile, and on a CPU training steps

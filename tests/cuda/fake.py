@@ -17,9 +17,9 @@ import xla_plugins.xla_cpu_pjrt as plugin_package
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
 from jaxoffload.compile.cache import ExecutableCache
-from jaxoffload.compile.compilers import PluginCompiler
+from jaxoffload.compile.compilers import PluginCompiler, WithHost
 from jaxoffload.compile.options import FLAGS
-from jaxoffload.runtime.backends import Backend
+from jaxoffload.runtime import backends
 from jaxoffload.runtime.callers import DeviceMemory
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -81,7 +81,8 @@ def new_client(num_devices=1):
     pointer = library().fake_cuda_client()
     assert pointer
     path = library().path
-    made = _native.Client.adopt(path, pointer, list(range(num_devices)), path)
+    ordinals = list(range(num_devices))
+    made = _native.Client.adopt(path, pointer, ordinals, backends.cpu().client, path)
     made.register_ffi_handlers(compat.cpu_custom_call_targets())
     return made
 
@@ -143,15 +144,16 @@ class FakeMemory(DeviceMemory):
         return {j: jax.numpy.asarray(np.asarray(a)) for j, a in run.made.items()}
 
 
-class FakeBackend(Backend):
+class FakeBackend(backends.Backend):
     """The CUDA backend without JAX's client."""
 
     name = "cuda"
+    has_own_memory = True
 
     def __init__(self):
         self.client = client()
         compiler = PluginCompiler(self.client, FLAGS, lambda: "imitated")
-        self.executables = ExecutableCache(compiler)
+        self.executables = ExecutableCache(WithHost(compiler, backends.cpu().compiler))
         self.memory = FakeMemory()
 
     def free_memory(self):

@@ -13,6 +13,15 @@ from jaxoffload import _native
 from jaxoffload.runtime import backends
 from tests.cuda.test_functions import state_and_batch, train_step
 from tests.transform.test_equal import assert_close, assert_equal, budgets
+from tests.transform.test_host_compute import (
+    LAYERS,
+    MATRIX,
+    OPTIMIZERS,
+    copied,
+    differs,
+    on_host,
+    training,
+)
 from tests.workloads import ALL
 
 REPORT = jo.backends()[1]
@@ -57,6 +66,30 @@ def test_state_is_trained_where_it_lives(tmp_path, tier, budget):
         got, other = step(got, batch)
         assert_equal(value, other)
     assert_equal(want, jax.tree.map(np.asarray, got))
+
+
+@pytest.mark.parametrize("tier", ["host", "device"])
+def test_updates_on_the_hosts_cores(tier):
+    """Another compiler's kernels: equal within rounding; the same bits in every order of launch."""
+    step, (params, state, x) = training(OPTIMIZERS["adamw"])
+    want = jax.jit(step)(params, state, x)
+    first = None
+    for launch in ("work-conserving", "fixed", jo.policies.random(1, delays=2e-4)):
+        put = jo.host_put if tier == "host" else copied
+        stepped = jo.offload(
+            step,
+            device_memory=6 * MATRIX,
+            vertex_memory=2 * MATRIX,
+            host_compute="always",
+            donate_argnums=(0, 1),
+            launch=launch,
+            check=True,
+        )
+        got = jax.tree.map(np.asarray, stepped(put(params), put(state), x))
+        assert on_host(stepped.last_run) >= LAYERS and stepped.last_run.copied_outputs == 0
+        assert differs(got, want).max() < 1e-4
+        first = got if first is None else first
+        assert_equal(first, got)
 
 
 def test_weights_in_host_memory_are_no_operands_under_jit():

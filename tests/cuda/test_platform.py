@@ -234,11 +234,11 @@ def test_a_client_of_devices_that_are_not_there_is_refused():
 
     path, pointer = fake.library().path, fake.library().fake_cuda_client()
     with pytest.raises(ValueError, match="ordinals has a device"):
-        _native.Client.adopt(path, pointer, [fake.NUM_DEVICES], path)
+        _native.Client.adopt(path, pointer, [fake.NUM_DEVICES], driver_path=path)
     with pytest.raises(ValueError, match="ordinals"):
-        _native.Client.adopt(path, pointer, [], path)
+        _native.Client.adopt(path, pointer, [], driver_path=path)
     with pytest.raises(RuntimeError, match="no NVIDIA driver.*Install it"):
-        _native.Client.adopt(path, pointer, [0], "/no/such/libcuda.so")
+        _native.Client.adopt(path, pointer, [0], driver_path="/no/such/libcuda.so")
 
 
 def test_memory_is_unpinned_on_threads_that_have_not_used_the_gpu():

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.gpu import claims, run
 from tests.cuda import fake
 
-SECTIONS = ["launch", "llama", "order", "long"]
+SECTIONS = ["launch", "llama", "host", "order", "long"]
 pytestmark = [pytest.mark.plain_runs, pytest.mark.optimized]
 
 
@@ -33,6 +33,9 @@ def test_every_section_ends_on_the_imitated_gpu(visit):
     rows = [row for row in found["sections"]["llama"].values() if isinstance(row, dict)]
     ours = [row for case in rows for key, row in case.items() if key.isdigit()]
     assert ours and all(row["bytes_reloaded"] > 0 == row["copied_outputs"] for row in ours)
+    host = found["sections"]["host"]
+    assert host["always"]["on_host"] > 0 == host["never"]["on_host"]
+    assert all(host[way]["copied_outputs"] == 0 for way in ("never", "always", "auto"))
     free = found["sections"]["long"]["before"]["free_device_bytes"]
     assert free == fake.backend().free_memory(), "it ran somewhere else"
     assert found == json.loads((folder / "gpu.json").read_text())

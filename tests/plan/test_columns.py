@@ -86,6 +86,7 @@ def test_results_overwrite_the_arguments_that_share_their_bytes():
         ("vertex_device", [0, -1], "vertex 1 is on no device"),
         ("tensor_device", [0, 0, 2**31 - 1], "tensor 2 is on no device"),
         ("disk_arguments", [-1], "a negative argument or result"),
+        ("device_results", [-1], "a negative argument or result"),
         ("bytes", [64, 2**62, 64], "more bytes than can be added up"),
         ("argument_offset", [2**62, 0, 0], "tensor 0 starts outside its argument"),
     ],

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from jaxoffload.errors import PlanError
+from jaxoffload.graphs.laws import VerifyError
 from jaxoffload.graphs.memgraph import Kind, Space
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
+from jaxoffload.graphs.verify import verify
 from jaxoffload.plan.alloc.build import CHOICES, VARIANTS, build_memgraph
 from jaxoffload.plan.alloc.limits import HOST_PAGE, min_budget, resident_peak
 from jaxoffload.plan.bounds import least_seconds
@@ -23,6 +25,8 @@ from tests.plan.test_tiers import on_disk
 SETTINGS = hypothesis.settings(
     max_examples=250, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
+FAR = st.tuples(st.sets(st.integers(0, 3)), st.sets(st.integers(0, 5)))
+"""Arguments and results that the host's cores do not reach."""
 IN_PLACE, LOOKAHEAD = st.sampled_from(("never", "always")), st.sampled_from((None, 1, 3))
 
 
@@ -33,8 +37,10 @@ IN_PLACE, LOOKAHEAD = st.sampled_from(("never", "always")), st.sampled_from((Non
     in_place=IN_PLACE,
     lookahead=LOOKAHEAD,
     victims=st.sampled_from(CHOICES),
+    far=FAR,
 )
-def test_any_budget_is_right(graph, slack, in_place, lookahead, victims):
+def test_any_budget_is_right(graph, slack, in_place, lookahead, victims, far):
+    graph = on_disk(graph, *far, where="device")
     least, most = min_budget(graph)[0], max(resident_peak(graph), min_budget(graph)[0])
     budget = least + int(slack * (most - least))
     memgraph = build_memgraph(
@@ -52,11 +58,13 @@ def test_any_budget_is_right(graph, slack, in_place, lookahead, victims):
     results=st.sets(st.integers(0, 5)),
     in_place=IN_PLACE,
     lookahead=LOOKAHEAD,
+    far=FAR,
 )
 def test_any_host_memory_is_right_or_refused(
-    graph, host_pages, arguments, results, in_place, lookahead
+    graph, host_pages, arguments, results, in_place, lookahead, far
 ):
     graph = on_disk(graph, arguments, results)
+    graph = on_disk(graph, far[0] - arguments, far[1] - graph.disk_results, where="device")
     try:
         memgraph = build_memgraph(
             graph,
@@ -71,6 +79,19 @@ def test_any_host_memory_is_right_or_refused(
         hypothesis.reject()
     assert memgraph.host_bytes() <= host_pages * HOST_PAGE
     check(graph, memgraph)
+
+
+def test_a_plan_in_which_the_host_reads_what_it_cannot_is_refused():
+    graph = step(count=2)
+    memgraph = build_memgraph(graph, resident_peak(graph))
+    verify(memgraph)
+    for argument in (1, 2):  # a parameter, a moment
+        far = dataclasses.replace(graph, device_arguments=frozenset([argument]))
+        with pytest.raises(VerifyError, match="u0 reads or writes a tier that it cannot"):
+            verify(dataclasses.replace(memgraph, taskgraph=far))
+    far = dataclasses.replace(graph, device_results=frozenset([2]))
+    with pytest.raises(VerifyError, match="a tier that it cannot"):
+        verify(dataclasses.replace(memgraph, taskgraph=far))
 
 
 def test_no_plan_takes_less_than_its_bound():

@@ -25,14 +25,16 @@ SETTINGS = hypothesis.settings(
 )
 
 
-def on_disk(graph, arguments, results):
-    """The same graph with some arguments and results on disk; donated pairs stay together."""
+def on_disk(graph, arguments, results, where="disk"):
+    """The same graph with some arguments and results on disk, or in device memory that the host's
+    cores do not reach; donated pairs stay together."""
     partner = dict(graph.donated)
     arguments = frozenset(arguments)
     results = (frozenset(results) - set(partner.values())) | {
         partner[a] for a in arguments if a in partner
     }
-    found = dataclasses.replace(graph, disk_arguments=arguments, disk_results=results)
+    there = {f"{where}_arguments": arguments, f"{where}_results": results}
+    found = dataclasses.replace(graph, **there)
     found.check()
     return found
 
