@@ -124,7 +124,12 @@ def save_profile(path: str, rates: dict[str, float | str]) -> None:
       UsageError: the file cannot be written.
     """
     known = {name: rate for name, rate in rates.items() if not isinstance(rate, str)}
-    names = {"flops_per_second": "flops", "memory_bytes_per_second": "traffic", "launch": "launch"}
+    names = {
+        "flops_per_second": "flops",
+        "memory_bytes_per_second": "traffic",
+        "host_memory_bytes_per_second": "host_traffic",
+        "launch": "launch",
+    }
     profile = Profile(
         rates={way: measured_rates.rounded(known[way]) for way in _WAYS if way in known},
         kernels={
@@ -208,5 +213,7 @@ def _assumed() -> dict[str, float]:
         return {}
     ways = {name: getattr(machine, name) for name in _WAYS}
     found = {name: way.bytes_per_second for name, way in ways.items() if isinstance(way, Link)}
-    kernels = ("flops_per_second", "memory_bytes_per_second", "launch")
+    kernels = (
+        "flops_per_second", "memory_bytes_per_second", "host_memory_bytes_per_second", "launch"
+    )  # fmt: skip
     return found | {name: getattr(machine, name) for name in kernels}

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxoffload.graphs.memgraph import KERNELS, ROWS, Kind
-from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
 from jaxoffload.options import parse_path
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.runtime.run import Run
@@ -31,7 +31,10 @@ _WAYS = {
     "disk_write": Kind.STORE,
 }
 _KERNEL_RATES = {"flops": "flops_per_second", "traffic": "memory_bytes_per_second"}
-_OF_KERNELS = _KERNEL_RATES | {"launch": "launch"}
+_OF_KERNELS = _KERNEL_RATES | {
+    "launch": "launch",
+    "host_traffic": "host_memory_bytes_per_second",
+}
 _VERSION = 1
 
 
@@ -44,8 +47,9 @@ class Profile:
       rates: bytes a second, by way: to_device, from_device, disk_read, disk_write.
       runs: how many runs went in, by digest.
       kernels: "flops" and "traffic": operations and bytes a second of kernels that are bound by
-        the one or the other, where there were some. "launch": seconds that a kernel takes beside
-        that, which `jaxoffload doctor` measures, and runs do not.
+        the one or the other, where there were some. "host_traffic": bytes a second of kernels of
+        the host's cores, where these are not the device's. "launch": seconds that a kernel takes
+        beside that, which `jaxoffload doctor` measures, and runs do not.
       unseen_bytes: the most memory that a run took beside arena, workspace, lower tiers and
         results: library buffers, thread stacks, what an allocator keeps.
     """
@@ -86,6 +90,10 @@ class Profile:
                 self.rates[way] = max(rate, self.rates.get(way, 0.0))
         tasks = graph.taskgraph.vertices
         work = np.array([(v.flops, v.traffic) for v in tasks]).reshape(-1, 2)
+        on_host = graph.taskgraph.columns.kind == VertexKind.HOST_KERNEL
+        if not like.is_host and (busy := float(best[on_host].sum())) > 0:
+            rate = float(work[on_host, 1].sum()) / busy
+            self.kernels["host_traffic"] = max(rate, self.kernels.get("host_traffic", 0.0))
         work[graph.taskgraph.columns.in_host_memory] = 0.0
         for bound, rate in _kernel_rates(work, best, like).items():
             self.kernels[bound] = max(rate, self.kernels.get(bound, 0.0))
@@ -220,6 +228,7 @@ def digest(graph: TaskGraph) -> str:
     """Tells a TaskGraph from others, in any process: its vertices and tensors."""
     made = hashlib.sha256()
     for v in graph.vertices:
-        made.update(repr((v.inputs, v.outputs, v.overwrites, v.kernel, v.name)).encode())
+        where = int(v.kind == VertexKind.HOST_KERNEL)
+        made.update(repr((v.inputs, v.outputs, v.overwrites, v.kernel, v.name, where)).encode())
     made.update(repr([(t.bytes, t.dtype, t.shape) for t in graph.tensors]).encode())
     return made.hexdigest()

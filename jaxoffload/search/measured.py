@@ -27,7 +27,7 @@ from jaxoffload.capture.build import build_taskgraph, order_program
 from jaxoffload.capture.scan import unroll
 from jaxoffload.errors import OffloadError
 from jaxoffload.graphs.memgraph import Kind
-from jaxoffload.graphs.taskgraph import TensorKind
+from jaxoffload.graphs.taskgraph import TensorKind, VertexKind
 from jaxoffload.options import Options
 from jaxoffload.plan.alloc.build import build_memgraph
 from jaxoffload.plan.alloc.limits import align, most_workspace
@@ -41,7 +41,7 @@ from jaxoffload.store import place, platform
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 _DIGITS = 2
 """That are kept of a rate: two processes that measure the same machine then mostly agree."""
 _RUNS, _COPIES, _LAUNCHES, _ADDITIONS = 3, 4, 32, 4
@@ -66,6 +66,7 @@ class Rates:
       launch: seconds that a kernel takes that has next to nothing to do.
       flops_per_second: of a product of large matrices; bfloat16, on a CPU float32.
       memory_bytes_per_second: that an addition to a large array reads and writes.
+      host_memory_bytes_per_second: the same on the host's cores.
     """
 
     to_device: float
@@ -75,17 +76,20 @@ class Rates:
     launch: float
     flops_per_second: float
     memory_bytes_per_second: float
+    host_memory_bytes_per_second: float
 
     def known(self) -> tuple[tuple[str, float], ...]:
         """What a model has of it, for `Machine.with_rates`."""
-        names = ("from_device", "flops_per_second", "launch", "memory_bytes_per_second")
-        found = {name: getattr(self, name) for name in (*names, "to_device")}
+        names = {f.name for f in dataclasses.fields(self)} - _TOLD_ONLY
+        found = {name: getattr(self, name) for name in names}
         # Alone, one after the other, both would take the harmonic mean of their rates.
         in_turns = 2 / (1 / self.to_device + 1 / self.from_device)
         found["duplex"] = float(self.both > _DUPLEX * in_turns)
         return tuple(sorted((name, rounded(rate)) for name, rate in found.items()))
 
 
+_TOLD_ONLY = {"unpinned", "both"}
+"""What no model has."""
 _DUPLEX = 1.25
 """Both directions at once are faster than in turns by so much, where a link has both: twice, less
 the first copy and the last of a few, which are alone."""
@@ -119,9 +123,16 @@ def measured(backend: Backend, size: int | None = None) -> Rates:
     chain = _runs(backend, lambda x: _plus(x, _LAUNCHES), [number])
     launch = min(float(np.median(alone(run, Kind.KERNEL))) for run in chain)
     large = _LARGER * count
-    adding = _runs(
-        backend, lambda x: jnp.sum(_plus(x + jnp.full(large, 1, x.dtype), _ADDITIONS)), [number]
-    )
+
+    def add(x: Any) -> Any:
+        return jnp.sum(_plus(x + jnp.full(large, 1, x.dtype), _ADDITIONS))
+
+    adding = {
+        kind: max(
+            through_memory(run, launch, kind) for run in _runs(backend, add, [number], (), kind)
+        )
+        for kind in (Kind.KERNEL, Kind.HOST_KERNEL)
+    }
     return Rates(
         to_device=copied(up, Kind.RELOAD, 4 * count),
         from_device=copied(down, Kind.OFFLOAD, 4 * count),
@@ -129,7 +140,8 @@ def measured(backend: Backend, size: int | None = None) -> Rates:
         both=max(together(run) for run in both),
         launch=launch,
         flops_per_second=_product(backend, launch),
-        memory_bytes_per_second=max(through_memory(run, launch) for run in adding),
+        memory_bytes_per_second=adding[Kind.KERNEL],
+        host_memory_bytes_per_second=adding[Kind.HOST_KERNEL],
     )
 
 
@@ -179,17 +191,17 @@ def together(run: Run) -> float:
     return (run.bytes_reloaded + run.bytes_offloaded) / max(float(took), 1e-9)
 
 
-def through_memory(run: Run, launch: float) -> float:
+def through_memory(run: Run, launch: float, kind: Kind = Kind.KERNEL) -> float:
     """Bytes a second that the kernels with most bytes read and write, their launch not counted."""
     graph = run.memgraph
-    kernels = np.flatnonzero(graph.kind == Kind.KERNEL)
+    kernels = np.flatnonzero(graph.kind == kind)
     kernels = kernels[np.argsort(run.end_seconds[kernels], kind="stable")]
     tasks, tensors = graph.taskgraph.vertices, graph.taskgraph.tensors
     bytes_of = [
         sum(tensors[t].bytes for t in (*task.inputs, *task.outputs))
         for task in (tasks[i] for i in graph.task_vertex[kernels])
     ]
-    took = alone(run, Kind.KERNEL)
+    took = alone(run, kind)
     return max(
         count / max(seconds - launch, seconds / 2)
         for count, seconds in zip(bytes_of, took.tolist(), strict=True)
@@ -207,7 +219,11 @@ class _Source:
 
 
 def _runs(
-    backend: Backend, function: Callable[..., Any], args: list[Any], donated: Iterable[int] = ()
+    backend: Backend,
+    function: Callable[..., Any],
+    args: list[Any],
+    donated: Iterable[int] = (),
+    kind: Kind = Kind.KERNEL,
 ) -> list[Run]:
     """Runs of a function whose operations are a vertex each, its results in host memory.
 
@@ -216,6 +232,7 @@ def _runs(
 
     Args:
       donated: arguments that have the memory of the results, one for each, from run to run.
+      kind: of all vertices.
     """
     donated = list(donated)
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
@@ -227,10 +244,13 @@ def _runs(
     request = make_request(closed, "rates", kinds, given, options, tiers)
     program = order_program(unroll(closed, rates=backend.machine))
     captured = build_taskgraph(program, kinds=kinds, donated=request.donated, max_equations=1)
-    executables, report = backend.executables.executables(captured.kernels)
-    graph = captured.taskgraph
+    on_host, graph = kind == Kind.HOST_KERNEL, captured.taskgraph
+    kernels = [dataclasses.replace(kernel, on_host=on_host) for kernel in captured.kernels]
+    executables, report = backend.executables.executables(kernels)
     vertices = [
-        dataclasses.replace(v, workspace_bytes=executables[v.kernel].temp_bytes)
+        dataclasses.replace(
+            v, kind=VertexKind[kind.name], workspace_bytes=executables[v.kernel].temp_bytes
+        )
         for v in graph.vertices
     ]
     graph = dataclasses.replace(graph, vertices=tuple(vertices))
@@ -292,7 +312,7 @@ def _read(data: bytes | None) -> tuple[tuple[str, float], ...] | None:
         found = {str(k): float(v) for k, v in json.loads(data or b"").items()}
     except (ValueError, TypeError, AttributeError):
         return None
-    names = {f.name for f in dataclasses.fields(Rates)} - {"unpinned", "both"}
+    names = {f.name for f in dataclasses.fields(Rates)} - _TOLD_ONLY
     is_legal = found.keys() == names | {"duplex"} and all(
         math.isfinite(v) and (v > 0 or k == "duplex") for k, v in found.items()
     )

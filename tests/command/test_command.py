@@ -168,14 +168,15 @@ def test_view_refuses_what_it_did_not_write(jaxoffload):
 def test_doctor_measures_and_tells_programs(jaxoffload, monkeypatch):
     monkeypatch.setattr(base, "_PATIENCE", 1000.0)
     names = ["memory", "to_device", "from_device", "unpinned", "both", "launch", "flops_per_second",
-             "memory_bytes_per_second", "disk_write", "disk_read"]  # fmt: skip
+             "memory_bytes_per_second", "host_memory_bytes_per_second", "disk_write",
+             "disk_read"]  # fmt: skip
     code, out, err = jaxoffload("doctor", "--size=1MiB", "--save-profile=machine.json")
     assert code == 0 and not err
     for name in names:
         assert f"\n  {name} " in out
     saved = jo.Profile.load("machine.json")
     assert set(saved.rates) == {"to_device", "from_device", "disk_read", "disk_write"}
-    assert set(saved.kernels) == {"flops", "traffic", "launch"}
+    assert set(saved.kernels) == {"flops", "traffic", "host_traffic", "launch"}
     assert dict(saved.known_rates())["launch"] == saved.kernels["launch"] < 1
     step = jo.offload(lambda x: x @ x, device_memory=None, cut="always", profile="machine.json")
     machine = step.plan(np.ones((8, 8), np.float32)).machine

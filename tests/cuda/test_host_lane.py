@@ -169,3 +169,19 @@ def test_the_planner_takes_it_where_a_gpus_link_is_the_bound(gpu, monkeypatch):
         found[how] = jo.offload(step, **options).predict(*given, machine=H200)
     assert on_host(found["auto"]) >= LAYERS and on_host(found["never"]) == 0
     assert found["auto"].seconds < found["never"].seconds
+
+
+def test_a_profile_has_the_rate_of_the_hosts_cores(gpu, monkeypatch):
+    """And tells a graph whose updates are the host's from one of the same shape whose are not."""
+    monkeypatch.setattr(gpu, "machine", H200)
+    step, args = training(OPTIMIZERS["adamw"])
+    profile = jo.Profile()
+    for where in ("never", "always"):
+        offloaded = jo.offload(step, **OPTIONS | dict(host_compute=where, donate_argnums=()))
+        offloaded(*args)
+        profile.add(offloaded.last_run, gpu.machine)
+        assert ("host_traffic" in profile.kernels) == (where == "always")
+    assert len(profile.seconds) == 2
+    found = H200.with_rates(profile.known_rates())
+    assert 0 < found.host_memory_bytes_per_second != H200.host_memory_bytes_per_second
+    assert found.host_memory_bytes_per_second == profile.kernels["host_traffic"]

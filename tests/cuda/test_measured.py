@@ -15,7 +15,7 @@ from jaxoffload.store import place
 from tests.cuda import fake
 
 GUESS = gpu("NVIDIA GB300", 1 << 30)
-RATES = measured.Rates(51e9, 52e9, 9e9, 99e9, 6.04e-6, 1.23456e15, 7e12)
+RATES = measured.Rates(51e9, 52e9, 9e9, 99e9, 6.04e-6, 1.23456e15, 7e12, 2e11)
 
 
 @pytest.fixture
@@ -53,6 +53,7 @@ def test_the_imitated_gpu_is_measured(unknown, kept, monkeypatch):
     assert not model.is_guess and model.device_bytes == GUESS.device_bytes
     for name in ("to_device", "from_device"):
         assert 0 < getattr(model, name).bytes_per_second != getattr(GUESS, name).bytes_per_second
+    assert 0 < model.host_memory_bytes_per_second != GUESS.host_memory_bytes_per_second
     assert 0 < model.launch < 1 and model.flops_per_second != GUESS.flops_per_second
     del plan
     jo.clear_caches()
