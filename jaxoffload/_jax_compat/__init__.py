@@ -32,6 +32,7 @@ from jaxoffload._jax_compat.equations import (
     own_primitives,
     pure_callback_p,
     put,
+    puts_in_spaces,
     scan_counts,
     with_results,
     without_internal_refs,
@@ -99,6 +100,7 @@ from jaxoffload._jax_compat.types import (
     byte_count,
     is_array_like,
     is_extended,
+    is_in_host_space,
     is_key,
     is_key_dtype,
     is_ref,
@@ -108,5 +110,7 @@ from jaxoffload._jax_compat.types import (
     own_key_impl,
     physical,
     placement,
+    shape_struct,
     sharding_in_type,
+    without_space,
 )

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax._src import callback as _callback
 from jax._src import checkify as _checkify
 from jax._src import config as _config
@@ -122,6 +123,12 @@ def put(eqn: JaxprEqn, on_host: bool) -> JaxprEqn:
     with context.manager:  # which puts the setting back
         _config.compute_on_context_manager.set_local("device_host" if on_host else None)
         return eqn.replace(ctx=type(context)())
+
+
+def puts_in_spaces(eqn: JaxprEqn) -> bool:
+    """Whether a `device_put` names memory spaces, and no device."""
+    spaces = (type(None), jax.memory.Space)
+    return all(isinstance(place, spaces) for place in eqn.params["devices"])
 
 
 def lowered_operations(closed: Any) -> Any:

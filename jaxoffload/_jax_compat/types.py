@@ -114,12 +114,34 @@ def placement(aval: Any) -> tuple[Any, ...]:
     )
 
 
+def is_in_host_space(x: Any) -> bool:
+    """Whether an array, a tracer or an abstract value has JAX's memory space for host memory."""
+    aval = getattr(x, "aval", x)
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def without_space(aval: Any) -> Any:
+    """An abstract value in the usual memory space."""
+    return aval.update(memory_space=jax.memory.Space.Device) if is_in_host_space(aval) else aval
+
+
+def shape_struct(shape: Any, dtype: Any, weak: bool, where: Any) -> Any:
+    """What is traced with for an array.
+
+    Args:
+      where: as `sharding_in_type` has it.
+    """
+    if where is jax.memory.Space.Host:
+        return ShapedArray(shape, dtype, weak_type=weak, memory_space=where)
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak, sharding=where)
+
+
 def sharding_in_type(array: Any) -> Any:
     """How an array, or what has its shape, is spread, where that is part of its type: over axes of
-    a mesh that are explicit. None elsewhere."""
+    a mesh that are explicit; `jax.memory.Space.Host` of one in host memory. None elsewhere."""
     sharding = getattr(array, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     if isinstance(array, Tracer) or mesh is None or mesh.size == 1:
-        return None
+        return jax.memory.Space.Host if is_in_host_space(array) else None
     explicit = jax.sharding.AxisType.Explicit
     return sharding if explicit in mesh.axis_types else None

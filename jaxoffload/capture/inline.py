@@ -6,6 +6,8 @@ So it is with `compute_on`, but that its operations remember it: it says where t
 The recomputation that `checkpoint` asks for stays where its backward pass put it: clusters are cut
 in program order, so it is never merged back into the forward pass.
 
+`device_put` between JAX's memory spaces does nothing here: where a tensor is, the plan decides.
+
 JAX 0.12 moves data by three operations that older ones wrote in others (`_SPELLED_OUT`). They are
 written so here, too: then one row of an unstacked argument is read without the rest.
 """
@@ -106,6 +108,9 @@ def _inline(
             _refuse_what_cannot_be_cut(eqn)
             environment[eqn.outvars[0]] = inputs[0]
             continue
+        if name == "device_put" and compat.puts_in_spaces(eqn):
+            environment.update(zip(eqn.outvars, inputs, strict=True))
+            continue
         if name in _SPELLED_OUT:
             body = _spelled_out(eqn)
             made = _inline(body, (), inputs, equations, honours, there)
@@ -120,7 +125,7 @@ def _inline(
             environment.update(zip(eqn.outvars, outs, strict=True))
             continue
         _refuse_what_cannot_be_cut(eqn)
-        outputs = tuple(Value(var.aval) for var in eqn.outvars)
+        outputs = tuple(Value(compat.without_space(var.aval)) for var in eqn.outvars)
         environment.update(zip(eqn.outvars, outputs, strict=True))
         equations.append(Equation(Operation(compat.put(eqn, there)), inputs, outputs))
     return [read(atom) for atom in jaxpr.outvars]

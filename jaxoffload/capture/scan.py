@@ -73,7 +73,8 @@ def unroll(
       CaptureError: see `inline`.
     """
     arguments: list[Value] = [
-        Value(var.aval, Span(i, 0)) for i, var in enumerate(jaxpr.jaxpr.invars)
+        Value(compat.without_space(var.aval), Span(i, 0))
+        for i, var in enumerate(jaxpr.jaxpr.invars)
     ]
     constants = [Constant(c) for c in jaxpr.consts]
     equations, results = inline(jaxpr.jaxpr, constants, arguments, honours)

@@ -22,6 +22,7 @@ from jaxoffload import _native
 from jaxoffload.graphs.taskgraph import TaskGraph
 from jaxoffload.runtime.arrays import DiskArray, HostArray, TierArray, host_put
 from jaxoffload.runtime.host_results import HostResults
+from jaxoffload.runtime.request import Request
 
 
 class Planned(Protocol):
@@ -31,6 +32,7 @@ class Planned(Protocol):
     out_shapes: tuple[jax.ShapeDtypeStruct, ...]
     resident: bool
     taskgraph: TaskGraph
+    request: Request
 
     @property
     def memory(self) -> int | None:
@@ -303,7 +305,8 @@ class DeviceMemory:
             arguments.append(self.address(array))
         for j, shape in enumerate(plan.out_shapes):
             if j not in made and (j not in tier_results or plan.resident):
-                made[j] = self.empty(shape)
+                on_host = j in plan.request.host_results and not plan.resident
+                made[j] = (self.empty_on_host if on_host else self.empty)(shape)
         places = [
             self.address(made[j]) if j in made else handle_of(tier_results[j])
             for j in range(len(plan.out_shapes))
@@ -331,7 +334,8 @@ class DeviceMemory:
 
     def is_here(self, array: Any) -> bool:
         """Whether an array is in this device's memory."""
-        return isinstance(array, jax.Array) and array.devices() == {self._device}
+        is_jaxs = isinstance(array, jax.Array) and array.devices() == {self._device}
+        return is_jaxs and not compat.is_in_host_space(array)
 
     def put(self, array: Any) -> Any:
         """A copy of an array on the device."""
@@ -340,6 +344,11 @@ class DeviceMemory:
     def empty(self, shape: Any) -> Any:
         """A new array on the device that nobody else sees."""
         return jnp.empty(shape.shape, shape.dtype, device=self._device)
+
+    def empty_on_host(self, shape: Any) -> Any:
+        """The same in JAX's memory space for pinned host memory."""
+        where = jax.sharding.SingleDeviceSharding(self._device, memory_kind="pinned_host")
+        return jax.device_put(np.empty(shape.shape, shape.dtype), where)  # jnp.empty cannot
 
     def take_over(self, array: Any) -> Any:
         """An array with the bytes, and where XLA allows it the memory, of one that is donated."""

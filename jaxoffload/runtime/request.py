@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxoffload import _jax_compat as compat
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind
 from jaxoffload.options import Options
 
@@ -22,7 +23,8 @@ class Request:
         the result comes back in the same tier.
       options: with `device_memory` already a number or None.
       disk_arguments: those that are on disk.
-      host_arguments: those that are in the host tier.
+      host_arguments: those in host memory: in the host tier, or in JAX's memory space for it.
+      host_results: those that JAX's memory spaces want in host memory.
       reloads_all: no argument may be read where it is: kernels cannot reach some of them.
       argument_names: what the user calls each argument, for reports; empty where that is not known.
       num_devices: that each run the jaxpr, on arguments of their own; what is said here of
@@ -43,6 +45,7 @@ class Request:
     lasting: frozenset[int] = frozenset()
     num_devices: int = 1
     host_arguments: frozenset[int] = frozenset()
+    host_results: frozenset[int] = frozenset()
 
     def each(self, of_one: Iterable[Any]) -> list[Any]:
         """What is the same on every device, for the arguments or results of all."""
@@ -83,10 +86,10 @@ class Request:
 
     @property
     def on_device(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Arguments and results, of all devices, that are in none of the lower tiers: of a device
-        that has memory of its own the host's cores do not reach them."""
+        """Arguments and results, of all devices, that are neither on disk nor in host memory: of a
+        device that has memory of its own the host's cores do not reach them."""
         below = self.disk_arguments | self.host_arguments
-        after = {j for i, j in self.donated if i in below}
+        after = {j for i, j in self.donated if i in below} | self.host_results
 
         def others(count: int, lower: Set[int]) -> frozenset[int]:
             mine = [i for i in range(count) if i not in lower]
@@ -109,6 +112,7 @@ def make_request(
     options: Options,
     tiers: Sequence[str] = (),
     argument_names: tuple[str, ...] = (),
+    has_spaces: bool = False,
 ) -> Request:
     """A request, its donated arguments paired with results.
 
@@ -116,11 +120,20 @@ def make_request(
       donated: for each argument.
       tiers: for each argument "host", "disk" or "".
       argument_names: see Request.
+      has_spaces: whether arguments and results are where JAX's memory spaces have them, as in
+        calls outside of `jax.jit`.
     """
     pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, donated)
     disk, host = (
         frozenset(i for i, tier in enumerate(tiers) if tier == each) for each in ("disk", "host")
     )
+    wanted: frozenset[int] = frozenset()
+    if has_spaces:
+        arguments, wanted = (
+            frozenset(i for i, aval in enumerate(avals) if compat.is_in_host_space(aval))
+            for avals in (jaxpr.in_avals, jaxpr.out_avals)
+        )
+        host |= arguments
     paired = {i for i, _ in pairs}
     lasting = frozenset(
         i
@@ -131,21 +144,25 @@ def make_request(
         lasting = frozenset()
     return Request(
         name, jaxpr, kinds, pairs, options, disk, argument_names=argument_names, lasting=lasting,
-        host_arguments=host,
+        host_arguments=host, host_results=wanted,
     )  # fmt: skip
 
 
 def pair_donated(
     in_avals: Sequence[Any], out_avals: Sequence[Any], donated: Sequence[bool]
 ) -> tuple[tuple[int, int], ...]:
-    """Pairs donated arguments with results of the same shape and dtype, in order, as JAX does."""
+    """Pairs donated arguments with results of the same type, in order, as JAX does."""
+
+    def key(aval: Any) -> Any:
+        return tuple(aval.shape), aval.dtype, compat.is_in_host_space(aval)
+
     waiting: dict[Any, list[int]] = {}
     for i in range(len(in_avals) - 1, -1, -1):
         if donated[i]:
-            waiting.setdefault((tuple(in_avals[i].shape), in_avals[i].dtype), []).append(i)
+            waiting.setdefault(key(in_avals[i]), []).append(i)
     pairs = []
     for j, aval in enumerate(out_avals):
-        queue = waiting.get((tuple(aval.shape), aval.dtype))
+        queue = waiting.get(key(aval))
         if queue:
             pairs.append((queue.pop(), j))
     return tuple(pairs)

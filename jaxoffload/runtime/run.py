@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
 from jaxoffload.errors import RunError
 from jaxoffload.graphs.lanes import lane_names
@@ -231,6 +232,9 @@ def run_plan(
         if j in outs:  # everything fitted, so it was computed on the device
             array.seen_as(outs[j].dtype).write(np.asarray(outs[j]))
         outs[j] = array
+    for j in plan.request.host_results:
+        if isinstance(outs[j], jax.Array) and not compat.is_in_host_space(outs[j]):
+            outs[j] = jax.device_put(outs[j], jax.memory.Space.Host)
     return [outs[j] for j in range(len(plan.out_shapes))], run
 
 

@@ -143,7 +143,7 @@ class KeptPlan:
             encode(request.kinds),
             encode(request.donated),
             encode(options),
-            encode((request.disk_arguments, request.host_arguments)),
+            encode((request.disk_arguments, request.host_arguments, request.host_results)),
             encode((request.reloads_all, may_run_whole)),
             encode(request.lasting),
             encode(request.num_devices),

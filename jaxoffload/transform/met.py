@@ -36,7 +36,7 @@ def outside_of(leaves: Sequence[Any]) -> Outside | None:
         kind = type(leaf)
         if kind is compat.ArrayImpl:
             aval = leaf.aval
-            if aval.dtype not in _PLAIN or leaf.is_deleted() or not aval.sharding.mesh.empty:
+            if aval.dtype not in _PLAIN or leaf.is_deleted() or not _is_usual(aval):
                 return None
             found.append((aval.shape, aval.dtype, aval.weak_type))
         elif kind is np.ndarray:
@@ -50,6 +50,11 @@ def outside_of(leaves: Sequence[Any]) -> Outside | None:
         else:
             return None
     return tuple(found)
+
+
+def _is_usual(aval: Any) -> bool:
+    """Whether nothing but shape and dtype is in an array's type."""
+    return aval.sharding.mesh.empty and not compat.is_in_host_space(aval)
 
 
 compat.hide_frames_of(__file__)

@@ -84,7 +84,7 @@ class Program:
         self._refusal: CaptureError | None = None
         if is_spread(self.traced.jaxpr):
             try:
-                meshes = [s.mesh for s in signature.shardings if s is not None]
+                meshes = [s.mesh for s in signature.shardings if hasattr(s, "mesh")]
                 self._spread = spread(self.traced.jaxpr, meshes)
             except CaptureError as error:
                 self._refusal = error  # unless it runs whole
@@ -145,6 +145,7 @@ class Program:
             self.options,
             self._signature.tiers,
             self._argument_names,
+            has_spaces=made is None,
         )
         if made is None:
             return request

@@ -51,7 +51,7 @@ class Signature:
       kinds: for each leaf.
       tiers: for each leaf "host", "disk", or "" for an array of JAX's or NumPy's.
       shardings: for each leaf how it is spread, where that is part of its type (a mesh has explicit
-        axes); None for others.
+        axes), and JAX's memory space where that is the host's; None for others.
       identity: of all these.
     """
 
@@ -360,7 +360,7 @@ class ArgumentSpec:
 def shapes_of(signature: Signature) -> list[Any]:
     """The leaves' shapes, to trace with."""
     return [
-        jax.ShapeDtypeStruct(shape, dtype, weak_type=weak, sharding=sharding)
+        compat.shape_struct(shape, dtype, weak, sharding)
         for (shape, dtype, weak), sharding in zip(signature.avals, signature.shardings, strict=True)
     ]
 

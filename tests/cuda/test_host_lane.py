@@ -185,3 +185,50 @@ def test_a_profile_has_the_rate_of_the_hosts_cores(gpu, monkeypatch):
     found = H200.with_rates(profile.known_rates())
     assert 0 < found.host_memory_bytes_per_second != H200.host_memory_bytes_per_second
     assert found.host_memory_bytes_per_second == profile.kernels["host_traffic"]
+
+
+def pinned(tree):
+    """A pytree in JAX's own memory space for host memory."""
+    where = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0], memory_kind="pinned_host")
+    return jax.tree.map(lambda x: jax.device_put(x, where), tree)
+
+
+@pytest.mark.parametrize("budget", [BUDGET, None])
+def test_state_in_jaxs_own_host_memory(gpu, budget):
+    """Optimizers' states as JAX users offload them: no copy of them is on the device."""
+    optimizer = OPTIMIZERS["momentum"]
+    plain, args = training(optimizer)
+
+    def step(params, state, x):
+        here = jax.tree.map(lambda s: jax.device_put(s, jax.memory.Space.Device), state)
+        params, state, loss = plain(params, here, x)
+        there = jax.tree.map(lambda s: jax.device_put(s, jax.memory.Space.Host), state)
+        return params, there, loss
+
+    offloaded = jo.offload(step, **OPTIONS | dict(device_memory=budget))
+    params, state = copied(args[0]), pinned(args[1])
+    want = args[:2]
+    taken = fake.count("taken_bytes")
+    for _ in range(2):
+        given = state
+        params, state, loss = offloaded(params, state, args[2])
+        *want, expected = jax.jit(plain)(*want, args[2])
+        assert differs((params, state, loss), (*want, expected)).max() < 1e-5
+        assert all(x.is_deleted() for x in jax.tree.leaves(given))
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state)}
+        assert kinds == {"pinned_host"}
+        assert all(x.sharding.memory_kind == "device" for x in jax.tree.leaves(params))
+    if budget is not None:
+        graph = offloaded.last_run.memgraph
+        kernels = np.flatnonzero(graph.kind == Kind.HOST_KERNEL)
+        assert len(kernels) >= LAYERS
+        # They read the moments where these are.
+        moments = range(len(jax.tree.leaves(args[0])), len(jax.tree.leaves(args[:2])))
+        read = np.concatenate(
+            [graph.inputs[slice(*graph.input_offsets[v : v + 2])] for v in kernels]
+        )
+        where = {(int(graph.space[v]), int(graph.index[v])) for v in read}
+        assert sum((int(Space.ARGUMENT), m) in where for m in moments) >= LAYERS
+    del offloaded
+    jo.clear_caches()
+    assert fake.count("taken_bytes") <= taken

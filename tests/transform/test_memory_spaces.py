@@ -32,7 +32,8 @@ needs_transform = pytest.mark.skipif(
 
 def assert_as_jit(function, *args):
     """At no limit, at the least budget and under jit: a cut into single operations."""
-    want = jax.tree.map(judge.on_host, jax.jit(function)(*args))
+    plain = jax.jit(function)(*args)
+    want = jax.tree.map(judge.on_host, plain)
     exact = judge.in_float64(function, args)
     free = jo.offload(function, device_memory=None, vertex_memory=1)
     plan = free.plan(*args)
@@ -43,8 +44,11 @@ def assert_as_jit(function, *args):
         "in jit": jax.jit(free),
     }
     for way, offloaded in ways.items():
-        got = jax.tree.map(judge.on_host, offloaded(*args))
+        result = offloaded(*args)
+        got = jax.tree.map(judge.on_host, result)
         assert jax.tree.structure(got) == jax.tree.structure(want)
+        kinds = [jax.tree.map(lambda x: x.sharding.memory_kind, r) for r in (plain, result)]
+        assert kinds[0] == kinds[1], f"{way}: {kinds[1]}, jit has {kinds[0]}"
         leaves = zip(jax.tree.leaves(want), jax.tree.leaves(got), exact, strict=True)
         for w, g, e in leaves:
             text = judge.disagreement(w, g, e)
@@ -69,8 +73,47 @@ def test_device_put_between_memory_spaces(kind):
 @pytest.mark.parametrize("kind", ["pinned_host", "unpinned_host"])
 def test_an_argument_in_host_memory(kind):
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
-    assert_as_jit(lambda x: jnp.sin(x) * x, jax.device_put(X, here))
-    assert_as_jit(lambda x: jnp.sin(jax.device_put(x, DEVICE)), jax.device_put(X, here))
+    x = jax.device_put(X, here)
+    assert_as_jit(lambda x: jnp.sin(x) * x, x)
+    assert_as_jit(lambda x: jnp.sin(jax.device_put(x, DEVICE)), x)
+    assert_as_jit(lambda x, y: (x @ x, jax.device_put(x @ x, DEVICE) + y, x), x, X)
+    assert_as_jit(jax.vmap(lambda row: jnp.cumsum(row) * row[0]), x)
+    assert_as_jit(lambda x: jax.lax.scan(lambda c, r: (c * r + r, c.sum()), x[0], x), x)
+
+
+def test_arrays_of_both_spaces_do_not_mix():
+    """As under jit; and the same function of arrays of one space is another program."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    x = jax.device_put(X, here)
+
+    def function(x, y):
+        return x + y
+
+    offloaded = jo.offload(function, device_memory=None, cut="always")
+    for f in (jax.jit(function), offloaded):
+        with pytest.raises(ValueError, match="memory_space of all inputs passed to `add`"):
+            f(x, X)
+    for args, kind in (((X, X), "device"), ((x, x), "pinned_host"), ((X, X), "device")):
+        assert offloaded(*args).sharding.memory_kind == kind
+
+
+def test_state_in_host_memory_is_donated_and_fed_back():
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+    def step(state, x):
+        new = jax.device_put(state, DEVICE) * 0.5 + x
+        return jax.device_put(new, HOST), new.sum()
+
+    offloaded = jo.offload(step, device_memory=None, donate_argnums=0, cut="always", check=True)
+    state, want = jax.device_put(X, here), jax.device_put(X, here)
+    for _ in range(3):
+        before = state
+        state, total = offloaded(state, X)
+        want, expected = jax.jit(step)(want, X)
+        assert before.is_deleted()
+        assert state.sharding.memory_kind == "pinned_host"
+        np.testing.assert_allclose(state, want, rtol=1e-6)
+        np.testing.assert_allclose(total, expected, rtol=1e-5)
 
 
 def doubled(x, space=DEVICE):
