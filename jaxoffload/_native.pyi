@@ -295,6 +295,17 @@ class HostBuffer:
         Raises:
           RuntimeError: they are lost.
         """
+    @property
+    def num_loans(self) -> int:
+        """How many objects of other libraries have its memory."""
+
+    def lend(self, shape: list[int], code: int, bits: int) -> Any:
+        """An object with `__dlpack__` over its memory, as an array from its start on.
+
+        Args:
+          code, bits: of DLPack's data type.
+        """
+
     def renew_stamp(self) -> None:
         """Tells that its contents have changed: no run takes what is on a device for them."""
 

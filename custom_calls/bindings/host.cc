@@ -14,6 +14,19 @@ void BindHost(nb::module_& m) {
       .def_prop_ro("address", &HostBuffer::address)
       .def_prop_ro("nbytes", &HostBuffer::bytes)
       .def("__len__", &HostBuffer::bytes)
+      .def_prop_ro("num_loans", &HostBuffer::num_loans)
+      .def(
+          "lend",
+          [](const HostBuffer& buffer, const std::vector<size_t>& shape, uint8_t code,
+             uint8_t bits) {
+            const nb::capsule owner(new HostBuffer::Loan(buffer), [](void* loan) noexcept {
+              delete static_cast<HostBuffer::Loan*>(loan);
+            });
+            return nb::ndarray<nb::array_api>(buffer.data().get(), shape.size(), shape.data(),
+                                              owner, nullptr, nb::dlpack::dtype{code, bits, 1},
+                                              nb::device::cpu::value);
+          },
+          "shape"_a, "code"_a, "bits"_a)
       .def("renew_stamp", [](const HostBuffer& buffer) { buffer.stamp()->Renew(); })
       .def_prop_ro("__array_interface__", [](const HostBuffer& buffer) {
         if (buffer.stamp()->may_be_owed()) {

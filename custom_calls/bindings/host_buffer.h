@@ -1,6 +1,7 @@
 #ifndef JAXOFFLOAD_BINDINGS_HOST_BUFFER_H_
 #define JAXOFFLOAD_BINDINGS_HOST_BUFFER_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
@@ -31,10 +32,33 @@ class HostBuffer {
   uintptr_t address() const { return reinterpret_cast<uintptr_t>(data_.get()); }
   int64_t bytes() const { return bytes_; }
 
+  // What keeps the memory for somebody of another library, until it is destroyed; then what is
+  // there may be something else.
+  class Loan {
+   public:
+    explicit Loan(const HostBuffer& buffer)
+        : data_(buffer.data_), stamp_(buffer.stamp_), count_(buffer.num_loans_) {
+      count_->fetch_add(1);
+    }
+    ~Loan() {
+      stamp_->Renew();
+      count_->fetch_sub(1);
+    }
+    Loan(const Loan&) = delete;
+    Loan& operator=(const Loan&) = delete;
+
+   private:
+    const std::shared_ptr<char> data_;
+    const std::shared_ptr<Stamp> stamp_;
+    const std::shared_ptr<std::atomic<int>> count_;
+  };
+  int num_loans() const { return num_loans_->load(); }
+
  private:
   const int64_t bytes_;
   std::shared_ptr<char> data_;
   const std::shared_ptr<Stamp> stamp_ = std::make_shared<Stamp>();
+  const std::shared_ptr<std::atomic<int>> num_loans_ = std::make_shared<std::atomic<int>>(0);
 };
 
 }  // namespace jaxoffload

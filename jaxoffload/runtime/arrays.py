@@ -20,7 +20,7 @@ import numpy as np
 from jaxoffload import _native
 from jaxoffload.errors import DiskError
 from jaxoffload.options import Disk, format_bytes, parse_disk
-from jaxoffload.runtime import rows
+from jaxoffload.runtime import lent, rows
 
 _PIECE = 64 * 2**20
 """Bytes that are in memory at once while an array is written to disk."""
@@ -146,8 +146,9 @@ class TierArray(rows.ByRows):
         raise NotImplementedError
 
 
-class HostArray(TierArray):
-    """An array in the host tier's block. Made by `host_put`."""
+class HostArray(TierArray, lent.Lendable):
+    """An array in the host tier's block. Made by `host_put`; `numpy.from_dlpack` and its like see
+    its memory."""
 
     tier = "host"
 
@@ -160,7 +161,7 @@ class HostArray(TierArray):
         self.buffer = None
 
     def result_array(self, aliased: bool) -> "HostArray":
-        if aliased:
+        if aliased and not self.is_lent:
             return HostArray(self.shape, self.dtype, self.buffer)
         return empty_host_array(self.shape, self.dtype)
 
@@ -293,7 +294,8 @@ def host_put(tree: Any) -> Any:
     """Copies the arrays of a pytree to the host tier.
 
     Args:
-      tree: of arrays; a `jax.ShapeDtypeStruct` stands for zeros.
+      tree: of arrays, those of other libraries among them (DLPack); a `jax.ShapeDtypeStruct`
+        stands for zeros.
 
     Returns:
       The same tree with `HostArray` leaves.
@@ -301,7 +303,7 @@ def host_put(tree: Any) -> Any:
     Raises:
       MemoryError: there is not as much memory. TypeError: a leaf is no array.
     """
-    return jax.tree.map(_to_host, tree)
+    return jax.tree.map(lambda leaf: _to_host(lent.taken(leaf)), tree)
 
 
 def disk_put(tree: Any, path: str | os.PathLike[str] | tuple[str, ...] | list[str]) -> Any:
@@ -324,7 +326,7 @@ def disk_put(tree: Any, path: str | os.PathLike[str] | tuple[str, ...] | list[st
       array.
     """
     disk = parse_disk(path, "path")
-    return jax.tree.map(lambda leaf: _to_disk(leaf, disk), tree)
+    return jax.tree.map(lambda leaf: _to_disk(lent.taken(leaf), disk), tree)
 
 
 def _described(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:

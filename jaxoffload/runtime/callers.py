@@ -70,6 +70,8 @@ def handle_of(array: TierArray) -> Any:
     held = array.source if isinstance(array, DiskArray) else array.buffer  # pyrefly: ignore[missing-attribute]
     if held is None:
         array.check_alive()
+    elif array.tier == "host" and held.num_loans:
+        held.renew_stamp()  # others may have written to it
     return held
 
 
