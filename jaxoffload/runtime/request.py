@@ -99,6 +99,22 @@ class Request:
 
         return others(len(self.jaxpr.in_avals), below), others(len(self.jaxpr.out_avals), after)
 
+    def placed(self, graph: TaskGraph, has_own_memory: bool) -> TaskGraph:
+        """A graph that knows where the arguments and results of the request are.
+
+        Args:
+          has_own_memory: whether the device has memory that the host's cores do not reach.
+        """
+        arguments, results = self.on_device if has_own_memory else (frozenset(), frozenset())
+        return dataclasses.replace(
+            graph,
+            disk_arguments=self.disk_arguments,
+            disk_results=self.disk_results,
+            device_arguments=arguments,
+            device_results=results,
+            in_place_io=self.options.memory is not None,
+        )
+
     def with_options(self, **options: Any) -> "Request":
         """The same with some options replaced."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, **options))

@@ -272,16 +272,9 @@ class CutProgram:
             known=self._known_runs,
             num_devices=self._request.num_devices,
         )
-        has_own = self._backend.has_own_memory or not (self._compiles or self._machine.is_host)
-        arguments, results = self._request.on_device if has_own else (frozenset(), frozenset())
-        graph = dataclasses.replace(
-            captured.taskgraph,
-            device_arguments=arguments,
-            device_results=results,
-            disk_arguments=self._request.disk_arguments,
-            disk_results=self._request.disk_results,
-            in_place_io=self._request.options.memory is not None,
-        )
+        # Elsewhere everything comes over the link: it is taken to be in host memory.
+        has_own = self._backend.has_own_memory and not self._backend.is_elsewhere
+        graph = self._request.placed(captured.taskgraph, has_own)
         return dataclasses.replace(captured, taskgraph=graph)
 
     def compiled(self, cut: Cut) -> CompiledCut:
