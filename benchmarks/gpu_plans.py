@@ -12,6 +12,7 @@ compiler of CUDA 12 adds P100, which that of CUDA 13 does not know.
 """
 
 import collections
+import contextlib
 import dataclasses
 import json
 import os
@@ -178,8 +179,7 @@ def run(small: bool = False, out: str | None = None) -> None:
     """Prints and saves the table."""
     rows = _rows(out)
     known = {(row["workload"], row["gpu"], row["asked"]) for row in rows}
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["JAXOFFLOAD_CACHE"] = folder  # which benchmarks else do without
+    with tempfile.TemporaryDirectory() as folder, _kept_in(folder):
         for name, make, gpu, budgets in workloads(small):
             asked = {format_bytes(b): b for b in budgets} or {f"{SHARE:.0%}": None}
             missing = {a: b for a, b in asked.items() if (name, gpu, a) not in known}
@@ -199,6 +199,17 @@ def run(small: bool = False, out: str | None = None) -> None:
                 rows.append(row)
                 print(_line(row), flush=True)
                 save("gpu_plans", rows, out)
+
+
+@contextlib.contextmanager
+def _kept_in(folder: str) -> Iterator[None]:
+    """The store is there, which benchmarks else do without."""
+    before = os.environ["JAXOFFLOAD_CACHE"]
+    os.environ["JAXOFFLOAD_CACHE"] = folder
+    try:
+        yield
+    finally:
+        os.environ["JAXOFFLOAD_CACHE"] = before
 
 
 def _rows(out: str | None) -> list[dict[str, Any]]:
