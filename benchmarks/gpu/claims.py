@@ -50,6 +50,8 @@ def _busy(found: Sections) -> bool:
 
 def _host_pays(found: Sections) -> bool:
     ways = found["host"]
+    if not ways["auto"]["on_host"]:  # two times of one plan say nothing
+        _open()
     return ways["auto"]["seconds"] <= ways["never"]["seconds"]
 
 

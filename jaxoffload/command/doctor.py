@@ -20,7 +20,7 @@ from jaxoffload.options import format_bytes
 from jaxoffload.plan.cost.machines import Link
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import disk_put
-from jaxoffload.runtime.profile import Profile
+from jaxoffload.runtime.profile import OF_KERNELS, Profile
 from jaxoffload.search import measured as measured_rates
 
 USAGE = """
@@ -124,16 +124,12 @@ def save_profile(path: str, rates: dict[str, float | str]) -> None:
       UsageError: the file cannot be written.
     """
     known = {name: rate for name, rate in rates.items() if not isinstance(rate, str)}
-    names = {
-        "flops_per_second": "flops",
-        "memory_bytes_per_second": "traffic",
-        "host_memory_bytes_per_second": "host_traffic",
-        "launch": "launch",
-    }
     profile = Profile(
         rates={way: measured_rates.rounded(known[way]) for way in _WAYS if way in known},
         kernels={
-            to: measured_rates.rounded(known[name]) for name, to in names.items() if name in known
+            to: measured_rates.rounded(known[name])
+            for to, name in OF_KERNELS.items()
+            if name in known
         },
     )
     try:
@@ -213,7 +209,4 @@ def _assumed() -> dict[str, float]:
         return {}
     ways = {name: getattr(machine, name) for name in _WAYS}
     found = {name: way.bytes_per_second for name, way in ways.items() if isinstance(way, Link)}
-    kernels = (
-        "flops_per_second", "memory_bytes_per_second", "host_memory_bytes_per_second", "launch"
-    )  # fmt: skip
-    return found | {name: getattr(machine, name) for name in kernels}
+    return found | {name: getattr(machine, name) for name in OF_KERNELS.values()}

@@ -169,17 +169,20 @@ class MemGraph:
 
     def on_disk(self) -> np.ndarray:
         """Whether each version is on disk, bool[M]."""
-        graph, space = self.taskgraph, self.space
-        arguments = np.isin(self.index, list(graph.disk_arguments)) & (space == Space.ARGUMENT)
-        results = np.isin(self.index, list(graph.disk_results)) & (space == Space.RESULT)
-        return (space == Space.DISK) | arguments | results
+        graph = self.taskgraph
+        of_callers = self._in_callers(graph.disk_arguments, graph.disk_results)
+        return (self.space == Space.DISK) | of_callers
 
     def out_of_reach(self) -> np.ndarray:
         """Whether the host's cores do not reach each version, bool[M]."""
-        graph, space = self.taskgraph, self.space
-        arguments = np.isin(self.index, list(graph.device_arguments)) & (space == Space.ARGUMENT)
-        results = np.isin(self.index, list(graph.device_results)) & (space == Space.RESULT)
-        return (space == Space.DEVICE) | arguments | results
+        graph = self.taskgraph
+        of_callers = self._in_callers(graph.device_arguments, graph.device_results)
+        return (self.space == Space.DEVICE) | of_callers
+
+    def _in_callers(self, arguments: frozenset[int], results: frozenset[int]) -> np.ndarray:
+        """Whether each version is in one of these arguments or results of the caller's, bool[M]."""
+        read = np.isin(self.index, list(arguments)) & (self.space == Space.ARGUMENT)
+        return read | np.isin(self.index, list(results)) & (self.space == Space.RESULT)
 
     def idle(self) -> np.ndarray:
         """Whether each vertex has nothing to do in a run that finds the residents in their places,

@@ -31,10 +31,11 @@ _WAYS = {
     "disk_write": Kind.STORE,
 }
 _KERNEL_RATES = {"flops": "flops_per_second", "traffic": "memory_bytes_per_second"}
-_OF_KERNELS = _KERNEL_RATES | {
+OF_KERNELS = _KERNEL_RATES | {
     "launch": "launch",
     "host_traffic": "host_memory_bytes_per_second",
 }
+"""What a model calls each of `Profile.kernels`."""
 _VERSION = 1
 
 
@@ -133,7 +134,7 @@ class Profile:
 
     def known_rates(self) -> tuple[tuple[str, float], ...]:
         """What was measured of the machine, for `Machine.with_rates`."""
-        kernels = {_OF_KERNELS[bound]: rate for bound, rate in self.kernels.items()}
+        kernels = {OF_KERNELS[bound]: rate for bound, rate in self.kernels.items()}
         return tuple(sorted((self.rates | kernels).items()))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -169,7 +170,7 @@ class Profile:
 
     def _check(self) -> None:
         """Raises ValueError, TypeError or AttributeError: `save` never wrote that."""
-        for rates, legal in ((self.rates, _WAYS), (self.kernels, _OF_KERNELS)):
+        for rates, legal in ((self.rates, _WAYS), (self.kernels, OF_KERNELS)):
             wrong = {
                 name: rate
                 for name, rate in rates.items()

@@ -21,6 +21,7 @@ from tests.transform.test_host_compute import (
     differs,
     on_host,
     on_the_host,
+    partly_there,
     same,
     training,
 )
@@ -56,6 +57,12 @@ def on_cpu(step, args, steps=2, **options):
         return jax.tree.map(np.asarray, (params, state, loss))
 
 
+def read_by_host(graph):
+    """Versions that the host's cores read."""
+    reader = np.repeat(np.arange(graph.num_vertices), np.diff(graph.input_offsets))
+    return graph.inputs[graph.kind[reader] == Kind.HOST_KERNEL]
+
+
 @pytest.mark.parametrize("tier", ["device", "numpy", "host", "disk"])
 @pytest.mark.parametrize("name", ["adamw", "clipped"])
 def test_updates_are_those_of_the_cpu(gpu, tmp_path, name, tier):
@@ -84,10 +91,7 @@ def test_what_is_on_the_device_is_brought_before_it_is_read(gpu):
         graphs[tier] = offloaded.plan(*given).memgraph
         offloaded(*given)
     for tier, graph in graphs.items():
-        kernels = np.flatnonzero(graph.kind == Kind.HOST_KERNEL)
-        read = np.concatenate(
-            [graph.inputs[slice(*graph.input_offsets[v : v + 2])] for v in kernels]
-        )
+        read = read_by_host(graph)
         spaces = set(graph.space[read][graph.version_bytes()[read] >= MATRIX].tolist())
         assert (Space.ARGUMENT in spaces) == (tier == "host")
     moved = {tier: graph.moved_bytes(Kind.OFFLOAD) for tier, graph in graphs.items()}
@@ -97,13 +101,7 @@ def test_what_is_on_the_device_is_brought_before_it_is_read(gpu):
 
 @pytest.mark.parametrize("budget", [5 * MATRIX, None])
 def test_what_the_user_wants_there_is_there(gpu, budget):
-    def function(x, w, table):
-        y = jnp.tanh(x @ w)
-        table = on_the_host(lambda y, t: jnp.sin(t * y[:1]) + jnp.cumsum(t, 0), y, table)
-        return jnp.tanh(y @ w) @ table, table
-
-    random = np.random.default_rng(0)
-    args = [random.standard_normal((WIDTH, WIDTH), np.float32) / WIDTH**0.5 for _ in range(3)]
+    function, args = partly_there(on_the_host)
     want = jax.jit(function)(*args)
     for given in (args, list(map(jnp.asarray, args)), list(map(jo.host_put, args))):
         offloaded = jo.offload(function, device_memory=budget, check=True)
@@ -220,14 +218,10 @@ def test_state_in_jaxs_own_host_memory(gpu, budget):
         assert all(x.sharding.memory_kind == "device" for x in jax.tree.leaves(params))
     if budget is not None:
         graph = offloaded.last_run.memgraph
-        kernels = np.flatnonzero(graph.kind == Kind.HOST_KERNEL)
-        assert len(kernels) >= LAYERS
+        assert on_host(offloaded.last_run) >= LAYERS
         # They read the moments where these are.
         moments = range(len(jax.tree.leaves(args[0])), len(jax.tree.leaves(args[:2])))
-        read = np.concatenate(
-            [graph.inputs[slice(*graph.input_offsets[v : v + 2])] for v in kernels]
-        )
-        where = {(int(graph.space[v]), int(graph.index[v])) for v in read}
+        where = {(int(graph.space[v]), int(graph.index[v])) for v in read_by_host(graph)}
         assert sum((int(Space.ARGUMENT), m) in where for m in moments) >= LAYERS
     del offloaded
     jo.clear_caches()

@@ -251,11 +251,8 @@ def on_the_host(function, *args):
 ASKED = {"context": (in_a_context, _has_context), "transform": (transformed, _has_transform)}
 
 
-@pytest.mark.parametrize("way", ASKED)
-def test_what_the_user_wants_there_is_there(way):
-    wanted, is_known = ASKED[way]
-    if not is_known():
-        pytest.skip(f"jax {jax.__version__} has no compute_on of this kind")
+def partly_there(wanted):
+    """A function of three matrices, part of which the user wants on the host's cores; and those."""
 
     def function(x, w, table):
         y = jnp.tanh(x @ w)
@@ -264,6 +261,15 @@ def test_what_the_user_wants_there_is_there(way):
 
     random = np.random.default_rng(0)
     args = [random.standard_normal((WIDTH, WIDTH), np.float32) / WIDTH**0.5 for _ in range(3)]
+    return function, args
+
+
+@pytest.mark.parametrize("way", ASKED)
+def test_what_the_user_wants_there_is_there(way):
+    wanted, is_known = ASKED[way]
+    if not is_known():
+        pytest.skip(f"jax {jax.__version__} has no compute_on of this kind")
+    function, args = partly_there(wanted)
     want = jax.jit(function)(*args)
     found = {}
     for option in ("auto", "never"):

@@ -93,8 +93,9 @@ def test_arrays_of_both_spaces_do_not_mix():
     for f in (jax.jit(function), offloaded):
         with pytest.raises(ValueError, match="memory_space of all inputs passed to `add`"):
             f(x, X)
-    for args, kind in (((X, X), "device"), ((x, x), "pinned_host"), ((X, X), "device")):
-        assert offloaded(*args).sharding.memory_kind == kind
+    y = jnp.asarray(X)
+    for a in (X, x, X, y, y, y, x, x, x, y):  # the third call in a row is known by its looks
+        assert offloaded(a, a).sharding.memory_kind == ("pinned_host" if a is x else "device")
 
 
 def test_state_in_host_memory_is_donated_and_fed_back():
