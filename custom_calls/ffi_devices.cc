@@ -47,8 +47,9 @@ struct DevicesCall {
 ffi::TypeId DevicesCall::id = {};
 const ffi::TypeInfo kDevicesCallInfo = ffi::MakeTypeInfo<DevicesCall>();
 
-ffi::ErrorOr<std::unique_ptr<DevicesCall>> Instantiate(std::string_view key, int64_t devices,
-                                                       int64_t patience_s, LaunchAttribute) {
+ffi::ErrorOr<std::unique_ptr<DevicesCall>> InstantiateOnDevices(std::string_view key,
+                                                                int64_t devices, int64_t patience_s,
+                                                                LaunchAttribute) {
   try {
     std::shared_ptr<Plan> plan = FindPlan(std::string(key)).plan;
     if (plan != nullptr) return std::make_unique<DevicesCall>(std::move(plan), devices, patience_s);
@@ -115,7 +116,7 @@ ffi::Future RunOnDevices(ffi::RunId run, DevicesCall* call, ffi::RemainingArgs o
 }
 
 template <typename Binding>
-auto WithAttributes(Binding binding) {
+auto WithDevicesAttributes(Binding binding) {
   return std::move(binding)
       .template Attr<std::string_view>("key")
       .template Attr<int64_t>("devices")
@@ -123,13 +124,14 @@ auto WithAttributes(Binding binding) {
       .template Attr<LaunchAttribute>("launch");
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kHold, Instantiate, WithAttributes(ffi::Ffi::BindInstantiate()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kHold, InstantiateOnDevices,
+                              WithDevicesAttributes(ffi::Ffi::BindInstantiate()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kRun, RunOnDevices,
-                              WithAttributes(ffi::Ffi::Bind()
-                                                 .Ctx<ffi::RunId>()
-                                                 .Ctx<ffi::State<DevicesCall>>()
-                                                 .RemainingArgs()
-                                                 .RemainingRets()));
+                              WithDevicesAttributes(ffi::Ffi::Bind()
+                                                        .Ctx<ffi::RunId>()
+                                                        .Ctx<ffi::State<DevicesCall>>()
+                                                        .RemainingArgs()
+                                                        .RemainingRets()));
 
 }  // namespace
 

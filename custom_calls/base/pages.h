@@ -1,4 +1,4 @@
-// Pages of memory, and multiples of a unit.
+// Pages of memory, blocks of the disk tier, and multiples of a unit.
 
 #ifndef JAXOFFLOAD_BASE_PAGES_H_
 #define JAXOFFLOAD_BASE_PAGES_H_
@@ -9,6 +9,7 @@ namespace jaxoffload {
 
 constexpr int64_t kPage = 4096;  // also what O_DIRECT asks of addresses and offsets
 constexpr int64_t kHugePage = int64_t{2} << 20;
+constexpr int64_t kDiskBlock = 16384;  // of the disk tier: under one checksum
 
 // Of numbers that are not negative.
 constexpr int64_t RoundUp(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }

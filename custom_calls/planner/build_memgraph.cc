@@ -75,8 +75,6 @@ class CanStay {
   }
 
  private:
-  static constexpr int32_t kNone = -1;
-
   bool HasResults(int32_t tensor) const {
     const int64_t* const offsets = table_.columns().result_offsets;
     return offsets[tensor] < offsets[tensor + 1];

@@ -6,11 +6,6 @@
 #include <string>
 
 namespace jaxoffload {
-namespace {
-
-constexpr int32_t kNone = -1;
-
-}  // namespace
 
 CallersMemory::CallersMemory(const TaskTable& table, bool in_place_io)
     : table_(table), in_place_io_(in_place_io) {

@@ -6,8 +6,6 @@
 namespace jaxoffload {
 namespace {
 
-constexpr int32_t kNone = -1;
-
 bool IsCopy(uint8_t kind) {
   switch (static_cast<Kind>(kind)) {
     case Kind::kReload:

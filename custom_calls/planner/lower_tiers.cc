@@ -7,17 +7,14 @@ namespace {
 constexpr int64_t kFirstNever = int64_t{1} << 40;
 // Spill cost of a byte that is read from disk, in bytes copied between device and host: assumed.
 constexpr int64_t kDiskCost = 8;
-// As in plan/alloc/limits.py.
-constexpr int64_t kHostPage = 4096;
 // Vertices of the host's cores for which a place rests: one under way, one whose results leave and
 // one whose operands arrive.
 constexpr int64_t kRest = 3;
-constexpr int64_t kDiskBlock = 16384;
 
 std::vector<int64_t> Places(const TaskTable& table, bool uses_disk) {
   std::vector<int64_t> found;
   for (int64_t t = 0; t < table.num_tensors(); ++t) {
-    found.push_back(RoundUp(table.columns().bytes[t], uses_disk ? kHostPage : kPlaceAlignment));
+    found.push_back(RoundUp(table.columns().bytes[t], uses_disk ? kPage : kPlaceAlignment));
   }
   return found;
 }

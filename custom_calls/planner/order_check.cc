@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kWords = 8;  // of a row of bits: one cache line
 constexpr int64_t kColumns = 64 * kWords;
-using Row = std::array<uint64_t, kWords>;
+using Reach = std::array<uint64_t, kWords>;
 
 // One memory while it is written, range after range.
 class Memory {
@@ -154,16 +154,16 @@ class Closure {
     int64_t lowest = from_[block[0]], highest = 0;
     for (const int64_t k : block) lowest = std::min(lowest, from_[k]);
     for (const int64_t target : targets) highest = std::max(highest, target);
-    rows_.assign(highest - lowest + 1, Row{});
+    rows_.assign(highest - lowest + 1, Reach{});
     for (size_t column = 0; column < targets.size(); ++column) {
       rows_[targets[column] - lowest][column / 64] |= uint64_t{1} << (column % 64);
     }
     for (int64_t vertex = highest; vertex > lowest; --vertex) {
-      const Row row = rows_[vertex - lowest];
+      const Reach row = rows_[vertex - lowest];
       if (std::all_of(row.begin(), row.end(), [](uint64_t word) { return word == 0; })) continue;
       for (int64_t e = first_[vertex]; e < first_[vertex + 1]; ++e) {
         if (tails_[e] < lowest) continue;
-        Row& mine = rows_[tails_[e] - lowest];
+        Reach& mine = rows_[tails_[e] - lowest];
         for (int w = 0; w < kWords; ++w) mine[w] |= row[w];
       }
     }
@@ -179,7 +179,7 @@ class Closure {
   const int64_t* const from_;
   const int64_t* const to_;
   std::vector<uint8_t>& found_;
-  std::vector<Row> rows_;
+  std::vector<Reach> rows_;
 };
 
 void CheckVertices(int64_t num_vertices, const int64_t* tail, const int64_t* head, int64_t count) {

@@ -12,7 +12,7 @@
 namespace jaxoffload {
 namespace {
 
-constexpr int64_t kNone = -1;
+constexpr int64_t kUnplaced = -1;
 constexpr int64_t kCapacities = 5;  // from what is asked for down to what is needed at once
 
 // Of a buffer, what orders among equal offsets look at.
@@ -62,7 +62,7 @@ class Placer {
     }
     floor_.assign(num_sections_, 0);
     least_.assign(count_, 0);
-    offset_.assign(count_, kNone);
+    offset_.assign(count_, kUnplaced);
   }
 
   std::vector<int64_t> Run(int64_t max_steps) {
@@ -77,7 +77,7 @@ class Placer {
           Rank(order);
           steps_left_ = std::min(limit, max_steps - spent);
           spent += steps_left_;
-          found_.assign(count_, kNone);
+          found_.assign(count_, kUnplaced);
           const Outcome outcome = Decompose(by_rank_);
           if (outcome == Outcome::kFound) return found_;
           if (outcome == Outcome::kImpossible && part == 0) return {};
@@ -176,7 +176,7 @@ class Placer {
     int low = first_[i];
     int high = last_[i];
     for (const int j : overlaps_[i]) {
-      if (offset_[j] != kNone) continue;
+      if (offset_[j] != kUnplaced) continue;
       has_hat = true;
       if (least_[j] >= top) continue;
       moved.push_back({j, least_[j]});
@@ -194,7 +194,7 @@ class Placer {
     for (int s = std::max(low, begin); s < std::min(high, end); ++s) {
       int64_t lowest = std::numeric_limits<int64_t>::max();
       for (const int j : members_[s]) {
-        if (offset_[j] == kNone) lowest = std::min(lowest, least_[j]);
+        if (offset_[j] == kUnplaced) lowest = std::min(lowest, least_[j]);
       }
       if (lowest == std::numeric_limits<int64_t>::max() || lowest <= floor_[s]) continue;
       lifted.push_back({s, floor_[s]});
@@ -211,7 +211,7 @@ class Placer {
       if (s + 1 < last_[i]) ++crossing_[s];
     }
     for (const Change& change : moved) least_[change.index] = change.before;
-    offset_[i] = kNone;
+    offset_[i] = kUnplaced;
   }
 
   // Whether what waits can be above what is there, given that nothing is placed lower any more.

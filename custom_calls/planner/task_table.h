@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/pages.h"
+
 namespace jaxoffload {
 
 // Of graphs/taskgraph.py's VertexKind.
@@ -55,8 +57,8 @@ constexpr int64_t kPlaceAlignment = 256;
 // What all tensors may have together, and where parts may start: sums and costs fit into 64 bits.
 constexpr int64_t kMostBytes = int64_t{1} << 57;
 constexpr int32_t kMostDevices = 1 << 16;
-
-inline int64_t RoundUp(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
+// In place of a tensor, a vertex, a version or an argument where there is none.
+constexpr int32_t kNone = -1;
 
 // A row of a CSR array.
 struct Row {

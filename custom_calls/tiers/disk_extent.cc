@@ -11,8 +11,6 @@
 namespace jaxoffload {
 namespace {
 
-constexpr int64_t kBlock = DiskExtent::kBlock;
-
 // Cuts [offset, offset + bytes) at the borders of blocks and goes through it in order, until
 // something returns false: part(at, length) for what is less than a block, at either end, and
 // blocks(at, length, buffer) for whole ones. `at` counts from `offset`, as `memory` does. `buffer`
@@ -20,8 +18,8 @@ constexpr int64_t kBlock = DiskExtent::kBlock;
 template <typename Part, typename Blocks>
 bool InBlocks(int64_t offset, const char* memory, int64_t bytes, const Part& part,
               const Blocks& blocks) {
-  const int64_t begin = std::min(bytes, RoundUp(offset, kBlock) - offset);
-  const int64_t end = begin + RoundDown(bytes - begin, kBlock);
+  const int64_t begin = std::min(bytes, RoundUp(offset, kDiskBlock) - offset);
+  const int64_t end = begin + RoundDown(bytes - begin, kDiskBlock);
   if (begin > 0 && !part(0, begin)) return false;
   if (begin < end && reinterpret_cast<uintptr_t>(memory + begin) % kPage == 0) {
     if (!blocks(begin, end - begin, nullptr)) return false;
@@ -41,23 +39,23 @@ DiskExtent::DiskExtent(std::shared_ptr<DiskStore> store, int64_t start, int64_t 
       store_(std::move(store)),
       start_(start),
       bytes_(bytes),
-      sums_(RoundUp(bytes, kBlock) / kBlock),
-      written_(RoundUp(bytes, kBlock) / kBlock) {}
+      sums_(RoundUp(bytes, kDiskBlock) / kDiskBlock),
+      written_(RoundUp(bytes, kDiskBlock) / kDiskBlock) {}
 
-DiskExtent::~DiskExtent() { store_->Free(start_, RoundUp(bytes_, kBlock)); }
+DiskExtent::~DiskExtent() { store_->Free(start_, RoundUp(bytes_, kDiskBlock)); }
 
 bool DiskExtent::CheckBlocks(int64_t offset, const char* data, int64_t bytes,
                              std::string* error) const {
-  for (int64_t at = 0; at < bytes; at += kBlock) {
-    const int64_t block = (offset + at) / kBlock;
+  for (int64_t at = 0; at < bytes; at += kDiskBlock) {
+    const int64_t block = (offset + at) / kDiskBlock;
     if (!written_[block]) {
       *error = "bytes at " + std::to_string(offset + at) + " of an extent of " +
                store_->JoinedPaths() + " were never written";
       return false;
     }
-    const uint32_t found = QuarteredCrc32c(data + at, kBlock);
+    const uint32_t found = QuarteredCrc32c(data + at, kDiskBlock);
     if (found == sums_[block]) continue;
-    *error = "the " + std::to_string(kBlock) + " bytes at " + std::to_string(offset + at) +
+    *error = "the " + std::to_string(kDiskBlock) + " bytes at " + std::to_string(offset + at) +
              " of an extent of " + store_->JoinedPaths() + " came back changed: their CRC32C is " +
              std::to_string(found) + " and was " + std::to_string(sums_[block]) +
              (store_->home_.IsForked()
@@ -104,9 +102,9 @@ bool DiskExtent::WriteSpans(const std::vector<DiskSpan>& spans, const std::atomi
   }
   const auto sum = [&](size_t position, std::string*) {
     const DiskRequest& request = requests[position];
-    for (int64_t at = 0; at < request.bytes; at += kBlock) {
-      const int64_t block = (offsets[position] + at) / kBlock;
-      sums_[block] = QuarteredCrc32c(request.address + at, kBlock);
+    for (int64_t at = 0; at < request.bytes; at += kDiskBlock) {
+      const int64_t block = (offsets[position] + at) / kDiskBlock;
+      sums_[block] = QuarteredCrc32c(request.address + at, kDiskBlock);
       written_[block] = 1;
     }
     return true;
@@ -143,7 +141,7 @@ bool DiskExtent::ReadRows(const Rows& rows, char* to, const std::atomic<bool>& a
     for (const RowPiece& piece : pieces) std::memcpy(to + piece.outside, piece.inside, piece.bytes);
     return true;
   };
-  return ForEachWindow(rows, 0, kBlock, read);
+  return ForEachWindow(rows, 0, kDiskBlock, read);
 }
 
 bool DiskExtent::WriteRows(const Rows& rows, const char* from, const std::atomic<bool>& abort,
@@ -158,7 +156,7 @@ bool DiskExtent::WriteRows(const Rows& rows, const char* from, const std::atomic
       std::memcpy(piece.inside, from + piece.outside, piece.bytes);
     return WriteSpans(spans, abort, error);
   };
-  const bool is_done = ForEachWindow(rows, 0, kBlock, write);
+  const bool is_done = ForEachWindow(rows, 0, kDiskBlock, write);
   MayChange();
   return is_done;
 }
@@ -204,14 +202,14 @@ bool DiskExtent::Write(int64_t offset, const char* from, int64_t bytes,
 
 bool DiskExtent::ReadPart(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
                           std::string* error) const {
-  const int64_t first = RoundDown(offset, kBlock);
-  const DiskBuffer buffer(kBlock);
+  const int64_t first = RoundDown(offset, kDiskBlock);
+  const DiskBuffer buffer(kDiskBlock);
   if (store_->home_.IsForked()) {
     // Nobody writes here, and the lock may be held by a thread of the parent's.
-    if (!ReadBlocks(first, buffer.get(), kBlock, abort, error)) return false;
+    if (!ReadBlocks(first, buffer.get(), kDiskBlock, abort, error)) return false;
   } else {
     const MutexLock lock(partial_);
-    if (!ReadBlocks(first, buffer.get(), kBlock, abort, error)) return false;
+    if (!ReadBlocks(first, buffer.get(), kDiskBlock, abort, error)) return false;
   }
   std::memcpy(to, buffer.get() + (offset - first), bytes);
   return true;
@@ -219,18 +217,18 @@ bool DiskExtent::ReadPart(int64_t offset, char* to, int64_t bytes, const std::at
 
 bool DiskExtent::WritePart(int64_t offset, const char* from, int64_t bytes,
                            const std::atomic<bool>& abort, std::string* error) {
-  const int64_t block = offset / kBlock;
-  const int64_t first = block * kBlock;
-  const DiskBuffer buffer(kBlock);
+  const int64_t block = offset / kDiskBlock;
+  const int64_t first = block * kDiskBlock;
+  const DiskBuffer buffer(kDiskBlock);
   MutexLock lock(partial_);
   const bool is_rest = offset == first && offset + bytes == bytes_;
   if (written_[block] && !is_rest) {
-    if (!ReadBlocks(first, buffer.get(), kBlock, abort, error)) return false;
+    if (!ReadBlocks(first, buffer.get(), kDiskBlock, abort, error)) return false;
   } else {
-    std::memset(buffer.get(), 0, kBlock);
+    std::memset(buffer.get(), 0, kDiskBlock);
   }
   std::memcpy(buffer.get() + (offset - first), from, bytes);
-  return WriteBlocks(first, buffer.get(), kBlock, abort, error);
+  return WriteBlocks(first, buffer.get(), kDiskBlock, abort, error);
 }
 
 }  // namespace jaxoffload

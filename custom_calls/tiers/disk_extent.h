@@ -23,8 +23,6 @@ class DiskStore;
 
 class DiskExtent : public DiskSource {
  public:
-  static constexpr int64_t kBlock = 16384;  // under one checksum
-
   ~DiskExtent() override;
   int64_t bytes() const override { return bytes_; }
   bool Read(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,

@@ -18,7 +18,6 @@ namespace {
 
 constexpr int64_t kStripe = int64_t{1} << 20;     // bytes that follow one another in one folder
 constexpr int64_t kMostBytes = int64_t{1} << 60;  // of a store: sums of two such do not overflow
-constexpr int64_t kBlock = DiskExtent::kBlock;
 
 // See KeepBytes. Relaxed: at the end of a process nobody waits for what it saves.
 std::atomic<bool> keep_bytes{false};
@@ -32,10 +31,10 @@ std::shared_ptr<DiskStore> DiskStore::Open(const std::vector<std::string>& paths
     throw std::invalid_argument("DiskStore: queue_depth=" + std::to_string(options.queue_depth) +
                                 " is not between 1 and 4096.");
   }
-  if (options.request_bytes < kBlock || options.request_bytes % kBlock != 0) {
+  if (options.request_bytes < kDiskBlock || options.request_bytes % kDiskBlock != 0) {
     throw std::invalid_argument(
         "DiskStore: request_bytes=" + std::to_string(options.request_bytes) +
-        " is not a multiple of 16384.");
+        " is not a multiple of " + std::to_string(kDiskBlock) + ".");
   }
   std::shared_ptr<DiskStore> store(new DiskStore);
   store->paths_ = paths;
@@ -182,7 +181,7 @@ std::shared_ptr<DiskExtent> DiskStore::Reserve(int64_t bytes) {
                                "processes with multiprocessing's 'spawn' method");
   }
   // The limit also keeps what is rounded up and added below from overflowing.
-  const int64_t size = RoundUp(std::min(bytes, kMostBytes), kBlock);
+  const int64_t size = RoundUp(std::min(bytes, kMostBytes), kDiskBlock);
   bool is_new;
   const int64_t start = TakeRange(size, &is_new);
   std::unique_ptr<DiskExtent> extent;
