@@ -17,8 +17,8 @@ from jaxoffload._jax_compat.arrays import (
     weakly_typed,
 )
 from jaxoffload._jax_compat.equations import (
+    CALLBACKS,
     asks_for_host,
-    call_back,
     calls_back,
     devices_of_constraint,
     effect_kind,
@@ -30,10 +30,10 @@ from jaxoffload._jax_compat.equations import (
     is_tree_of_params,
     lowered_operations,
     own_primitives,
-    pure_callback_p,
     put,
     puts_in_spaces,
     scan_counts,
+    with_a_result,
     with_results,
     without_internal_refs,
 )

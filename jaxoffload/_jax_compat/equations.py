@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import callback as _callback
 from jax._src import checkify as _checkify
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import debugging as _debugging
 from jax._src import effects as _effects
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import pxla as _pxla
 
 from jaxoffload._jax_compat.tracing import at_line_of, no_mesh
-from jaxoffload._jax_compat.types import JaxprEqn, Primitive
+from jaxoffload._jax_compat.types import JaxprEqn, Primitive, ShapedArray
 
 
 def with_results(closed: Any, outvars: Sequence[Any]) -> Any:
@@ -38,12 +40,17 @@ def _bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Sequence[Any],
     return found if isinstance(found, tuple) else ((), found)
 
 
+# Those that are ordered are of other classes.
+_UNORDERED_CALLS = (_debugging.DebugEffect, _callback.IOEffect)
+
+
 def effect_kind(effect: Any) -> str | None:
-    """What an effect is: "named axis", "check", "ref", "other"; None where it is the function's own
-    affair."""
+    """What an effect is: "call" (of a function of the host's, whenever the program comes to it),
+    "named axis", "check", "ref", "other"; None where it is the function's own affair."""
     if isinstance(effect, _core.InternalMutableArrayEffect):
         return None
     kinds = {
+        "call": _UNORDERED_CALLS,
         "named axis": _core.NamedAxisEffect,
         "check": _checkify.ErrorEffect,
         "ref": _effects.JaxprInputEffect,
@@ -65,20 +72,31 @@ def devices_of_constraint(eqn: JaxprEqn) -> int:
     return len(getattr(sharding, "device_set", ())) or 1
 
 
-pure_callback_p = _callback.pure_callback_p
+CALLBACKS = {
+    _callback.pure_callback_p: _callback.pure_callback_impl,
+    _callback.io_callback_p: _callback.io_callback_impl,
+    _debugging.debug_callback_p: _debugging.debug_callback_impl,
+    _debugging.debug_print_p: _debugging.debug_print_impl,
+}
+"""Primitives that call a function of the host's, and how JAX calls it: with arrays in host memory
+and the equation's params."""
+
+
+def with_a_result(eqn: JaxprEqn) -> JaxprEqn:
+    """An equation without results, that has an effect; a scan gives a byte for each step then."""
+    if eqn.primitive.name != "scan":
+        return eqn
+    closed = eqn.params["jaxpr"]
+    byte = np.dtype(np.uint8)
+    given = with_results(closed, [_core.Literal(byte.type(0), ShapedArray((), byte))])
+    out = _core.Var(ShapedArray((eqn.params["length"],), byte))
+    return eqn.replace(outvars=[out], params={**eqn.params, "jaxpr": given})
 
 
 def calls_back(jaxpr: Any) -> bool:
-    """Whether an equation of an open jaxpr, or of one in it, is `pure_callback`."""
-    return any(eqn.primitive is pure_callback_p for eqn in jaxpr.eqns) or any(
+    """Whether an equation of an open jaxpr, or of one in it, is of `CALLBACKS`."""
+    return any(eqn.primitive in CALLBACKS for eqn in jaxpr.eqns) or any(
         map(calls_back, _core.subjaxprs(jaxpr))
-    )
-
-
-def call_back(callback: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """What a `pure_callback` gives for arrays in host memory, called as JAX calls it."""
-    return _callback.pure_callback_impl(
-        *operands, result_avals=None, callback=callback, sharding=None, vmap_method=None
     )
 
 

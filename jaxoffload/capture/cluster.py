@@ -331,7 +331,7 @@ def _assemble(
         )
         outputs = [v for i in range(start, stop) for v in solid[i].outputs if v in leaves]
         clusters.append(Cluster([body[k] for k in sorted(body)], list(inputs), outputs))
-    return [cluster for cluster in clusters if cluster.outputs]
+    return [c for c in clusters if c.outputs or any(e.operation.has_effect for e in c.equations)]
 
 
 def _add_with_views(

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxoffload import _jax_compat as compat
 from jaxoffload import identity
 from jaxoffload.graphs.taskgraph import Span
@@ -39,6 +41,13 @@ class Value:
         return self._bytes
 
 
+def nothing() -> Value:
+    """What stands for the result of an operation that has none, but an effect: no bytes."""
+    return Value(compat.ShapedArray(_NOTHING.shape, _NOTHING.dtype))
+
+
+_NOTHING = np.empty(0, np.uint8)
+
 Operand = Any
 """A `Value`, or a JAX `Literal` (a scalar written in the program)."""
 
@@ -52,10 +61,12 @@ class Operation:
       eqn: the JAX equation that it comes from, for its source line and settings; may be None.
       equations: of an operation that consists of others, those; else None.
       repeats: of a loop the steps, each of which applies `equations`; else None.
+      has_effect: whether it, or something in it, calls a function of the host's for what that
+        does (`jax.debug.print`): it is done although nothing reads it, and once.
       held_bytes: what it holds in any case while it runs, beside operands and results.
     """
 
-    __slots__ = ("_function", "_key", "_on_host", "_source", "eqn", "name", "params")
+    __slots__ = ("_function", "_key", "_on_host", "_source", "eqn", "has_effect", "name", "params")
     equations: Any = None
     repeats: int | None = None
     held_bytes: int = 0
@@ -68,6 +79,7 @@ class Operation:
         self.name = eqn.primitive.name
         self.params = eqn.params if params is None else params
         self._key = None
+        self.has_effect = any(compat.effect_kind(e) == "call" for e in eqn.effects)
 
     @classmethod
     def of_function(cls, name: str, function: Any, eqn: Any, *parts: Any) -> "Operation":
@@ -75,7 +87,7 @@ class Operation:
         name and parts, which are hashable, must tell it apart."""
         self = cls.__new__(cls)
         self.eqn, self._function, self._source, self.params = eqn, function, None, {}
-        self._on_host = False
+        self._on_host = self.has_effect = False
         self.name, self._key = name, identity.intern("function", name, parts)
         return self
 
@@ -106,7 +118,7 @@ class Operation:
         if self._function is not None:
             made = self._function(*operands)
             return made if isinstance(made, list) else [made]
-        return compat.evaluate(self.eqn, operands, self.params)
+        return compat.evaluate(self.eqn, operands, self.params) or [_NOTHING]
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -12,6 +12,7 @@ JAX 0.12 moves data by three operations that older ones wrote in others (`_SPELL
 written so here, too: then one row of an unstacked argument is read without the rest.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture.flat import Equation, Operand, Operation, Value
+from jaxoffload.capture.flat import Equation, Operand, Operation, Value, nothing
 from jaxoffload.capture.whole import reason_of
 from jaxoffload.capture.words import code_of, encoded
 from jaxoffload.errors import CaptureError
@@ -64,7 +65,11 @@ _IDENTITIES = frozenset({"sharding_constraint", "mesh_cast", "name", "copy", "st
 
 
 def inline(
-    jaxpr: Any, constants: Sequence[Operand], operands: Sequence[Operand], honours: bool = True
+    jaxpr: Any,
+    constants: Sequence[Operand],
+    operands: Sequence[Operand],
+    honours: bool = True,
+    calls_there: bool = False,
 ) -> tuple[list[Equation], list[Operand]]:
     """The equations of an open jaxpr with every call inlined, and its results.
 
@@ -73,15 +78,17 @@ def inline(
       constants: operands for its constvars.
       operands: operands for its invars.
       honours: whether what the user wants on the host's cores (`compute_on`) is to run there.
+      calls_there: whether what calls a function of the host's is to run there as well.
 
     Returns:
       The equations in program order, scans still whole, and one operand for each outvar.
 
     Raises:
-      CaptureError: an effect or a host callback, with the user's line.
+      CaptureError: an effect that is not a call, or is ordered, with the user's line.
     """
     equations: list[Equation] = []
-    results = _inline(jaxpr, constants, operands, equations, honours, False)
+    asks = _Asks(honours, calls_there)
+    results = _inline(jaxpr, constants, operands, equations, asks, False)
     return equations, results
 
 
@@ -90,7 +97,7 @@ def _inline(
     constants: Any,
     operands: Any,
     equations: list[Equation],
-    honours: bool,
+    asks: "_Asks",
     on_host: bool,
 ) -> list[Operand]:
     environment: dict[Any, Operand] = {}
@@ -102,7 +109,7 @@ def _inline(
 
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        there = honours and (on_host or compat.asks_for_host(eqn))
+        there = asks.for_host(eqn, on_host)
         inputs = tuple(read(atom) for atom in eqn.invars)
         if name in _IDENTITIES and len(inputs) == 1:
             _refuse_what_cannot_be_cut(eqn)
@@ -113,7 +120,7 @@ def _inline(
             continue
         if name in _SPELLED_OUT:
             body = _spelled_out(eqn)
-            made = _inline(body, (), inputs, equations, honours, there)
+            made = _inline(body, (), inputs, equations, asks, there)
             environment.update(zip(eqn.outvars, made, strict=True))
             continue
         body = eqn.params.get(CALL_BODY.get(name, ""))
@@ -121,14 +128,35 @@ def _inline(
             closed = isinstance(body, compat.ClosedJaxpr)
             consts = [Constant(c) for c in body.consts] if closed else []
             inner = body.jaxpr if closed else body
-            outs = _inline(inner, consts, inputs, equations, honours, there)
+            outs = _inline(inner, consts, inputs, equations, asks, there)
             environment.update(zip(eqn.outvars, outs, strict=True))
             continue
         _refuse_what_cannot_be_cut(eqn)
-        outputs = tuple(Value(compat.without_space(var.aval)) for var in eqn.outvars)
-        environment.update(zip(eqn.outvars, outputs, strict=True))
+        if not eqn.outvars:
+            eqn = compat.with_a_result(eqn)
+        outputs = tuple(Value(compat.without_space(var.aval)) for var in eqn.outvars) or (
+            nothing(),
+        )
+        environment.update(zip(eqn.outvars, outputs, strict=False))
         equations.append(Equation(Operation(compat.put(eqn, there)), inputs, outputs))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Asks:
+    """What is to run on the host's cores: see `inline`."""
+
+    honours: bool
+    calls_there: bool
+
+    def for_host(self, eqn: Any, is_inside: bool) -> bool:
+        """Whether an equation is to, which may be inside of another that is."""
+        if self.honours and (is_inside or compat.asks_for_host(eqn)):
+            return True
+        # A conditional that only prints, too.
+        return self.calls_there and (
+            eqn.primitive in compat.CALLBACKS or (not eqn.outvars and bool(eqn.effects))
+        )
 
 
 def _spelled_out(eqn: Any) -> Any:

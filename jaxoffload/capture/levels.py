@@ -74,7 +74,8 @@ class Levels:
         if id(closed) not in self._bodies:
             inputs = [Value(var.aval) for var in closed.jaxpr.invars]
             constants = [Constant(c) for c in closed.consts]
-            inner, outputs = inline(closed.jaxpr, constants, inputs, self._honours)
+            calls_there = self._honours and not self._rates.is_host
+            inner, outputs = inline(closed.jaxpr, constants, inputs, self._honours, calls_there)
             results = {v for v in outputs if isinstance(v, Value)}
             inner = with_small_transpositions([self._with_loop(e) for e in inner], results)
             body = Body(closed, inputs, live_equations(inner, results), outputs, self._rates)
@@ -84,7 +85,7 @@ class Levels:
         return dataclasses.replace(equation, operation=loop)
 
     def distributed(self, loop: Loop) -> Loop:
-        if not self._distributes or loop.body.has_collectives:
+        if not self._distributes or loop.body.has_collectives or loop.body.has_effect:
             return loop
         found = distributed(loop, self._piece_bytes, self._rates)
         self.is_distributed |= found is not loop

@@ -62,6 +62,7 @@ class Body:
       seconds: a rough time on the machine that it is captured for.
       largest_bytes: operands and results of its largest operation.
       has_constants: whether it reads an array that is no input.
+      has_effect: whether the host is called for what that does, in some step of it.
       has_collectives: whether devices do anything together in it: no vertex can, so that the loop
         is unrolled.
     """
@@ -77,9 +78,10 @@ class Body:
         self.closed, self.inputs = closed, inputs
         self._turned: tuple[list[Equation], dict[Value, Value]] | None = None
         self.equations, self.outputs = equations, outputs
-        read = {v for e in equations for v in e.values()}.union(outputs)
-        self.has_constants = any(isinstance(v, Constant) for v in read)
+        read = (v for e in equations for v in e.values())
+        self.has_constants = any(isinstance(v, Constant) for v in (*read, *outputs))
         self.size, self.seconds, self.largest_bytes = len(equations), 0.0, 0
+        self.has_effect = any(e.operation.has_effect for e in equations)
         self.has_collectives = any(_has_collectives(e.operation) for e in equations)
         for equation in equations:
             moved = sum(v.num_bytes() for v in (*equation.values(), *equation.outputs))

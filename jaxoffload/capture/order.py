@@ -22,11 +22,12 @@ from jaxoffload.capture.whole import bodies_of
 
 
 def live_equations(equations: Sequence[Equation], results: set[Value]) -> list[Equation]:
-    """Those of some equations, in program order, that some result needs."""
+    """Those of some equations, in program order, that some result needs, and those that call a
+    function of the host's for what it does."""
     needed = set(results)
     kept: list[Equation] = []
     for equation in reversed(equations):
-        if any(out in needed for out in equation.outputs):
+        if equation.operation.has_effect or any(out in needed for out in equation.outputs):
             kept.append(equation)
             needed.update(equation.values())
     return kept[::-1]

@@ -130,7 +130,7 @@ class Parts:
                 values.update(zip(step.gives, made, strict=True))
             else:
                 made = _repeat(step, [read(x) for x in step.equation.inputs], caller)
-                values.update(zip(step.equation.outputs, made, strict=True))
+                values.update(zip(step.equation.outputs, made, strict=len(made) > 0))
         return [caller.array(read(x)) for x in self.results]
 
     @property
@@ -215,7 +215,7 @@ def in_parts(
         if isinstance(group, Repeated):
             steps.append(group)
             wanted.update(group.equation.values())
-        elif any(v in wanted for e in group for v in e.outputs):
+        elif any(e.operation.has_effect or not wanted.isdisjoint(e.outputs) for e in group):
             part = _part(group, wanted, where, name_of, known)
             steps.append(part)
             wanted.update(part.reads)

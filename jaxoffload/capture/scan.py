@@ -77,7 +77,8 @@ def unroll(
         for i, var in enumerate(jaxpr.jaxpr.invars)
     ]
     constants = [Constant(c) for c in jaxpr.consts]
-    equations, results = inline(jaxpr.jaxpr, constants, arguments, honours)
+    calls_there = honours and not rates.is_host
+    equations, results = inline(jaxpr.jaxpr, constants, arguments, honours, calls_there)
     levels = Levels(piece_bytes, rates, honours, distributes)
     unroller = _Unroller(arguments, known, levels)
     environment: dict[Value, Operand | Stack] = {}

@@ -143,7 +143,7 @@ class _Splitter:
         kept = []
         for e in reversed([e for e in self.positions.equations if e is not None]):
             outputs = [v for v in e.outputs if v in needed]
-            if not outputs:
+            if not outputs and not e.operation.has_effect:
                 continue
             if len(outputs) < len(e.outputs) and id(e) in self.groups:
                 e = self.groups[id(e)].equation(outputs)

@@ -10,7 +10,9 @@ from typing import Any
 
 from jaxoffload import _jax_compat as compat
 
-_CALLBACKS = frozenset({"io_callback", "debug_callback", "debug_print", "infeed", "outfeed"})
+_ORDERED = frozenset({"io_callback", "debug_callback", "debug_print", "infeed", "outfeed"})
+"""They have effects in the order of the program, but where `effect_kind` calls it a call."""
+_HARMLESS = frozenset({None, "call"})
 _SPREAD = frozenset({"shard_map", "xla_pmap", "pmap"})
 
 
@@ -24,7 +26,7 @@ def must_run_whole(jaxpr: Any) -> bool:
 
     `vmap` takes named axes away and `checkify` checks; `shard_map` leaves its axes there.
     """
-    kinds = set(map(compat.effect_kind, jaxpr.effects)) - {None}
+    kinds = set(map(compat.effect_kind, jaxpr.effects)) - _HARMLESS
     if kinds and (
         kinds == {"check"} or (kinds == {"named axis"} and not compat.in_manual_region())
     ):
@@ -45,14 +47,15 @@ def reason_of(eqn: Any) -> str | None:
         inner = body.eqns if eqn.effects else (e for e in body.eqns if not e.effects)
         if (reason := next(filter(None, map(reason_of, inner)), None)) is not None:
             return reason
-    if name in _CALLBACKS:
+    kinds = {compat.effect_kind(effect): effect for effect in eqn.effects}
+    if name in _ORDERED and kinds.keys() != {"call"}:
         return (
-            f"{name} at {line} has an effect outside the function, and vertices run at times that "
-            "nobody chose. Move it out of the offloaded function: return the value and use it "
-            "after the call."
+            f"{name} at {line} is ordered among all that the program does, and vertices run at "
+            "times that nobody chose. Leave ordered=True out, or move it out of the offloaded "
+            "function: return the value and use it after the call."
         )
-    for effect in eqn.effects:
-        if (kind := compat.effect_kind(effect)) is not None:
+    for kind, effect in kinds.items():
+        if kind not in _HARMLESS:
             return _REASONS[kind](f"{name} at {line}", effect)
     return None
 

@@ -1,4 +1,5 @@
-"""Host callbacks without effects, `jax.pure_callback`, as custom calls of the CPU plugin.
+"""Host callbacks (`jax.pure_callback`, `jax.debug.print`, those of `jax.experimental.io_callback`
+and `jax.debug.callback` that are not ordered) as custom calls of the CPU plugin.
 
 Takes the callback that a kernel calls; gives the custom call that it is lowered as. JAX's own
 custom calls are known to JAX's own client only. Here a program carries a number, by which the
@@ -7,6 +8,7 @@ function is found when the call comes, for as long as an executable has that pro
 
 import contextlib
 import contextvars
+import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
@@ -26,18 +28,30 @@ class Callback:
     """A function of arrays that programs call.
 
     Args:
-      function: JAX's own, of flat arrays.
+      primitive: what calls it, a key of `compat.CALLBACKS`.
+      params: of the equation.
       operands, results: abstract values.
     """
 
-    __slots__ = ("__weakref__", "_function", "_operands", "_results", "_x64", "number")
+    __slots__ = ("__weakref__", "_operands", "_params", "_primitive", "_results", "_x64", "number")
 
-    def __init__(self, function: Any, operands: Sequence[Any], results: Sequence[Any]):
-        self._function = function
+    def __init__(
+        self,
+        primitive: Any,
+        params: dict[str, Any],
+        operands: Sequence[Any],
+        results: Sequence[Any],
+    ):
+        self._primitive, self._params = primitive, params
         self._operands, self._results = tuple(operands), tuple(results)
         self._x64 = bool(jax.config.jax_enable_x64)  # pyrefly: ignore[missing-attribute]
         self.number = next(_numbers)
         _known[self.number] = self
+
+    @property
+    def name(self) -> str:
+        """What the user calls it by."""
+        return self._primitive.name
 
     def call(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
         """Calls it on copies of some bytes, and fills others.
@@ -51,7 +65,7 @@ class Callback:
             for words, aval in zip(operands, self._operands, strict=True)
         ]
         with jax.enable_x64(self._x64):
-            found = [np.asarray(x) for x in compat.call_back(self._function, given)]
+            found = list(map(np.asarray, compat.CALLBACKS[self._primitive](*given, **self._params)))
         if len(found) != len(results):
             raise ValueError(f"it returned {len(found)} arrays, not {len(results)}")
         for j, (value, words, aval) in enumerate(zip(found, results, self._results, strict=True)):
@@ -78,10 +92,11 @@ def _seen(words: np.ndarray, aval: Any) -> np.ndarray:
 def _run(number: int, operands: list[np.ndarray], results: list[np.ndarray]) -> str:
     """What the runtime calls; says what went wrong, or nothing."""
     token = _inside.set(True)
+    called = _known[number]
     try:
-        _known[number].call(operands, results)
+        called.call(operands, results)
     except BaseException as error:
-        return f"pure_callback raised {type(error).__name__}: {error}"
+        return f"{called.name} raised {type(error).__name__}: {error}"
     finally:
         _inside.reset(token)
     return ""
@@ -110,18 +125,23 @@ def collected() -> Iterator[list[Callback]]:
         _collecting.reset(token)
 
 
-def pure_callback(*operands: Any, callback: Any, result_avals: Sequence[Any], **_: Any) -> list:
-    """What `pure_callback` is lowered as."""
-    made = Callback(callback, [jax.typeof(x) for x in operands], result_avals)
+def _called(primitive: Any, *operands: Any, **params: Any) -> list[Any]:
+    """What a primitive that calls back is lowered as."""
+    result_avals = params.get("result_avals", ())
+    made = Callback(primitive, params, [jax.typeof(x) for x in operands], result_avals)
     found = _collecting.get()
     assert found is not None, "nobody would keep the callback"
     found.append(made)
     shapes = [jax.ShapeDtypeStruct(a.shape, moved_dtype(a.dtype)) for a in result_avals]
     words = [encoded(x, code_of(x)) for x in operands]
-    call = jax.ffi.ffi_call(TARGET, shapes)
+    has_effect = primitive.name != "pure_callback"
+    call = jax.ffi.ffi_call(TARGET, shapes, has_side_effect=has_effect)
     outs = call(*words, number=np.int64(made.number))
     return [decoded(x, code_of(a)) for x, a in zip(outs, result_avals, strict=True)]
 
 
-RULES = {compat.pure_callback_p: (pure_callback, lambda *avals_and_params: True)}
+RULES = {
+    primitive: (functools.partial(_called, primitive), lambda *avals_and_params: True)
+    for primitive in compat.CALLBACKS
+}
 """As in reductions.py."""

@@ -173,9 +173,11 @@ def refuse_callbacks(kernel: Kernel) -> None:
     """
     for step in kernel.steps:
         eqn = step.operation.eqn
-        if eqn is not None and any(e.primitive is compat.pure_callback_p for e in with_bodies(eqn)):
+        inner = () if eqn is None else with_bodies(eqn)
+        found = next((e for e in inner if e.primitive in compat.CALLBACKS), None)
+        if found is not None:
             raise CaptureError(
-                f"offload: pure_callback at {compat.source_line(eqn.source_info)} runs in host "
-                "memory, and on a GPU vertices do not wait for it. Call it outside the offloaded "
-                "function."
+                f"offload: {found.primitive} at {compat.source_line(found.source_info)} runs in "
+                "host memory, and a GPU does not wait for it in a loop or a conditional that is "
+                "one vertex. Call it outside of that, or outside the offloaded function."
             )

@@ -25,11 +25,12 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxoffload import _jax_compat as compat
 from jaxoffload import garbage
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import MemGraph
-from jaxoffload.graphs.taskgraph import TaskGraph
+from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
 from jaxoffload.options import format_bytes
 from jaxoffload.plan.alloc.limits import (
     min_budget,
@@ -130,7 +131,7 @@ class Planner(Cutting):
         """
         budget = self.request.options.device_memory
         assert budget is None or isinstance(budget, int)
-        if self.request.disk_arguments or self.request.reloads_all:
+        if self.request.disk_arguments or self.request.reloads_all or self._must_have_host:
             if budget is None:
                 whole = self._whole()
                 room = 2 * resident_peak(whole.graph)
@@ -158,6 +159,13 @@ class Planner(Cutting):
         if has_other_ways and not works and not self._may_update_on_host:
             raise NoCutFound(cut)
         return cut()
+
+    @functools.cached_property
+    def _must_have_host(self) -> bool:
+        """Whether vertices call functions of the host's, which a GPU cannot."""
+        if self.machine.is_host or not compat.calls_back(self.request.jaxpr.jaxpr):
+            return False
+        return bool((self._whole().graph.columns.kind == VertexKind.HOST_KERNEL).any())
 
     def _steady(self, best: Timed, budget: int) -> tuple[Timed, MemGraph]:
         """The best draft with its MemGraph, in which stays what is best kept from call to call; of

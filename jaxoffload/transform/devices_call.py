@@ -118,6 +118,7 @@ def _lower(context: Any, *operands: Any, asked: Asked, derived: Link) -> Any:
         request.options,
         plan.constants[::count],  # every device has all of each
         aliases=aliases,
+        has_effect=bool(request.jaxpr.effects),
         devices=count,
         patience_s=_patience_seconds(),
     )

@@ -366,6 +366,7 @@ def _lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> An
         plan.constants,
         constants_at=len(operands) - bool(params["fixed"]),  # before the stamps
         aliases={i - bisect.bisect(hidden, i): j for i, j in plan.taskgraph.donated},
+        has_effect=bool(params["jaxpr"].effects),
     )
 
 
@@ -384,10 +385,6 @@ mlir.register_lowering(
 )
 
 
-def _evaluate(jaxpr: Any, *operands: Any) -> list[Any]:
-    return list(jex.core.jaxpr_as_fun(jaxpr)(*operands))
-
-
 def in_plain_jax(params: dict[str, Any]) -> Any:
     """The function in plain JAX, of its operands."""
 
@@ -395,6 +392,6 @@ def in_plain_jax(params: dict[str, Any]) -> Any:
         arrays = ((i, np.asarray(array)) for i, array in params["tier_leaves"])
         tier_leaves = tuple((i, encoded(array, code_of(array))) for i, array in arrays)
         given = operands[: len(operands) - bool(params["fixed"])]
-        return _evaluate(params["jaxpr"], *leaves_of(given, tier_leaves))
+        return list(jex.core.jaxpr_as_fun(params["jaxpr"])(*leaves_of(given, tier_leaves)))
 
     return body

@@ -51,6 +51,7 @@ def lower_call(
     constants: Sequence[Any],
     constants_at: int | None = None,
     aliases: Mapping[int, int] | None = None,
+    has_effect: bool = False,
     **attributes: int,
 ) -> list[Any]:
     """A custom call of a plan, as a program that is being lowered has it.
@@ -62,6 +63,7 @@ def lower_call(
       constants: of the plan: operands, too.
       constants_at: how many operands are before them; None: all.
       aliases: results by the operands that they are written over.
+      has_effect: whether it is called although nobody reads its results.
       attributes: further ones.
     """
     compat.keep_alive(context, Held(name, registration))
@@ -81,7 +83,9 @@ def lower_call(
         "max_delay_us": round(options.launch.max_delay_seconds * 1e6),
         "check": options.check,
     }
-    rule = jax.ffi.ffi_lowering(target, operand_output_aliases=dict(aliases or {}))
+    rule = jax.ffi.ffi_lowering(
+        target, operand_output_aliases=dict(aliases or {}), has_side_effect=has_effect
+    )
     with compat.operation_named(context, f"jaxoffload {name}"):
         *results, _ = rule(
             context,

@@ -183,17 +183,17 @@ def test_random_keys_cross_vertices(interpret):
 
 
 @pytest.mark.parametrize("effect", ["debug", "io", "inside"])
-def test_effects_are_refused_with_the_line(effect):
+def test_ordered_effects_are_refused_with_the_line(effect):
     def function(x):
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
         if effect == "debug":
-            jax.debug.print("{}", x)
+            jax.debug.print("{}", x, ordered=True)
         elif effect == "io":
-            return jax.experimental.io_callback(np.sin, shape, x)
+            return jax.experimental.io_callback(np.sin, shape, x, ordered=True)
         else:
 
             def body(c):
-                jax.debug.print("{}", c)
+                jax.debug.print("{}", c, ordered=True)
                 return c * 2.0
 
             return jax.lax.while_loop(lambda c: jnp.sum(c) < 9.0, body, x)

@@ -111,6 +111,21 @@ PROGRAMS = {
     "no xs": (lambda x: lax.scan(lambda c, _: (jnp.sin(c) + 1, c), x[0], None, length=41), (X,)),
     "no ys": (lambda x: lax.scan(lambda c, r: (jnp.sin(c) + r, None), x[0], x)[0], (X,)),
     "no carry": (lambda x: lax.map(lambda r: jnp.sin(r) * r.sum(), x), (X,)),
+    "ys written in the program": (
+        lambda x: lax.scan(lambda c, r: (jnp.sin(c) + r, (0.5, c, 7)), x[0], x),
+        (X,),
+    ),
+    "a carry written in the program": (
+        lambda x: lax.scan(lambda c, r: ((0.5, c[1] + r), c[0] * r), (2.0, x[0]), x),
+        (X,),
+    ),
+    "nothing but what is written": (lambda x: lax.scan(lambda c, r: (1.5, 2), x.sum(), x), (X,)),
+    "nested, with ys written": (
+        lambda x: lax.scan(
+            lambda c, r: lax.scan(lambda c, s: (jnp.tanh(c + s), 1.0), c, r), x[0, 0], x
+        ),
+        (X,),
+    ),
     "length 0": (lambda x: lax.scan(lambda c, r: (c + r, c), x[0], x[:0]), (X,)),
     "length 1": (lambda x: lax.scan(lambda c, r: (c + r, c), x[0], x[:1]), (X,)),
     "nested": (jax.grad(nested), (rows(6, 8), X)),
@@ -299,6 +314,7 @@ def scans(draw):
     weights = draw(st.lists(st.integers(-3, 3), min_size=4, max_size=4))
     reverse, unrolled = draw(st.booleans()), draw(st.sampled_from([1, 1, 3]))
     after = draw(st.sampled_from(["nothing", "rows", "sum", "again"]))
+    written = draw(st.lists(st.sampled_from([0.0, 1.5, 3]), max_size=2))
 
     def mixed(values, shape, dtype):
         total = jnp.zeros(shape, np.float32)
@@ -311,10 +327,10 @@ def scans(draw):
             seen = [*c, *(x or ()), *consts]
             new = [mixed(seen[i:] + seen[:i], *aval) for i, aval in enumerate(avals["carry"])]
             new = [n + (old / 4).astype(old.dtype) for n, old in zip(new, c, strict=True)]
-            return new, [mixed(seen[::-1], *aval) for aval in avals["ys"]]
+            return new, ([mixed(seen[::-1], *aval) for aval in avals["ys"]], written)
 
         options = {"length": length, "reverse": reverse, "unroll": unrolled}
-        carry, ys = lax.scan(body, carry, xs or None, **options)
+        carry, (ys, same) = lax.scan(body, carry, xs or None, **options)
         if after == "rows":
             ys = [y * 2 for y in ys]
         if after == "sum":
@@ -324,7 +340,7 @@ def scans(draw):
                 lambda c, y: (c, y[0] + y[0]), carry, ys, reverse=not reverse, length=length
             )
             ys = [more]
-        return carry, ys
+        return carry, ys, same
 
     def made(kind, lead=()):
         return [

@@ -9,6 +9,7 @@ import pytest
 import jaxoffload as jo
 from jaxoffload import policies
 from jaxoffload.graphs.memgraph import Kind, Space
+from jaxoffload.graphs.taskgraph import VertexKind
 from jaxoffload.plan.cost.machines import H200
 from jaxoffload.runtime import backends
 from tests.cuda import fake
@@ -155,6 +156,41 @@ def test_a_failure_there_ends_the_run_and_the_next_one_works(gpu):
     del offloaded
     jo.clear_caches()
     assert fake.count("taken_bytes") == taken
+
+
+@pytest.mark.parametrize("budget", [None, BUDGET])
+def test_functions_of_the_hosts_are_called_there(gpu, monkeypatch, budget):
+    monkeypatch.setattr(gpu, "machine", H200)
+    seen = []
+
+    def note(label, *values):
+        jax.debug.callback(lambda *found: seen.append((label, *map(float, found))), *values)
+
+    def function(x, w):
+        y = jnp.tanh(x @ w)
+        note("between", y[0, 0])
+        jax.lax.cond(y[0, 0] < 9, lambda y: note("branch", y[0, 1]), lambda y: None, y)
+        y = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(y.shape, y.dtype), y @ w)
+        y, _ = jax.lax.scan(
+            lambda y, w: ((y := y @ w), note("layer", y[0, 0]))[0:1] * 2, y, w[None]
+        )
+        return y @ w
+
+    x = np.random.default_rng(0).standard_normal((WIDTH, WIDTH), np.float32) / WIDTH**0.5
+    want = jax.jit(function)(x, x)
+    jax.effects_barrier()
+    expected = sorted(seen)
+    assert len(expected) == 3
+    offloaded = jo.offload(function, device_memory=budget, cut="always", check=True)
+    kinds = {v.name: v.kind for v in offloaded.plan(x, x).taskgraph.vertices}
+    called = {name: kind for name, kind in kinds.items() if "callback" in name or name == "cond"}
+    assert set(called.values()) == {VertexKind.HOST_KERNEL}
+    for _ in range(2):
+        seen.clear()
+        got = jax.block_until_ready(offloaded(x, x))
+        assert differs(got, want).max() < 1e-5
+        assert [label for label, _ in sorted(seen)] == [label for label, _ in expected]
+        np.testing.assert_allclose([v for _, v in sorted(seen)], [v for _, v in expected], 1e-3)
 
 
 def test_the_planner_takes_it_where_a_gpus_link_is_the_bound(gpu, monkeypatch):

@@ -129,7 +129,7 @@ def test_where_the_arguments_are_there_the_results_are():
 
 def test_what_cannot_be_cut_runs_whole_or_says_what_that_takes():
     def f(x):
-        jax.debug.callback(lambda v: seen.append(float(v)), x.sum())
+        jax.debug.callback(lambda v: seen.append(float(v)), x.sum(), ordered=True)
         return x * 2
 
     seen = []

@@ -84,9 +84,9 @@ def _with_callback(seen):
 
 
 @pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["direct", "in jit"])
-def test_effects(how, capfd):
+def test_ordered_effects(how, capfd):
     def f(x):
-        jax.debug.print("the sum is {s:.1f}", s=x.sum())
+        jax.debug.print("the sum is {s:.1f}", s=x.sum(), ordered=True)
         return x * 2
 
     np.testing.assert_array_equal(how(free(f))(X), X * 2)
