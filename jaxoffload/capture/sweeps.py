@@ -38,8 +38,14 @@ class Sweeps:
 
     @classmethod
     def last(cls, budget: float) -> "Sweeps":
-        """Those for which it is better than a refusal."""
+        """Those for which it is better than to search for the cut that needs least."""
         return cls(budget / 2, 1.0)
+
+    @classmethod
+    def every(cls) -> "Sweeps":
+        """Those for which it is better than a refusal: the same for every budget, so that one that
+        a refusal names is not refused."""
+        return cls(0, 1.0)
 
     def has(self, eqn: Any) -> bool:
         """Whether an equation is such a scan."""

@@ -131,7 +131,8 @@ def _depthwise_gradient(x: Any, kernel: Any, window: Window, dtype: Any) -> Any:
     def product(number: Any) -> Any:
         starts = jnp.unravel_index(number, places)
         starts = [start * stride for start, stride in zip(starts, strides, strict=True)]
-        part = lax.dynamic_slice(x, (*starts, 0, 0), (*sizes, *x.shape[-2:]))
+        zero = jnp.zeros_like(number)  # of one dtype, with x64 as well
+        part = lax.dynamic_slice(x, (*starts, zero, zero), (*sizes, *x.shape[-2:]))
         part = part[tuple(slice(None, None, d) for d in dilation)]
         return reduce_sum(part * kernel, axes=range(x.ndim - 1))
 

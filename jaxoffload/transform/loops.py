@@ -139,13 +139,14 @@ def may_be_in_parts(request: Request, backend_name: str) -> bool:
     return backend_name == "cpu" and request.num_devices == 1 and request.options.memory is None
 
 
-def sweeps_of(request: Request, backend_name: str) -> tuple[Sweeps, Sweeps]:
-    """Scans for which the plan of a step is better than any other, and those for which it is better
-    than a refusal; none where loops are not repeated in parts."""
+def sweeps_of(request: Request, backend_name: str) -> tuple[Sweeps, Sweeps, Sweeps]:
+    """Scans for which the plan of a step is better than any other, those for which it is better
+    than a long search, and those for which it is better than a refusal; none where loops are not
+    repeated in parts."""
     budget = request.options.device_memory
     if not isinstance(budget, int) or not may_be_in_parts(request, backend_name):
-        return NO_SWEEPS, NO_SWEEPS
-    return Sweeps.first(budget), Sweeps.last(budget)
+        return NO_SWEEPS, NO_SWEEPS, NO_SWEEPS
+    return Sweeps.first(budget), Sweeps.last(budget), Sweeps.every()
 
 
 def loop_plan(

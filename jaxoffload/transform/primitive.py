@@ -228,56 +228,54 @@ def plan_request(
     Raises:
       PlanError, CaptureError: as `make_plan`.
     """
-    first, last = sweeps_of(request, backend.name)
-    has_other_ways = may_be_in_parts(request, backend.name) and (
-        has_loops(request.jaxpr) or last.any(request.jaxpr)
-    )
+    jaxpr, (first, last, every) = request.jaxpr, sweeps_of(request, backend.name)
+    may = may_be_in_parts(request, backend.name)
+    has_other_ways = may and (has_loops(jaxpr) or every.any(jaxpr))
+    tried: list[list[bool]] = []
+    refusals: list[PlanError] = []
 
     def repeated(sweeps: Sweeps) -> LoopPlan | None:
-        return loop_plan(
-            request,
-            tiers,
-            # Direct calls and those under jit repeat the same parts.
-            lambda least: derived.cuts.get(
-                (least, sweeps),
-                lambda: in_parts(
-                    request.jaxpr,
-                    least,
-                    request.argument_names,
-                    derived.known_parts,
-                    sweeps=sweeps,
-                ),
-            ),
-            lambda part, leaves, fixed: bind(
-                leaves, part.jaxpr, **_of_part(request, part, derived), fixed=fixed
-            ),
-            lambda part, x, fixed: _plan_of_part(request, part, x, fixed, derived, backend),
-            new_stamps,
-        )
-
-    refusal, jaxpr = None, request.jaxpr
-    if first.any(jaxpr):
+        """What loops and some sweeps repeat; None where nothing does, or it is refused."""
+        if (chosen := sweeps.chosen(jaxpr)) in tried:
+            return None
+        tried.append(chosen)
         try:
-            if (found := repeated(first)) is not None:
-                return found
+            return loop_plan(
+                request,
+                tiers,
+                # Direct calls and those under jit repeat the same parts.
+                lambda least: derived.cuts.get(
+                    (least, sweeps),
+                    lambda: in_parts(
+                        jaxpr, least, request.argument_names, derived.known_parts, sweeps=sweeps
+                    ),
+                ),
+                lambda part, leaves, fixed: bind(
+                    leaves, part.jaxpr, **_of_part(request, part, derived), fixed=fixed
+                ),
+                lambda part, x, fixed: _plan_of_part(request, part, x, fixed, derived, backend),
+                new_stamps,
+            )
         except PlanError as error:
-            refusal = error
+            refusals.append(error)
+            return None
+
+    if first.any(jaxpr) and (found := repeated(first)) is not None:
+        return found
     try:
         return make_plan(request, whole, backend, has_other_ways)
     except NoCutFound as error:
         search_on = error.search_on
-    if refusal is None or last.chosen(jaxpr) != first.chosen(jaxpr):
-        try:
-            if (found := repeated(last)) is not None:
-                return found
-        except PlanError as error:
-            refusal = error
+    if (found := repeated(last)) is not None:
+        return found
     try:
         return search_on()
     except PlanError as error:
-        # What works with less says what is least.
-        errors = error, refusal or error
-        raise min(errors, key=lambda e: e.min_device_memory or math.inf) from None
+        refusals.insert(0, error)
+    if (found := repeated(every)) is not None:
+        return found
+    # What works with less says what is least.
+    raise min(refusals, key=lambda e: e.min_device_memory or math.inf)
 
 
 def _of_part(request: Request, part: Part, derived: Derived) -> dict[str, Any]:

@@ -181,7 +181,7 @@ class Program:
     @functools.cached_property
     def sweeps(self) -> bool:
         """Whether each step of a scan reads more than the budget: one is planned where it can."""
-        first, _ = sweeps_of(self.request(), backends.current_name())
+        first, *_ = sweeps_of(self.request(), backends.current_name())
         return first.any(self.traced.jaxpr)
 
     def repeated(self) -> Request | None:
@@ -191,7 +191,7 @@ class Program:
         jaxpr = self.traced.jaxpr
         if not isinstance(self.options.device_memory, int):
             return None
-        _, last = sweeps_of(self.request(), backends.current_name())
+        _, last, _ = sweeps_of(self.request(), backends.current_name())
         if not has_loops(jaxpr) and not last.any(jaxpr):
             return None
         try:

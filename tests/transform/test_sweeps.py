@@ -184,6 +184,28 @@ def test_a_budget_that_is_too_small_names_the_least_and_the_line():
     assert told.plan is None and told.min_device_memory == least
 
 
+def test_the_budget_that_a_refusal_names_works_though_what_steps_share_fits():
+    """With it the scan is none whose arrays do not fit: what its steps make needs most."""
+
+    def heavy(w, x):
+        def step(c, _):
+            a = jnp.sort(w[:, :, None] * c[None, None], 0)
+            b = jnp.cumsum(a, 1)
+            return jnp.tanh((jnp.sort(b + a, 2) * b).mean((0, 1))), None
+
+        return jax.lax.scan(step, x, None, length=8)[0]
+
+    args = np.random.default_rng(0).standard_normal((16, 16), np.float32), np.ones(16, np.float32)
+    with pytest.raises(jo.PlanError) as caught:
+        jo.offload(heavy, device_memory=1)(*args)
+    least = caught.value.min_device_memory
+    assert least > 4 * args[0].nbytes
+    for how in (lambda f: f, jax.jit):
+        np.testing.assert_allclose(
+            how(jo.offload(heavy, device_memory=least))(*args), jax.jit(heavy)(*args), 1e-5, 1e-6
+        )
+
+
 @pytest.mark.filterwarnings("ignore::jaxoffload.errors.OffloadWarning")
 @pytest.mark.parametrize("options", [{"memory": 5 * LAYER}, {"device_memory": 8 * LAYER}])
 def test_what_is_not_repeated_is_explained_with_nothing_planned(monkeypatch, options):
