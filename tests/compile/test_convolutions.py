@@ -155,3 +155,17 @@ def test_others_are_left_as_they_are():
     for dtype in (jnp.complex64, jnp.int32, jnp.float8_e5m2):
         x = jax.ShapeDtypeStruct((4, 4, 4, 4), dtype)
         assert not is_slow(x, x, {**params, "dimension_numbers": swapped})
+
+
+def test_a_depthwise_gradient_with_x64():
+    """Its places are int32, numbers written in the code are not."""
+    x = np.random.default_rng(0).integers(-3, 4, (3, 8, 9, 4)).astype(np.float32)
+    kernel = np.random.default_rng(1).integers(-3, 4, (3, 3, 1, 4)).astype(np.float32)
+
+    def function(x, kernel):
+        return jax.grad(lambda x, kernel: (rows(x, kernel, 4) ** 2).sum(), (0, 1))(x, kernel)
+
+    with jax.enable_x64(True):
+        got = jo.offload(function, device_memory=None)(x, kernel)
+        for found, want in zip(got, jax.jit(function)(x, kernel), strict=True):
+            np.testing.assert_array_equal(found, want)
