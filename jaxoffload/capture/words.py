@@ -1,8 +1,9 @@
-"""What the runtime moves as other numbers: PRNG keys, and elements of less than a byte.
+"""What the runtime moves as other numbers: PRNG keys, elements of less than a byte, and of none.
 
 A typed key is its words (uint32). int4, uint4, int2, uint2 and float4 share bytes in XLA's buffers,
 and a plan moves whole bytes: here each is a uint8 whose low bits it has, which is how NumPy keeps
-them, too.
+them, too. float0, the derivative of an integer, has a shape and no bits: booleans stand for it, as
+in JAX's own programs.
 """
 
 from typing import Any
@@ -15,7 +16,10 @@ from jax import lax
 from jaxoffload import _jax_compat as compat
 
 Code = Any
-"""The name of a key's PRNG implementation, the dtype of small elements, or None for all others."""
+"""The name of a key's PRNG implementation, the dtype of small elements or float0, or None for all
+others."""
+
+_FLOAT0 = np.dtype(jax.dtypes.float0)
 
 
 def code_of(x: Any) -> Code:
@@ -25,7 +29,7 @@ def code_of(x: Any) -> Code:
         return None
     if compat.is_key(dtype):
         return compat.key_impl_name(dtype)
-    return np.dtype(dtype) if is_small(dtype) else None
+    return np.dtype(dtype) if dtype == _FLOAT0 or is_small(dtype) else None
 
 
 def is_small(dtype: Any) -> bool:
@@ -35,6 +39,8 @@ def is_small(dtype: Any) -> bool:
 
 def moved_dtype(dtype: Any) -> Any:
     """The dtype as which the runtime moves elements of a dtype that is no key's."""
+    if dtype == _FLOAT0:
+        return np.dtype(np.bool_)
     return np.dtype(np.uint8) if is_small(dtype) else np.dtype(dtype)
 
 
@@ -44,6 +50,8 @@ def encoded(x: Any, code: Code) -> Any:
         return x
     if isinstance(code, str):
         return jax.random.key_data(x)
+    if code == _FLOAT0:
+        return np.zeros(x.shape, np.bool_)
     if isinstance(x, np.ndarray):
         return x.view(np.uint8)
     return lax.convert_element_type(lax.bitcast_convert_type(x, _unsigned(code)), np.uint8)
@@ -55,6 +63,8 @@ def decoded(x: Any, code: Code) -> Any:
         return x
     if isinstance(code, str):
         return jax.random.wrap_key_data(x, impl=code)
+    if code == _FLOAT0:
+        return np.zeros(x.shape, _FLOAT0)
     if isinstance(x, np.ndarray):
         return x.view(code)
     return lax.bitcast_convert_type(lax.convert_element_type(x, _unsigned(code)), code)

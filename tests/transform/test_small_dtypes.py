@@ -1,4 +1,4 @@
-"""int4, uint4, int2, uint2 and float4: elements of less than a byte, against `jax.jit`."""
+"""int4, uint4, int2, uint2 and float4: elements of less than a byte, and float0, against `jax.jit`."""
 
 import jax
 import jax.numpy as jnp
@@ -83,3 +83,21 @@ def test_float8_of_every_kind(dtype):
     f = lambda a: ((a.astype(F32) * 2).astype(a.dtype), a.astype(F32) @ a.astype(F32).T)  # noqa: E731
     want = jax.jit(f)(a)
     jax.tree.map(same, free(f, vertex_memory=1)(a), want)
+
+
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["direct", "in jit"])
+@pytest.mark.parametrize("budget", [None, 1024])
+def test_float0_goes_in_and_comes_out(how, budget):
+    """The derivative by an integer: a shape without bits."""
+    x, numbers = jnp.arange(64.0).reshape(4, 16), np.arange(16, dtype=np.int32)
+    nothing = np.zeros(3, jax.dtypes.float0)
+
+    def function(x, numbers, nothing):
+        product = lambda x, numbers: (jnp.sin(x) * numbers).sum()  # noqa: E731
+        return jax.grad(product, (0, 1), allow_int=True)(x, numbers[None]), nothing
+
+    want = jax.jit(function)(x, numbers, nothing)
+    got = how(jo.offload(function, device_memory=budget))(x, numbers, nothing)
+    np.testing.assert_allclose(got[0][0], want[0][0], rtol=1e-6)
+    for found, wanted in ((got[0][1], want[0][1]), (got[1], want[1])):
+        assert found.dtype == jax.dtypes.float0 and found.shape == wanted.shape
