@@ -1,4 +1,4 @@
-"""int4, uint4, int2, uint2 and float4: elements of less than a byte, and float0, against `jax.jit`."""
+"""int4, uint4, int2, uint2, float4 (elements of less than a byte) and float0, against `jax.jit`."""
 
 import jax
 import jax.numpy as jnp
