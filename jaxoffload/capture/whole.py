@@ -55,7 +55,7 @@ def reason_of(eqn: Any) -> str | None:
             "function: return the value and use it after the call."
         )
     for kind, effect in kinds.items():
-        if kind not in _HARMLESS:
+        if kind is not None and kind not in _HARMLESS:
             return _REASONS[kind](f"{name} at {line}", effect)
     return None
 

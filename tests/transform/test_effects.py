@@ -57,6 +57,17 @@ def _in_a_long_scan(x, ws):
     return lax.scan(step, x, jnp.arange(60.0))
 
 
+def _beside_a_product_that_leaves_its_loop(x, ws):
+    rows, w = jnp.tile(x, (1, 6)), jnp.tile(ws[0], (6, 6))
+
+    def step(carry, row):
+        scale = jnp.sin(w[0, 0])
+        note("shared", scale)
+        return jnp.tanh(carry + row @ (scale * w)), None
+
+    return lax.scan(step, rows[0], rows)
+
+
 def _in_a_while_loop(x, ws):
     def body(state):
         i, y = state
@@ -105,7 +116,8 @@ PROGRAMS = {
     function.__name__[1:].replace("_", " "): function
     for function in (
         _between, _reads_what_nobody_else_does, _in_a_scan, _in_a_scan_of_nothing_else,
-        _in_a_long_scan, _in_a_while_loop, _in_a_branch, _gradient, _mapped, _input_and_output,
+        _in_a_long_scan, _beside_a_product_that_leaves_its_loop, _in_a_while_loop,
+        _in_a_branch, _gradient, _mapped, _input_and_output,
     )
 }  # fmt: skip
 
