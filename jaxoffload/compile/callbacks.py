@@ -92,11 +92,13 @@ def _seen(words: np.ndarray, aval: Any) -> np.ndarray:
 def _run(number: int, operands: list[np.ndarray], results: list[np.ndarray]) -> str:
     """What the runtime calls; says what went wrong, or nothing."""
     token = _inside.set(True)
-    called = _known[number]
+    name = "a callback"
     try:
+        called = _known[number]
+        name = called.name
         called.call(operands, results)
     except BaseException as error:
-        return f"{called.name} raised {type(error).__name__}: {error}"
+        return f"{name} raised {type(error).__name__}: {error}"
     finally:
         _inside.reset(token)
     return ""
