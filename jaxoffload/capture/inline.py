@@ -64,12 +64,33 @@ _SPELLED_OUT: dict[str, Callable[..., Any]] = {"stack": _stack, "unstack": _unst
 _IDENTITIES = frozenset({"sharding_constraint", "mesh_cast", "name", "copy", "stop_gradient"})
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asks:
+    """What is to run on the host's cores.
+
+    Attributes:
+      honours: what the user wants there (`compute_on`).
+      calls: what calls a function of the host's, as a GPU cannot.
+    """
+
+    honours: bool = True
+    calls: bool = False
+
+    def for_host(self, eqn: Any, is_inside: bool) -> bool:
+        """Whether an equation is to, which may be inside of another that is."""
+        if self.honours and (is_inside or compat.asks_for_host(eqn)):
+            return True
+        # A conditional that only prints, too.
+        return self.calls and (
+            eqn.primitive in compat.CALLBACKS or (not eqn.outvars and bool(eqn.effects))
+        )
+
+
+_ASKS = Asks()
+
+
 def inline(
-    jaxpr: Any,
-    constants: Sequence[Operand],
-    operands: Sequence[Operand],
-    honours: bool = True,
-    calls_there: bool = False,
+    jaxpr: Any, constants: Sequence[Operand], operands: Sequence[Operand], asks: Asks = _ASKS
 ) -> tuple[list[Equation], list[Operand]]:
     """The equations of an open jaxpr with every call inlined, and its results.
 
@@ -77,8 +98,7 @@ def inline(
       jaxpr: an open jaxpr.
       constants: operands for its constvars.
       operands: operands for its invars.
-      honours: whether what the user wants on the host's cores (`compute_on`) is to run there.
-      calls_there: whether what calls a function of the host's is to run there as well.
+      asks: what is to run on the host's cores.
 
     Returns:
       The equations in program order, scans still whole, and one operand for each outvar.
@@ -87,7 +107,6 @@ def inline(
       CaptureError: an effect that is not a call, or is ordered, with the user's line.
     """
     equations: list[Equation] = []
-    asks = _Asks(honours, calls_there)
     results = _inline(jaxpr, constants, operands, equations, asks, False)
     return equations, results
 
@@ -97,7 +116,7 @@ def _inline(
     constants: Any,
     operands: Any,
     equations: list[Equation],
-    asks: "_Asks",
+    asks: Asks,
     on_host: bool,
 ) -> list[Operand]:
     environment: dict[Any, Operand] = {}
@@ -137,26 +156,9 @@ def _inline(
         outputs = tuple(Value(compat.without_space(var.aval)) for var in eqn.outvars) or (
             nothing(),
         )
-        environment.update(zip(eqn.outvars, outputs, strict=False))
+        environment.update(zip(eqn.outvars, outputs, strict=False))  # but for `nothing`
         equations.append(Equation(Operation(compat.put(eqn, there)), inputs, outputs))
     return [read(atom) for atom in jaxpr.outvars]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Asks:
-    """What is to run on the host's cores: see `inline`."""
-
-    honours: bool
-    calls_there: bool
-
-    def for_host(self, eqn: Any, is_inside: bool) -> bool:
-        """Whether an equation is to, which may be inside of another that is."""
-        if self.honours and (is_inside or compat.asks_for_host(eqn)):
-            return True
-        # A conditional that only prints, too.
-        return self.calls_there and (
-            eqn.primitive in compat.CALLBACKS or (not eqn.outvars and bool(eqn.effects))
-        )
 
 
 def _spelled_out(eqn: Any) -> Any:

@@ -12,7 +12,7 @@ from jaxoffload.capture import cost
 from jaxoffload.capture.demand import demand
 from jaxoffload.capture.distribution import distributed
 from jaxoffload.capture.flat import Equation, Value
-from jaxoffload.capture.inline import Constant, inline
+from jaxoffload.capture.inline import Asks, Constant, inline
 from jaxoffload.capture.loops import Body, Loop, Rows, rows_for
 from jaxoffload.capture.order import live_equations
 from jaxoffload.capture.products import with_small_transpositions
@@ -40,10 +40,10 @@ class Levels:
       is_distributed: whether some product has left its loop.
     """
 
-    def __init__(self, piece_bytes: float, rates: cost.Rates, honours: bool, distributes: bool):
+    def __init__(self, piece_bytes: float, rates: cost.Rates, asks: Asks, distributes: bool):
         self.is_divisible = self.is_distributed = False
         self._piece_bytes, self._rates = piece_bytes, rates
-        self._honours, self._distributes = honours, distributes
+        self._asks, self._distributes = asks, distributes
         self._bodies: dict[int, tuple[Body, Level | None]] = {}
 
     def of(self, equations: Sequence[Equation]) -> Level:
@@ -74,8 +74,7 @@ class Levels:
         if id(closed) not in self._bodies:
             inputs = [Value(var.aval) for var in closed.jaxpr.invars]
             constants = [Constant(c) for c in closed.consts]
-            calls_there = self._honours and not self._rates.is_host
-            inner, outputs = inline(closed.jaxpr, constants, inputs, self._honours, calls_there)
+            inner, outputs = inline(closed.jaxpr, constants, inputs, self._asks)
             results = {v for v in outputs if isinstance(v, Value)}
             inner = with_small_transpositions([self._with_loop(e) for e in inner], results)
             body = Body(closed, inputs, live_equations(inner, results), outputs, self._rates)

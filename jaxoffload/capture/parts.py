@@ -130,6 +130,7 @@ class Parts:
                 values.update(zip(step.gives, made, strict=True))
             else:
                 made = _repeat(step, [read(x) for x in step.equation.inputs], caller)
+                # One that has an effect only gives nothing, and `nothing` is never read.
                 values.update(zip(step.equation.outputs, made, strict=len(made) > 0))
         return [caller.array(read(x)) for x in self.results]
 

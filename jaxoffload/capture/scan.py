@@ -24,7 +24,7 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import cost, operations, slicing, sums
 from jaxoffload.capture.flat import Equation, Operand, Program, Value, is_literal
-from jaxoffload.capture.inline import Constant, inline
+from jaxoffload.capture.inline import Asks, Constant, inline
 from jaxoffload.capture.levels import Level, Levels
 from jaxoffload.capture.loops import Loop, Rows
 from jaxoffload.capture.operations import is_view
@@ -62,7 +62,7 @@ def unroll(
       piece_bytes: see `loops.rows_for`.
       known: arrays that the function closes over which are arguments in any case, the first.
       rates: of the device, by which it is judged what a step is worth.
-      honours: see `inline`.
+      honours: see `Asks`.
       distributes: whether products for which no step waits leave their loops (distribution.py).
 
     Returns:
@@ -77,9 +77,9 @@ def unroll(
         for i, var in enumerate(jaxpr.jaxpr.invars)
     ]
     constants = [Constant(c) for c in jaxpr.consts]
-    calls_there = honours and not rates.is_host
-    equations, results = inline(jaxpr.jaxpr, constants, arguments, honours, calls_there)
-    levels = Levels(piece_bytes, rates, honours, distributes)
+    asks = Asks(honours, calls=honours and not rates.is_host)
+    equations, results = inline(jaxpr.jaxpr, constants, arguments, asks)
+    levels = Levels(piece_bytes, rates, asks, distributes)
     unroller = _Unroller(arguments, known, levels)
     environment: dict[Value, Operand | Stack] = {}
     unroller.run(levels.of(equations), environment, segment=0)

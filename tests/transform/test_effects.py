@@ -139,7 +139,7 @@ def agree(got, want):
 
 
 def within(function, budget, *args):
-    """Offloaded, at half of what it takes with nothing moved, or at the least."""
+    """Offloaded without a limit, or within the least budget, as a refusal names it."""
     if budget == WHOLE:
         return jo.offload(function, device_memory=None)
     with pytest.raises(jo.PlanError) as refused:
