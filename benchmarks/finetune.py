@@ -153,11 +153,13 @@ def reach(small: bool, budget: int = REACH_BUDGET) -> list[dict[str, Any]]:
         "sequence": lambda n: job.args(1, n * unit),
         "batch": lambda n: job.args(n, unit),
     }
+    ways = ("jit", "checkpoint", "offload")
     if small:
         del sizes["sequence"]
+        ways = ("checkpoint", "offload")
     rows = []
     for axis, args_of in sizes.items():
-        for way in ("jit", "checkpoint", "offload"):
+        for way in ways:
             step = job.step(checkpointed=way == "checkpoint")
             if way == "offload":
                 call = jo.offload(step, device_memory=budget)

@@ -22,7 +22,7 @@ from benchmarks.steps import STEPS
 BUDGETS = {"all": None, "half": 1 / 2, "quarter": 1 / 4}
 SMALL = 1 / 8
 """Share of the steps' size in the small mode."""
-SMALL_STEPS = ("perceptron, bfloat16", "recommender")
+SMALL_STEPS = ("recommender",)
 """Those that the small mode takes: others take long to plan at any size."""
 
 
@@ -30,7 +30,7 @@ def run(small: bool = False, out: str | None = None, names: tuple[str, ...] = ()
     """Prints the table.
 
     Args:
-      small: an eighth of a few steps, two rounds.
+      small: an eighth of one step, two rounds.
       names: of the steps; none: all, or a few.
     """
     print("| step | jit | all | half | quarter | (wall, processor time over jit's; first call) |")

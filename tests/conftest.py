@@ -8,7 +8,7 @@ processes.
 
 What JAX itself compiles, references above all, it compiles quickly (quick_jit.py), but for tests
 of what runs whole, and for those marked `optimized`: of jit's own error, memory or rules of
-lowering.
+lowering. Kernels are those that users get but in FOLDERS_OF_NO_NUMBERS.
 """
 
 import dataclasses
@@ -43,6 +43,9 @@ _offload = sys.modules[f"{jaxoffload.__name__}.transform.offload"]
 _make_options = _offload.make_options
 _is_watched = True
 _is_cut = True
+FOLDERS_OF_NO_NUMBERS = {"cuda", "finetune", "graph", "plan", "runtime", "search"}
+"""Their tests are about plans, lanes and files, whatever kernels compute: those are compiled
+quickly, too. What kernels compute is judged in the others."""
 
 
 def _watched_options(*args, **kwargs):
@@ -66,9 +69,6 @@ def watched_runs(request):
     _is_watched = _is_cut = True
 
 
-_is_cut = True
-
-
 def pytest_addoption(parser):
     group = parser.getgroup("jaxoffload")
     group.addoption(
@@ -84,6 +84,8 @@ def quick_references(request):
     """JAX compiles quickly for a test, unless it is marked."""
     node = request.node
     as_for_users = node.get_closest_marker("optimized") or node.get_closest_marker("runs_whole")
+    if as_for_users is None and node.path.parent.name in FOLDERS_OF_NO_NUMBERS:
+        request.getfixturevalue("little_is_optimized")
     with quick_jit.quick(as_for_users is None):
         yield
 

@@ -1,5 +1,6 @@
 """The LLaMA-style model over four devices: prefill and a training step, FSDP and tensor parallel,
-within every budget what `jax.jit` gives, to rounding; and what the model gives on one device."""
+within the least budget what `jax.jit` gives, to rounding; and what the model gives on one
+device. Other budgets: test_steps.py."""
 
 import dataclasses
 
@@ -119,10 +120,9 @@ def case(request, spread):
 
 
 @pytest.mark.filterwarnings("ignore:.*everything fits:jaxoffload.errors.OffloadWarning")
-@pytest.mark.parametrize("share", [0.5, 0.0])
-def test_the_model_is_that_of_jit_within_every_budget(case, share):
+def test_the_model_is_that_of_jit_within_the_least_budget(case):
     function, args, plan = case
-    budget = max(int(share * plan.resident_peak_bytes), plan.min_device_memory)
+    budget = plan.min_device_memory
     offloaded = jo.offload(function, device_memory=budget)
     got = offloaded(*args)
     want = jax.tree.leaves(jax.jit(function)(*args))
@@ -131,7 +131,7 @@ def test_the_model_is_that_of_jit_within_every_budget(case, share):
         np.testing.assert_allclose(g, w, rtol=0, atol=2e-6 * scale)
     run = offloaded.last_run
     assert run.peak_device_bytes <= budget
-    assert share or run.bytes_reloaded > 0
+    assert run.bytes_reloaded > 0
 
 
 def test_it_is_the_model_on_one_device(spread):

@@ -11,7 +11,14 @@ from tests.foreign import judge
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*everything fits:jaxoffload.errors.OffloadWarning")
 
-CASES = [(name, 2) for name in STEPS] + [(name, 4) for name in STEPS] + [("fsdp", 8)]
+COUNTS = {
+    "data parallel": (2,),
+    "fsdp": (4, 8),
+    "tensor parallel": (2,),
+    "pipeline": (4,),
+    "experts": (2,),
+}
+CASES = [(name, count) for name in STEPS for count in COUNTS[name]]
 
 
 def judges_of(step, args):

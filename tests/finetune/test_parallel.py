@@ -109,10 +109,9 @@ def alone(folder, tmp_path_factory, environment):
     return losses(done.stdout), adapters_of(out)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_several_processes_have_the_losses_and_adapters_of_one(alone, start, tmp_path, count):
+def test_four_processes_have_the_losses_and_adapters_of_one(alone, start, tmp_path):
     # Shares of a batch have different numbers of tokens that count.
-    text = ended(start(tmp_path / "out", count))
+    text = ended(start(tmp_path / "out", 4))
     assert re.search(r"each step moved [1-9].* to the device", text), "the budget demands copies"
     found, (want, adapters) = losses(text), alone
     assert found.keys() == want.keys() and len(want) == STEPS
