@@ -79,7 +79,7 @@ def disco(layers: int, width: int, rows: int, seconds: float = 0.0) -> tuple[Any
 @contextlib.contextmanager
 def slow_links(rate: float, shared: bool) -> Iterator[Machine]:
     """Copies held down to a rate, and plans made for a machine that has such links."""
-    backend, link = backends.several(COUNT), Link(rate)
+    backend, link = backends.several(jax.devices()[:COUNT]), Link(rate)
     slow = dataclasses.replace(
         SMALL_SERVER, name="throttled", to_device=link, from_device=link, peer=link,
         num_devices=COUNT, links=1 if shared else None,

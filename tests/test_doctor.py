@@ -66,7 +66,7 @@ def test_jax_compiles_for_the_runtime_and_keeps_what_it_compiled(monkeypatch):
     captured, _ = capture(lambda x, y: (x @ y) + 1, *[jax.numpy.ones((4, 4))] * 2)
     adopted = []
     native = types.SimpleNamespace(adopt_executable=lambda *given: adopted.append(given))
-    compiler = JaxCompiler(native, jax.devices("cpu")[0])
+    compiler = JaxCompiler(native, (jax.devices("cpu")[0],))
     digest, lowered = compiler.lower(captured.kernels[0])
     assert digest == compiler.lower(captured.kernels[0])[0]
     with pytest.raises(RuntimeError, match="does not tell the PJRT executable"):
@@ -83,7 +83,7 @@ def test_what_jax_compiles_for_the_runtime_is_in_its_own_cache(monkeypatch, tmp_
     captured, _ = capture(lambda x, y: (x @ y) + 2, *[jax.numpy.ones((4, 4))] * 2)
     native = types.SimpleNamespace(adopt_executable=lambda *given: given)
     monkeypatch.setattr(compat, "executable_pointer", lambda executable: 7)
-    compiler = JaxCompiler(native, jax.devices("cpu")[0])
+    compiler = JaxCompiler(native, (jax.devices("cpu")[0],))
     digest, lowered = compiler.lower(captured.kernels[0])
     settings = {
         "jax_compilation_cache_dir": str(tmp_path),

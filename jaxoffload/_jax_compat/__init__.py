@@ -52,6 +52,7 @@ from jaxoffload._jax_compat.plugins import (
     CUDA_PLUGINS,
     client_pointer,
     clients,
+    compile_for_any,
     compile_only,
     compile_only_device,
     cpu_custom_call_targets,

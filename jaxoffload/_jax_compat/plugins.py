@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import compiler as _compiler
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.lib import xla_client as _xla_client
 from jaxlib.mlir.dialects import stablehlo as _stablehlo
@@ -113,6 +114,21 @@ def compile_only(device: Any, code: bytes) -> Any:
     with make_ir_context() as context:
         module = _stablehlo.deserialize_portable_artifact(context, code)
         return device.client.compile(module, devices, options)
+
+
+def compile_for_any(lowered: Any, devices: tuple[Any, ...]) -> Any:
+    """A lowered function, compiled for whichever of several devices of one kind; JAX itself
+    compiles for one, or for all together. It looks among what JAX keeps, as JAX does.
+
+    Raises:
+      RuntimeError: XLA refuses it.
+    """
+    options = _compiler.get_compile_options(1, 1, backend=devices[0].client)
+    options.compile_portable_executable = True
+    return _compiler.compile_or_get_cached(
+        devices[0].client, lowered.compiler_ir("stablehlo"), np.array(devices[:1]), options, [],
+        _xla_client.DeviceList(devices[:1]),
+    )  # fmt: skip
 
 
 def client_pointer(device: Any) -> int:

@@ -54,8 +54,13 @@ class Spread:
     places: tuple[np.ndarray, ...]
 
     @property
+    def devices(self) -> tuple[Any, ...]:
+        """Devices of the mesh, in the order in which plans have them."""
+        return tuple(self.mesh.devices.flat)
+
+    @property
     def num_devices(self) -> int:
-        """Devices of the mesh."""
+        """How many they are."""
         return int(self.mesh.devices.size)
 
 

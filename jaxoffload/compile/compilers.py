@@ -104,17 +104,17 @@ class JaxCompiler:
 
     Args:
       client: the native client, which adopts executables.
-      device: where vertices run.
+      devices: where vertices run, all of one kind.
     """
 
-    def __init__(self, client: Any, device: Any):
-        self._client, self._device = client, device
+    def __init__(self, client: Any, devices: tuple[Any, ...]):
+        self._client, self._devices = client, devices
 
     def lower(self, kernel: Kernel) -> tuple[bytes, Any]:
         """What tells the kernel's program from others, and what `compile` takes."""
         refuse_callbacks(kernel)
-        with jax.default_device(self._device):
-            lowered = lower(kernel, self._device.platform)
+        with jax.default_device(self._devices[0]):
+            lowered = lower(kernel, self._devices[0].platform)
         return hashlib.sha256(lowered.as_text().encode()).digest(), lowered
 
     described = b""
@@ -125,7 +125,10 @@ class JaxCompiler:
 
     def compile(self, digest: bytes, lowered: Any) -> Any:
         """The executable. Any thread."""
-        executable = lowered.compile().runtime_executable()
+        if len(self._devices) > 1:
+            executable = compat.compile_for_any(lowered, self._devices)
+        else:
+            executable = lowered.compile().runtime_executable()
         return self._client.adopt_executable(compat.executable_pointer(executable), executable)
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -111,6 +112,7 @@ class CudaBackend(Backend):
 
     Args:
       host: the backend of that client.
+      devices: of JAX, of one kind and of this process; none: the GPU that JAX uses by default.
 
     Raises:
       BackendError: something is missing; says what, and what to do.
@@ -119,37 +121,45 @@ class CudaBackend(Backend):
     name = "cuda"
     has_own_memory = True
 
-    def __init__(self, host: CpuBackend) -> None:
+    def __init__(self, host: CpuBackend, devices: tuple[Any, ...] = ()) -> None:
         refuse_deadlocks(os.environ)
         try:
-            self.device = cuda_device()
+            self.devices = devices or (cuda_device(),)
+            refuse_mixed(self.devices)
             path = compat.cuda_plugin_path()
-            pointer = compat.client_pointer(self.device)
-            self._jax_client = self.device.client  # must outlive ours
-            ordinals = [self.device.local_hardware_id]
+            pointer = compat.client_pointer(self.devices[0])
+            self._jax_client = self.devices[0].client  # must outlive ours
+            ordinals = [device.local_hardware_id for device in self.devices]
             self.client = _native.Client.adopt(path, pointer, ordinals, host.client)
         except (RuntimeError, ImportError, ValueError) as error:
             raise BackendError(f"jaxoffload on CUDA: {error}") from error
-        compiler = JaxCompiler(self.client, self.device)
+        compiler = JaxCompiler(self.client, self.devices)
         self.executables = ExecutableCache(WithHost(compiler, host.compiler))
-        self.memory = DeviceMemory(self.device)
-        limit = (self.device.memory_stats() or {}).get("bytes_limit")
-        self.machine = gpu(self.device.device_kind, limit)
+        self.memory = DeviceMemory(self.devices)
+        limits = [stats["bytes_limit"] for stats in self._stats() if "bytes_limit" in stats]
+        self.machine = dataclasses.replace(
+            gpu(self.devices[0].device_kind, min(limits, default=None)),
+            num_devices=len(self.devices),
+        )
+
+    def _stats(self) -> list[dict[str, Any]]:
+        return [device.memory_stats() or {} for device in self.devices]
 
     def free_memory(self) -> int:
-        """Bytes that XLA's own pool can still give."""
-        stats = self.device.memory_stats() or {}
-        if "bytes_limit" not in stats:
-            raise BackendError(
-                f"{self.device} does not tell its free memory. Pass device_memory=, for example "
-                '"8GiB".'
-            )
-        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+        """Bytes that XLA's own pool can still give; of several devices, where they are fewest."""
+        found = self._stats()
+        for device, stats in zip(self.devices, found, strict=True):
+            if "bytes_limit" not in stats:
+                raise BackendError(
+                    f"{device} does not tell its free memory. Pass device_memory=, for example "
+                    '"8GiB".'
+                )
+        return min(int(s["bytes_limit"]) - int(s.get("bytes_in_use", 0)) for s in found)
 
     def used_memory(self) -> tuple[int, int]:
-        """Bytes of XLA's pool in use, now and at most."""
-        stats = self.device.memory_stats() or {}
-        return int(stats.get("bytes_in_use", 0)), int(stats.get("peak_bytes_in_use", 0))
+        """Bytes of XLA's pool in use, now and at most; of several devices, where they are most."""
+        found = [(s.get("bytes_in_use", 0), s.get("peak_bytes_in_use", 0)) for s in self._stats()]
+        return max(int(now) for now, _ in found), max(int(most) for _, most in found)
 
 
 def refuse_deadlocks(settings: Any) -> None:
@@ -164,6 +174,21 @@ def refuse_deadlocks(settings: Any) -> None:
                 f"jaxoffload on CUDA: {name}={settings[name]} makes one thread launch everything, "
                 "so that an offloaded function under jax.jit would wait for itself. Unset it."
             )
+
+
+def refuse_mixed(devices: tuple[Any, ...]) -> None:
+    """Refuses GPUs of several kinds: a kernel is compiled once for all.
+
+    Raises:
+      BackendError: names two.
+    """
+    other = next((d for d in devices if d.device_kind != devices[0].device_kind), None)
+    if other is not None:
+        raise BackendError(
+            f"jaxoffload on CUDA: {devices[0]} is a {devices[0].device_kind}, {other} a "
+            f"{other.device_kind}, and a function over several GPUs is compiled for one kind. "
+            "Make the mesh of GPUs of one kind."
+        )
 
 
 def cuda_device() -> Any:
@@ -182,7 +207,7 @@ def cuda_device() -> Any:
 class _Made:
     lock: Any = dataclasses.field(default_factory=threading.Lock)
     known: dict[str, Backend] = dataclasses.field(default_factory=dict)
-    several: dict[int, Backend] = dataclasses.field(default_factory=dict)
+    several: dict[tuple[Any, ...], Backend] = dataclasses.field(default_factory=dict)
 
 
 _made = _Made()
@@ -230,24 +255,22 @@ def cpu() -> Backend:
     return get("cpu")
 
 
-def several(num_devices: int) -> Backend:
-    """The backend for functions over so many devices.
+def several(devices: Sequence[Any]) -> Backend:
+    """The backend for functions over so many devices of JAX, in this order.
 
     Raises:
-      BackendError: JAX's devices are none for which there is one yet.
+      BackendError: it cannot be had; says why.
     """
-    if num_devices == 1:
+    count = len(devices)
+    if count == 1:
         return current()
-    if current_name() != "cpu":
-        raise BackendError(
-            f"jaxoffload on {num_devices} {current_name()} devices: functions over several devices "
-            "are planned and run on CPU devices only so far. Offload what each device computes: "
-            "jax.shard_map(offload(f), ...)."
-        )
+    on_gpus = devices[0].platform != "cpu"
+    # Devices of a CPU are one memory: those of our client stand for any.
+    key = tuple(devices) if on_gpus else (count,)
     with _made.lock:
-        if num_devices not in _made.several:
-            _made.several[num_devices] = CpuBackend(num_devices)
-        return _made.several[num_devices]
+        if key not in _made.several:
+            _made.several[key] = CudaBackend(_known("cpu"), key) if on_gpus else CpuBackend(count)
+        return _made.several[key]
 
 
 def current_name() -> str:

@@ -262,11 +262,12 @@ class DeviceMemory:
     """Callers' arrays are on a device, or in a lower tier: CUDA.
 
     Args:
-      device: of JAX; where results go.
+      devices: of JAX; where results go. Of several, argument or result `i` of device `d` is number
+        `i * len(devices) + d` of a plan's (request.py).
     """
 
-    def __init__(self, device: Any):
-        self._device = device
+    def __init__(self, devices: tuple[Any, ...]):
+        self._devices = devices
 
     def bind(
         self,
@@ -280,35 +281,41 @@ class DeviceMemory:
         Where everything fits, kernels read arguments and write results in place, so those that are
         in a lower tier are brought there first, and back afterwards.
         """
-        alias_of = dict(plan.taskgraph.donated)
+        alias_of, devices = dict(plan.taskgraph.donated), self._devices
         arguments: list[Any] = []
         made: dict[int, Any] = {}
         held: list[Any] = []
         for i, array in enumerate((*operands, *plan.constants)):
             is_donated = i < len(donated) and donated[i]
-            if self.is_here(array) and not compat.is_in_rows(array):
+            device = devices[i % len(devices)]
+            is_here = self.is_here(array, device)
+            if is_here and not compat.is_in_rows(array):
                 array = _in_rows(array)
                 held.append(array)
-            if i in plan.gathered_arguments and not plan.resident and not self.is_here(array):
+            if i in plan.gathered_arguments and not plan.resident and not is_here:
                 array = self.reachable(array)
                 held.append(array)
             if isinstance(array, TierArray) and not plan.resident:
                 arguments.append(handle_of(array))
                 held.append(array)
                 continue
-            if plan.resident and not self.is_here(array):
-                array = self.put(array)
+            if plan.resident and not is_here:
+                array = self.put(array, device)
                 held.append(array)
-            elif is_donated and self.is_here(array):
+            elif is_donated and is_here:
                 if i in alias_of and alias_of[i] not in tier_results:
                     array = made[alias_of[i]] = self.take_over(array)
                 else:
                     held.append(array)
+            elif isinstance(array, np.ndarray):  # a part of a larger one has no rows in a row
+                array = np.ascontiguousarray(array)
+                held.append(array)
             arguments.append(self.address(array))
         for j, shape in enumerate(plan.out_shapes):
             if j not in made and (j not in tier_results or plan.resident):
                 on_host = j in plan.request.host_results and not plan.resident
-                made[j] = (self.empty_on_host if on_host else self.empty)(shape)
+                empty = self.empty_on_host if on_host else self.empty
+                made[j] = empty(shape, devices[j % len(devices)])
         places = [
             self.address(made[j]) if j in made else handle_of(tier_results[j])
             for j in range(len(plan.out_shapes))
@@ -334,22 +341,22 @@ class DeviceMemory:
             )
         return near
 
-    def is_here(self, array: Any) -> bool:
+    def is_here(self, array: Any, device: Any) -> bool:
         """Whether an array is in this device's memory."""
-        is_jaxs = isinstance(array, jax.Array) and array.devices() == {self._device}
+        is_jaxs = isinstance(array, jax.Array) and array.devices() == {device}
         return is_jaxs and not compat.is_in_host_space(array)
 
-    def put(self, array: Any) -> Any:
+    def put(self, array: Any, device: Any) -> Any:
         """A copy of an array on the device."""
-        return jax.device_put(np.asarray(array), self._device)
+        return jax.device_put(np.asarray(array), device)
 
-    def empty(self, shape: Any) -> Any:
+    def empty(self, shape: Any, device: Any) -> Any:
         """A new array on the device that nobody else sees."""
-        return jnp.empty(shape.shape, shape.dtype, device=self._device)
+        return jnp.empty(shape.shape, shape.dtype, device=device)
 
-    def empty_on_host(self, shape: Any) -> Any:
+    def empty_on_host(self, shape: Any, device: Any) -> Any:
         """The same in JAX's memory space for pinned host memory."""
-        where = jax.sharding.SingleDeviceSharding(self._device, memory_kind="pinned_host")
+        where = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
         return jax.device_put(np.empty(shape.shape, shape.dtype), where)  # jnp.empty cannot
 
     def take_over(self, array: Any) -> Any:

@@ -32,6 +32,7 @@ from jaxoffload.options import Options
 from jaxoffload.plan.alloc.build import build_memgraph
 from jaxoffload.plan.alloc.limits import align, most_workspace
 from jaxoffload.plan.cost.machines import Machine
+from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import HostArray, host_put
 from jaxoffload.runtime.backends import Backend
 from jaxoffload.runtime.plan import Plan
@@ -288,7 +289,9 @@ def _better(backend: Backend) -> Machine:
     if rates is None:
         logger.info("%s: its rates are measured, once", guess.name)
         try:
-            rates = measured(backend).known()
+            # What is measured is planned for one device, of several of one kind.
+            alone = backend if backend.machine.num_devices == 1 else backends.current()
+            rates = measured(alone).known()
         except (OffloadError, RuntimeError, MemoryError, OSError) as error:
             logger.warning("%s: its rates could not be measured: %s", guess.name, error)
             return dataclasses.replace(guess, is_guess=False)

@@ -38,6 +38,7 @@ class Asked:
     """What is planned, as a param of the primitive: the same where it is the same object."""
 
     request: Request
+    devices: tuple[Any, ...]
 
     def __repr__(self) -> str:
         return f"Asked({self.request.name})"
@@ -60,7 +61,7 @@ def call_of_all(leaves: Sequence[Any], made: Spread, request: Request, derived: 
             f"offload({request.name}) is over devices of other processes. Offload what each device "
             "computes between collectives: jax.shard_map(offload(f), ...)."
         )
-    asked = Asked(request)
+    asked = Asked(request, made.devices)
 
     def part(*local: Any) -> list[Any]:
         places = [lax.axis_index(name) for name in made.mesh.axis_names]
@@ -97,7 +98,7 @@ def _lower(context: Any, *operands: Any, asked: Asked, derived: Link) -> Any:
             "deserialized."
         )
     register_devices_target()
-    count, backend = request.num_devices, backends.several(request.num_devices)
+    count, backend = request.num_devices, backends.several(asked.devices)
     key = ("devices", id(request.jaxpr), request.options, backend.name)
     make = lambda: (request.jaxpr, make_plan(request, None, backend))  # noqa: E731
     plan: Any = derived.get().plans.get(key, make)[1]
@@ -131,7 +132,16 @@ def _patience_seconds() -> int:
     return int(given[-1]) if given else 40
 
 
+def _refuse_on_gpus(context: Any, *operands: Any, asked: Asked, derived: Link) -> Any:
+    raise CaptureError(
+        f"offload({asked.request.name}) is over several GPUs, which take no such call inside "
+        "jax.jit. Call it outside of jax.jit, or offload what each device computes: "
+        "jax.shard_map(offload(f), ...)."
+    )
+
+
 mlir.register_lowering(offload_devices_p, _lower, platform="cpu", cacheable=False)
+mlir.register_lowering(offload_devices_p, _refuse_on_gpus, platform="gpu", cacheable=False)
 
 
 def _refuse(asked: Asked, what: str, instead: str) -> Any:

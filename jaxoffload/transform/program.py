@@ -232,7 +232,7 @@ class Program:
         if self._refusal is not None:
             return whole_or_refused(self.request(), self._whole, self._refusal)
         made = self._spread
-        backend = backends.current() if made is None else backends.several(made.num_devices)
+        backend = backends.current() if made is None else backends.several(made.devices)
         tiers = self._signature.tiers
         plan = plan_request(self.request(), tiers, self._derived, self._whole, backend)
         if isinstance(plan, LoopPlan):

@@ -3,7 +3,7 @@
 Takes a `Spread` (capture/spread.py) and global arrays; gives the flat arguments of all devices as a
 plan has them, and after the run global arrays with the shardings that jit would give them.
 
-On CPU what a device has of an array that is on one device, or in host memory, is read where it is.
+What a device has of an array that is on one device, or in host memory, is read in host memory.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Shards:
     """
 
     def __init__(self, spread: Spread, out_shapes: Sequence[tuple[int, ...]]):
-        self._devices = tuple(spread.mesh.devices.flat)
+        self._devices = spread.devices
         self._in = [NamedSharding(spread.mesh, spec) for spec in spread.in_specs]
         self._out = [NamedSharding(spread.mesh, spec) for spec in spread.out_specs]
         self._out_shapes = out_shapes

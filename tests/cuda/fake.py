@@ -5,6 +5,7 @@ long gone on. What runs is the code of the CUDA backend, all but JAX's own clien
 """
 
 import ctypes
+import dataclasses
 import functools
 import os
 import subprocess
@@ -88,12 +89,12 @@ def new_client(num_devices=1):
 
 
 class FakeArray:
-    """An array in the fake device's memory."""
+    """An array in a fake device's memory."""
 
-    def __init__(self, shape, dtype, values=None):
-        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+    def __init__(self, shape, dtype, values=None, device=0):
+        self.shape, self.dtype, self.device = tuple(shape), np.dtype(dtype), device
         self.size = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-        self.address = library().fake_cuda_allocate(0, ctypes.c_size_t(max(1, self.size)))
+        self.address = library().fake_cuda_allocate(device, ctypes.c_size_t(max(1, self.size)))
         assert self.address, "the fake GPU is full"
         if values is not None:
             words = np.ascontiguousarray(values, self.dtype)
@@ -113,39 +114,52 @@ class FakeArray:
 
 
 class FakeMemory(DeviceMemory):
-    """JAX's CPU arrays stand for the device's: their bytes are on the fake device for the run."""
+    """JAX's CPU arrays stand for the devices': their bytes are on a fake device for the run."""
 
-    def __init__(self):
-        super().__init__(jax.devices("cpu")[0])
+    def __init__(self, num_devices=1):
+        super().__init__(tuple(jax.devices("cpu")[:num_devices]))
         self._held = []
 
-    def is_here(self, array):
-        return isinstance(array, jax.Array | FakeArray) and not compat.is_in_host_space(array)
+    def is_here(self, array, device):
+        if isinstance(array, FakeArray):
+            return self._devices[array.device] == device
+        is_jaxs = isinstance(array, jax.Array) and not compat.is_in_host_space(array)
+        return is_jaxs and (len(self._devices) == 1 or array.devices() == {device})
 
-    def put(self, array):
-        return FakeArray(array.shape, array.dtype, np.asarray(array))
+    def put(self, array, device):
+        number = self._devices.index(device)
+        return FakeArray(array.shape, array.dtype, np.asarray(array), number)
 
-    def empty(self, shape):
-        return FakeArray(shape.shape, shape.dtype)
+    def empty(self, shape, device):
+        return FakeArray(shape.shape, shape.dtype, device=self._devices.index(device))
 
     def take_over(self, array):
-        taken = self.put(array)
+        taken = self.put(array, self._device_of(array))
         array.delete()
         return taken
+
+    def _device_of(self, array):
+        (device,) = array.devices()
+        return device if device in self._devices else self._devices[0]
 
     def address(self, array):
         is_jaxs = isinstance(array, jax.Array) and len(array.devices()) == 1
         if is_jaxs and not compat.is_in_host_space(array):
-            array = self.put(array)
+            array = self.put(array, self._device_of(array))
             self._held.append(array)
         return array.address if isinstance(array, FakeArray) else super().address(array)
 
     def results(self, plan, run, device=None):
         self._held.clear()
         return {
-            j: jax.numpy.asarray(np.asarray(a)) if isinstance(a, FakeArray) else a
+            j: self._of_jax(a, device) if isinstance(a, FakeArray) else a
             for j, a in run.made.items()
         }
+
+    def _of_jax(self, array, devices):
+        values = jax.numpy.asarray(np.asarray(array))
+        several = isinstance(devices, tuple)
+        return jax.device_put(values, devices[array.device]) if several else values
 
 
 class FakeBackend(backends.Backend):
@@ -154,11 +168,12 @@ class FakeBackend(backends.Backend):
     name = "cuda"
     has_own_memory = True
 
-    def __init__(self):
-        self.client = client()
+    def __init__(self, num_devices=1):
+        self.client = client(num_devices)
         compiler = PluginCompiler(self.client, FLAGS, lambda: "imitated")
         self.executables = ExecutableCache(WithHost(compiler, backends.cpu().compiler))
-        self.memory = FakeMemory()
+        self.memory = FakeMemory(num_devices)
+        self.machine = dataclasses.replace(self.machine, num_devices=num_devices)
 
     def free_memory(self):
         return 2**30
@@ -168,5 +183,5 @@ class FakeBackend(backends.Backend):
 
 
 @functools.cache
-def backend():
-    return FakeBackend()
+def backend(num_devices=1):
+    return FakeBackend(num_devices)

@@ -1,0 +1,172 @@
+"""Functions over two imitated GPUs: copies from device to device, and each device its own memory.
+The bits are those of CPU devices in any budget and order."""
+
+import gc
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoffload as jo
+from jaxoffload import _jax_compat as compat
+from jaxoffload.graphs.memgraph import Kind
+from jaxoffload.runtime import backends
+from tests.cuda import fake
+from tests.devices.programs import STEPS, mesh_of, normal
+from tests.transform.test_equal import assert_equal
+
+COUNT = fake.NUM_DEVICES
+DELAYED = jo.policies.random(1, delays=2e-4)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Functions over several devices go to the imitated GPUs, whose streams are late."""
+    found = fake.backend(COUNT)
+    monkeypatch.setenv("FAKE_CUDA_DELAY_US", "100")
+    monkeypatch.setattr(backends, "several", lambda devices: found)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+@pytest.mark.parametrize("name", STEPS)
+def test_every_budget_and_order_gives_the_bits_of_cpu(name, request):
+    step, args = STEPS[name](COUNT)
+    on_cpu = jo.offload(step, device_memory=None, vertex_memory=1)
+    want = jax.tree.map(np.asarray, on_cpu(*args))
+    backend = request.getfixturevalue("gpus")
+    free = jo.offload(step, device_memory=None, vertex_memory=1).plan(*args)
+    assert free.backend is backend
+    least, most = free.min_device_memory, free.resident_peak_bytes
+    for budget in dict.fromkeys((least, (least + most) // 2, most)):
+        for launch in ("work-conserving", "fixed", DELAYED):
+            within = jo.offload(step, device_memory=budget, vertex_memory=1, launch=launch)
+            got = within(*args)
+            assert_equal(want, jax.tree.map(np.asarray, got))
+            for w, g in zip(jax.tree.leaves(on_cpu(*args)), jax.tree.leaves(got), strict=True):
+                assert g.sharding.is_equivalent_to(w.sharding, w.ndim)
+            run = within.last_run
+            assert run.peak_device_bytes <= budget and run.copied_outputs == 0
+            assert len(run.memgraph.capacity) == COUNT
+
+
+def sum_of_all(x, weights, *, scale=1.0):
+    """Each device's rows through its own weights, and the sum of all."""
+
+    def part(x, w):
+        for k in range(3):
+            x = jnp.tanh(x @ w) * scale + k
+        return x, lax.psum(x, "x")
+
+    return jax.shard_map(
+        part, mesh=mesh_of(COUNT), in_specs=(P("x"), P(None, "x")), out_specs=(P("x"), P())
+    )(x, weights)
+
+
+X, W = normal(64, 32), normal(32, 32 * COUNT)
+
+
+def tight(f, *args, **options):
+    """Offloaded at the least budget."""
+    least = jo.offload(f, device_memory=None, vertex_memory=1).plan(*args).min_device_memory
+    return jo.offload(f, device_memory=least, vertex_memory=1, **options)
+
+
+@pytest.mark.parametrize(
+    "put", [np.asarray, jnp.asarray, jo.host_put, lambda a: a[::-1][::-1], "spread"]
+)
+def test_arguments_are_taken_from_wherever_they_are(gpus, put):
+    """Columns of a matrix in host memory are no block of it."""
+    if put == "spread":
+        mesh = mesh_of(COUNT)
+        x = jax.device_put(X, NamedSharding(mesh, P("x")))
+        w = jax.device_put(W, NamedSharding(mesh, P(None, "x")))
+    else:
+        x, w = put(X), put(W)
+    want = jax.jit(sum_of_all)(X, W)
+    for step in (tight(sum_of_all, X, W), jo.offload(sum_of_all, device_memory=None)):
+        for g, v in zip(step(x, w), want, strict=True):
+            np.testing.assert_allclose(g, v, rtol=1e-5, atol=1e-5)
+            assert {s.device for s in g.addressable_shards} == set(jax.devices()[:COUNT])
+
+
+def test_copies_go_from_device_to_device(gpus):
+    step = tight(sum_of_all, X, W)
+    step(X, W)
+    before = fake.count("num_peer_copies")
+    step(X, W)
+    graph = step.last_run.memgraph
+    between = np.flatnonzero(graph.kind == Kind.TRANSFER)
+    assert set(graph.device[between].tolist()) == set(range(COUNT))
+    assert fake.count("num_peer_copies") == before + len(between)
+
+
+def test_donated_arguments_are_deleted_and_written_over(gpus):
+    mesh = mesh_of(COUNT)
+    spec = NamedSharding(mesh, P("x"))
+
+    def step(state, x):
+        f = lambda s, x: (s + lax.psum(x, "x"), x.sum()[None])  # noqa: E731
+        return jax.shard_map(f, mesh=mesh, in_specs=(P("x"), P("x")), out_specs=(P("x"), P("x")))(
+            state, x
+        )
+
+    state, x = jax.device_put(X, spec), jax.device_put(X + 1, spec)
+    want = jax.jit(step)(X, X + 1)
+    plan = jo.offload(step, device_memory=None, donate_argnums=0).plan(state, x)
+    assert plan.taskgraph.donated
+    for budget in (None, plan.min_device_memory):
+        given = jax.device_put(X, spec)
+        got = jo.offload(step, device_memory=budget, cut="always", donate_argnums=0)(given, x)
+        assert given.is_deleted()
+        for g, v in zip(got, want, strict=True):
+            np.testing.assert_allclose(g, v, rtol=1e-5, atol=1e-5)
+
+
+def test_a_kernel_that_fails_ends_the_run_and_the_next_call_works(gpus, monkeypatch):
+    step = tight(sum_of_all, X, W)
+    want = jax.tree.map(np.asarray, step(X, W))
+    monkeypatch.setenv("FAKE_CUDA_FAIL_LATE", str(fake.count("num_executions") + 3))
+    with pytest.raises(jo.RunError, match="the fake kernel failed"):
+        step(X, W)
+    monkeypatch.delenv("FAKE_CUDA_FAIL_LATE")
+    assert_equal(want, jax.tree.map(np.asarray, step(X, W)))
+
+
+def test_all_memory_of_both_devices_is_given_back(gpus):
+    jo.clear_caches()
+    gc.collect()
+    before = fake.count("taken_bytes")
+    step = tight(sum_of_all, X, W)
+    step(X, W)
+    assert fake.count("taken_bytes") >= before + COUNT * step.plan(X, W).budget
+    del step
+    jo.clear_caches()
+    assert fake.count("taken_bytes") == before
+
+
+def test_inside_jit_it_is_refused_with_what_to_write():
+    step = jax.jit(tight(sum_of_all, X, W))
+    with pytest.raises(jo.CaptureError, match=r"over several GPUs.*outside of jax.jit"):
+        step.trace(X, W).lower(lowering_platforms=("cuda",))
+
+
+def test_gpus_of_different_kinds_are_refused():
+    kinds = [types.SimpleNamespace(device_kind=kind) for kind in ("H100", "H100", "A100")]
+    backends.refuse_mixed(tuple(kinds[:2]))
+    with pytest.raises(jo.BackendError, match="A100.*one kind"):
+        backends.refuse_mixed(tuple(kinds))
+
+
+def test_jax_compiles_for_any_of_several_devices():
+    """Such an executable has no device of its own: each execution names one."""
+    lowered = jax.jit(lambda x: x @ x).lower(X[:32])
+    executable = compat.compile_for_any(lowered, tuple(jax.devices()[:COUNT]))
+    assert executable.get_compiled_memory_stats().output_size_in_bytes == 32 * 32 * 4
+    with pytest.raises(jax.errors.JaxRuntimeError):  # JAX itself names none
+        executable.execute_sharded([jnp.asarray(X[:32])])
