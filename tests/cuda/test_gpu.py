@@ -10,8 +10,11 @@ import pytest
 
 import jaxoffload as jo
 from jaxoffload import _native
+from jaxoffload.compile.cache import ExecutableCache
+from jaxoffload.compile.compilers import JaxCompiler, WithHost
 from jaxoffload.runtime import backends
 from tests.cuda.test_functions import state_and_batch, train_step
+from tests.devices.programs import STEPS
 from tests.transform.test_equal import assert_close, assert_equal, budgets
 from tests.transform.test_host_compute import (
     LAYERS,
@@ -90,6 +93,35 @@ def test_updates_on_the_hosts_cores(tier):
         assert differs(got, want).max() < 1e-4
         first = got if first is None else first
         assert_equal(first, got)
+
+
+def test_executables_that_name_no_device_run_on_this_one(monkeypatch):
+    """As for functions over several GPUs."""
+    f, args, _ = ALL["train_step"]()
+    want = jo.offload(f, device_memory=None, vertex_memory=1)(*args)
+    backend = backends.CudaBackend(backends.cpu())
+    compiler = JaxCompiler(backend.client, backend.devices * 2)
+    backend.executables = ExecutableCache(WithHost(compiler, backends.cpu().compiler))
+    monkeypatch.setattr(backends, "current", lambda: backend)
+    step = jo.offload(f, device_memory=None, vertex_memory=1)
+    assert_equal(want, step(*args))
+    assert step.plan(*args).backend is backend and step.last_run.copied_outputs == 0
+
+
+@pytest.mark.skipif(
+    REPORT.available and len(jax.local_devices()) < 2, reason="one GPU, and this is of several"
+)
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_over_several_gpus(name):
+    step, args = STEPS[name](2)
+    want = jax.jit(step)(*args)
+    free = jo.offload(step, device_memory=None, vertex_memory=1).plan(*args)
+    for launch in ("work-conserving", jo.policies.random(1, delays=2e-4)):
+        within = jo.offload(
+            step, device_memory=free.min_device_memory, vertex_memory=1, launch=launch, check=True
+        )
+        assert_close(want, within(*args))
+        assert within.last_run.copied_outputs == 0
 
 
 def test_weights_in_host_memory_are_no_operands_under_jit():
