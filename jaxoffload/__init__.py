@@ -42,12 +42,13 @@ from jaxoffload.rewrite.compact import Compact as Compact
 from jaxoffload.rewrite.compact import compact as compact
 from jaxoffload.runtime.arrays import DiskArray as DiskArray
 from jaxoffload.runtime.arrays import HostArray as HostArray
-from jaxoffload.runtime.arrays import disk_put as disk_put
-from jaxoffload.runtime.arrays import host_put as host_put
 from jaxoffload.runtime.checkpoint_file import open_safetensors as open_safetensors
 from jaxoffload.runtime.plan import Plan as Plan
 from jaxoffload.runtime.profile import Profile as Profile
+from jaxoffload.runtime.put import disk_put as disk_put
+from jaxoffload.runtime.put import host_put as host_put
 from jaxoffload.runtime.run import Run as Run
+from jaxoffload.runtime.sharded import ShardedHostArray as ShardedHostArray
 from jaxoffload.search.whole import WholeRun as WholeRun
 from jaxoffload.transform.caches import clear_caches as clear_caches
 from jaxoffload.transform.offload import offload as offload

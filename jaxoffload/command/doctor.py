@@ -19,8 +19,8 @@ from jaxoffload.errors import OffloadError
 from jaxoffload.options import format_bytes
 from jaxoffload.plan.cost.machines import Link
 from jaxoffload.runtime import backends
-from jaxoffload.runtime.arrays import disk_put
 from jaxoffload.runtime.profile import OF_KERNELS, Profile
+from jaxoffload.runtime.put import disk_put
 from jaxoffload.search import measured as measured_rates
 
 USAGE = """

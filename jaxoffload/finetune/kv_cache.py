@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxoffload.options import Disk
-from jaxoffload.runtime.arrays import TierArray, disk_put, host_put
+from jaxoffload.runtime.arrays import TierArray
+from jaxoffload.runtime.put import disk_put, host_put
 
 TOKENS = 256
 """Of which there is room at least in what a step adds to."""

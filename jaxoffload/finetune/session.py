@@ -22,7 +22,8 @@ from jaxoffload.finetune.lora import LoraConfig
 from jaxoffload.finetune.parallel import Processes
 from jaxoffload.finetune.train import Recipe
 from jaxoffload.finetune.weights import Model
-from jaxoffload.runtime.arrays import HostArray, disk_put, host_put
+from jaxoffload.runtime.arrays import HostArray
+from jaxoffload.runtime.put import disk_put, host_put
 from jaxoffload.transform.offload import offload
 from jaxoffload.transform.offloaded import Offloaded
 

@@ -19,7 +19,7 @@ from jaxoffload.graph import classify
 from jaxoffload.graph.batches import Batches
 from jaxoffload.graph.wordnet import FOLDER, read_wordnet
 from jaxoffload.options import format_bytes
-from jaxoffload.runtime.arrays import disk_put
+from jaxoffload.runtime.put import disk_put
 from jaxoffload.transform.offload import offload
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import optax
 
 from jaxoffload.graph.batches import room_for
-from jaxoffload.runtime.arrays import DiskArray, TierArray, disk_put, host_put
+from jaxoffload.runtime.arrays import DiskArray, TierArray
+from jaxoffload.runtime.put import disk_put, host_put
 
 _PIECE_BYTES = 2**24
 

@@ -20,8 +20,9 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
 from jaxoffload.graphs.taskgraph import TaskGraph
-from jaxoffload.runtime.arrays import DiskArray, HostArray, TierArray, host_put
+from jaxoffload.runtime.arrays import DiskArray, HostArray, TierArray
 from jaxoffload.runtime.host_results import HostResults
+from jaxoffload.runtime.put import host_put
 from jaxoffload.runtime.request import Request
 
 

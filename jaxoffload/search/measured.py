@@ -33,9 +33,10 @@ from jaxoffload.plan.alloc.build import build_memgraph
 from jaxoffload.plan.alloc.limits import align, most_workspace
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.runtime import backends
-from jaxoffload.runtime.arrays import HostArray, host_put
+from jaxoffload.runtime.arrays import HostArray
 from jaxoffload.runtime.backends import Backend
 from jaxoffload.runtime.plan import Plan
+from jaxoffload.runtime.put import host_put
 from jaxoffload.runtime.request import Request, make_request
 from jaxoffload.runtime.run import Run, run_plan
 from jaxoffload.store import place, platform

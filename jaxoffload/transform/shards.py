@@ -15,9 +15,13 @@ from jax.sharding import NamedSharding
 
 from jaxoffload.capture.spread import Spread
 from jaxoffload.options import Options
-from jaxoffload.runtime.arrays import DiskArray
+from jaxoffload.runtime.arrays import DiskArray, HostArray, TierArray
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.run import Run, run_plan
+from jaxoffload.runtime.sharded import ShardedHostArray
+
+_DELETED = (jax.Array, ShardedHostArray)
+"""Of what kinds donated operands are deleted here: their parts are, by the run."""
 
 
 class Shards:
@@ -51,24 +55,29 @@ class Shards:
         """
         parts = [
             part
-            for operand, sharding in zip(operands, self._in, strict=True)
-            for part in self._parts(operand, sharding)
+            for operand, sharding, is_given in zip(operands, self._in, donated, strict=True)
+            for part in self._parts(operand, sharding, is_given)
         ]
         given = [*plan.request.each(donated), *[False] * len(self._places)]
         flat, run = run_plan(plan, [*parts, *self._places], options, given, self._devices)
         parts.clear()
         for operand, is_given in zip(operands, donated, strict=True):
-            if is_given and isinstance(operand, jax.Array) and not operand.is_deleted():
+            if is_given and isinstance(operand, _DELETED):
                 operand.delete()
         return self._whole(flat), run
 
-    def _parts(self, array: Any, sharding: NamedSharding) -> list[Any]:
+    def _parts(self, array: Any, sharding: NamedSharding, is_donated: bool) -> list[Any]:
         """What each device has of an array."""
         if isinstance(array, DiskArray):
             raise ValueError(
                 f"offload: {array!r} is on disk, and what functions over several devices take is "
                 "in memory so far. Pass it through jaxoffload.host_put."
             )
+        if isinstance(array, TierArray) and is_donated:
+            return self._parts_to_overwrite(array, sharding)
+        if isinstance(array, ShardedHostArray) and self._is_cut_so(array, sharding):
+            found = dict(zip(array.devices, array.parts, strict=True))
+            return [found[device] for device in self._devices]
         if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1:
             if not array.sharding.is_equivalent_to(sharding, array.ndim):
                 array = jax.device_put(array, sharding)
@@ -78,15 +87,29 @@ class Shards:
         where = sharding.devices_indices_map(whole.shape)
         return [whole[where[device]] for device in self._devices]
 
+    def _is_cut_so(self, array: ShardedHostArray, sharding: NamedSharding) -> bool:
+        return array.sharding.is_equivalent_to(sharding, array.ndim)
+
+    def _parts_to_overwrite(self, array: TierArray, sharding: NamedSharding) -> list[HostArray]:
+        if not isinstance(array, ShardedHostArray) or not self._is_cut_so(array, sharding):
+            raise ValueError(
+                f"offload: {array!r} is donated to a function over several devices, which writes "
+                f"over it as {sharding.spec} of the mesh {dict(sharding.mesh.shape)} cuts it. Pass "
+                "jaxoffload.host_put(array, NamedSharding(mesh, spec)) with these."
+            )
+        found = dict(zip(array.devices, array.own_parts(), strict=True))
+        return [found[device] for device in self._devices]
+
     def _whole(self, flat: Sequence[Any]) -> list[Any]:
         """The global results."""
-        count = len(self._devices)
-        return [
-            jax.make_array_from_single_device_arrays(
-                shape, sharding, list(flat[j * count : (j + 1) * count])
-            )
-            for j, (shape, sharding) in enumerate(zip(self._out_shapes, self._out, strict=True))
-        ]
+        count, found = len(self._devices), []
+        for j, (shape, sharding) in enumerate(zip(self._out_shapes, self._out, strict=True)):
+            parts = list(flat[j * count : (j + 1) * count])
+            if isinstance(parts[0], HostArray):
+                found.append(ShardedHostArray(shape, sharding, parts))
+            else:
+                found.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
+        return found
 
 
 def refuse_tiers(
@@ -110,10 +133,10 @@ def refuse_tiers(
             f"offload({name}): results={options.results!r} for a function over several devices, "
             "whose results are spread over them. Leave it out."
         )
-    if any(tier and given for tier, given in zip(tiers, donated, strict=True)):
+    if any(tier == "disk" and given for tier, given in zip(tiers, donated, strict=True)):
         raise ValueError(
-            f"offload({name}): an array in a lower tier is donated to a function over several "
-            "devices, which cannot hand it back in its tier. Take it out of donate_argnums."
+            f"offload({name}): an array on disk is donated to a function over several devices, "
+            "which cannot hand it back there. Take it out of donate_argnums."
         )
 
 

@@ -18,6 +18,7 @@ from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.runtime import backends
 from tests.cuda import fake
 from tests.devices.programs import STEPS, mesh_of, normal
+from tests.transform import test_sharded as sharded
 from tests.transform.test_equal import assert_equal
 
 COUNT = fake.NUM_DEVICES
@@ -136,6 +137,32 @@ def test_a_kernel_that_fails_ends_the_run_and_the_next_call_works(gpus, monkeypa
         step(X, W)
     monkeypatch.delenv("FAKE_CUDA_FAIL_LATE")
     assert_equal(want, jax.tree.map(np.asarray, step(X, W)))
+
+
+def test_state_in_host_memory_is_written_over_where_it_is(gpus, monkeypatch):
+    """A kernel that fails leaves what it had not begun to write."""
+    given, x = sharded.state(), sharded.X
+    step = tight(sharded.train, *given, x, donate_argnums=(0, 1))
+    weights, moments = jo.host_put(given, sharded.sharding_of(given))
+    weights, moments, _ = step(weights, moments, x)
+    at = sharded.addresses((weights, moments))
+    weights, moments, _ = step(weights, moments, x)
+    assert at == sharded.addresses((weights, moments))
+    want, want_moments = given
+    for _ in range(2):
+        want, want_moments, _ = jax.jit(sharded.train)(want, want_moments, x)
+    for got, leaf in zip(weights, want, strict=True):
+        np.testing.assert_allclose(got, leaf, rtol=1e-3, atol=1e-4)
+    assert step.last_run.copied_outputs == 0
+    monkeypatch.setenv("FAKE_CUDA_FAIL_LATE", str(fake.count("num_executions") + 2))
+    with pytest.raises(jo.RunError, match="the fake kernel failed"):
+        step(weights, moments, x)
+    leaves = jax.tree.leaves((weights, moments))
+    alive = [leaf for leaf in leaves if not leaf.is_deleted()]
+    assert alive, "it failed before most was written"
+    monkeypatch.delenv("FAKE_CUDA_FAIL_LATE")
+    if len(alive) == len(leaves):
+        step(weights, moments, x)
 
 
 def test_all_memory_of_both_devices_is_given_back(gpus):

@@ -1,0 +1,132 @@
+"""State in host memory that several devices train: each writes over its own part."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoffload as jo
+from tests.devices.programs import mesh_of, normal
+
+COUNT, LAYERS, WIDTH = 2, 3, 64
+MESH = mesh_of(COUNT)
+ROWS, COLUMNS, WHOLE = (NamedSharding(MESH, spec) for spec in (P("x"), P(None, "x"), P()))
+OPTIMIZER = optax.adam(1e-2)
+X = normal(16, WIDTH)
+
+
+def state():
+    weights = [normal(WIDTH, WIDTH, seed=k) / 8 for k in range(LAYERS)]
+    return weights, OPTIMIZER.init(weights)
+
+
+def sharding_of(tree):
+    """Matrices are cut along their columns, which do not lie together; the others not at all."""
+    return jax.tree.map(lambda leaf: COLUMNS if np.ndim(leaf) == 2 else WHOLE, tree)
+
+
+def train(weights, moments, x):
+    def part(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ lax.all_gather(w, "x", axis=1, tiled=True))
+        return lax.pmean(jnp.mean(x**2), "x")
+
+    loss = jax.shard_map(part, mesh=MESH, in_specs=(P(None, "x"), P("x")), out_specs=P())
+    value, gradients = jax.value_and_grad(loss)(weights, x)
+    updates, moments = OPTIMIZER.update(gradients, moments, weights)
+    return optax.apply_updates(weights, updates), moments, value
+
+
+def addresses(tree):
+    return [part.buffer.address for leaf in jax.tree.leaves(tree) for part in leaf.parts]
+
+
+@pytest.mark.parametrize("budget", ["least", "whole"])
+def test_state_is_trained_where_it_is(budget):
+    want, want_moments = state()
+    given = state()
+    plan = jo.offload(train, device_memory=None).plan(*given, X)
+    room = plan.min_device_memory if budget == "least" else None
+    step = jo.offload(train, device_memory=room, donate_argnums=(0, 1), cut="always")
+    weights, moments = jo.host_put(given, sharding_of(given))
+    at, before = None, weights
+    for _ in range(3):
+        weights, moments, value = step(weights, moments, X)
+        want, want_moments, other = jax.jit(train)(want, want_moments, X)
+        np.testing.assert_allclose(value, other, rtol=1e-4)
+        assert at is None or at == addresses((weights, moments)), "it moved"
+        at = addresses((weights, moments))
+    for tree, other in ((weights, want), (moments, want_moments)):
+        for got, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+            assert isinstance(got, jo.ShardedHostArray) and got.shape == leaf.shape
+            np.testing.assert_allclose(got, leaf, rtol=1e-3, atol=1e-4)
+    assert weights[0].sharding == COLUMNS and before[0].is_deleted()
+    with pytest.raises(RuntimeError, match="deleted or donated"):
+        np.asarray(before[0])
+
+
+def test_what_is_not_donated_may_be_cut_otherwise():
+    def f(x, w):
+        return jax.shard_map(
+            lambda x, w: lax.psum(x @ w, "x"),
+            mesh=MESH, in_specs=(P(None, "x"), P("x")), out_specs=P(),
+        )(x, w)  # fmt: skip
+
+    w = normal(WIDTH, WIDTH)
+    for sharding in (ROWS, COLUMNS, WHOLE):
+        got = jo.offload(f, device_memory=None)(X, jo.host_put(w, sharding))
+        np.testing.assert_allclose(got, X @ w, rtol=1e-4, atol=1e-4)
+
+
+def test_parts_that_are_the_same_are_one_until_they_are_donated():
+    array = jo.host_put(X, WHOLE)
+    assert array.parts[0] is array.parts[1]
+    step = jax.shard_map(lambda x: x + 1, mesh=MESH, in_specs=P(), out_specs=P())
+    got = jo.offload(step, device_memory=None, donate_argnums=0, cut="always")(array)
+    assert got.parts[0] is not got.parts[1] and array.is_deleted()
+    for part in got.parts:
+        np.testing.assert_array_equal(part, X + 1)
+
+
+@pytest.mark.parametrize("sharding", [ROWS, COLUMNS, WHOLE], ids=str)
+def test_parts_make_the_array(sharding):
+    array = jo.host_put(X, sharding)
+    np.testing.assert_array_equal(array, X)
+    np.testing.assert_array_equal(array[3:5], X[3:5])
+    np.testing.assert_array_equal(array[[5, 2, 5]], X[[5, 2, 5]])
+    assert (array.shape, array.dtype, array.nbytes) == (X.shape, X.dtype, X.nbytes)
+    array.write(X * 2)
+    np.testing.assert_array_equal(array, X * 2)
+    array.update((slice(2), slice(3)), 7.0)
+    assert (np.asarray(array)[:2, :3] == 7).all() and (np.asarray(array)[2:] == X[2:] * 2).all()
+    array.put(np.array([4, 1]), X[:2])
+    np.testing.assert_array_equal(array[[4, 1]], X[:2])
+    zeros = jo.host_put(jax.ShapeDtypeStruct(X.shape, jnp.bfloat16), sharding)
+    assert not np.asarray(zeros).any() and zeros.dtype == jnp.bfloat16
+    assert "in parts for 2 devices" in repr(array)
+
+
+def test_numbers_may_be_spread():
+    assert np.asarray(jo.host_put({"count": 3}, WHOLE)["count"]) == 3
+
+
+def test_what_cannot_be_is_refused():
+    given = jax.tree.map(np.asarray, state())
+    step = jo.offload(train, device_memory=None, donate_argnums=0, cut="always")
+    for put in (jo.host_put, lambda w: jo.host_put(w, ROWS)):
+        weights = put(given[0])
+        with pytest.raises(ValueError, match=r"writes over it as .*None, 'x'.* cuts it"):
+            step(weights, given[1], X)
+        assert not any(w.is_deleted() for w in weights)
+    with pytest.raises(ValueError, match="functions over the devices of its mesh"):
+        jo.offload(lambda x: x @ x.T, device_memory=None, cut="always")(jo.host_put(X, ROWS))
+    with pytest.raises(TypeError, match="is no jax.sharding.NamedSharding"):
+        jo.host_put(X, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    with pytest.raises(ValueError, match="divi"):
+        jo.host_put(X[:3], ROWS)
+    with pytest.raises(TypeError, match="not an array"):
+        jo.host_put("words", ROWS)
