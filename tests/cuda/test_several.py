@@ -140,13 +140,15 @@ def test_a_kernel_that_fails_ends_the_run_and_the_next_call_works(gpus, monkeypa
 
 
 def test_state_in_host_memory_is_written_over_where_it_is(gpus, monkeypatch):
-    """A kernel that fails leaves what it had not begun to write."""
+    """A kernel that fails leaves what the run had not begun to write, and that alone."""
     given, x = sharded.state(), sharded.X
     step = tight(sharded.train, *given, x, donate_argnums=(0, 1))
     weights, moments = jo.host_put(given, sharded.sharding_of(given))
     weights, moments, _ = step(weights, moments, x)
     at = sharded.addresses((weights, moments))
+    before = fake.count("num_executions")
     weights, moments, _ = step(weights, moments, x)
+    count = fake.count("num_executions") - before
     assert at == sharded.addresses((weights, moments))
     want, want_moments = given
     for _ in range(2):
@@ -154,15 +156,16 @@ def test_state_in_host_memory_is_written_over_where_it_is(gpus, monkeypatch):
     for got, leaf in zip(weights, want, strict=True):
         np.testing.assert_allclose(got, leaf, rtol=1e-3, atol=1e-4)
     assert step.last_run.copied_outputs == 0
-    monkeypatch.setenv("FAKE_CUDA_FAIL_LATE", str(fake.count("num_executions") + 2))
-    with pytest.raises(jo.RunError, match="the fake kernel failed"):
-        step(weights, moments, x)
     leaves = jax.tree.leaves((weights, moments))
-    alive = [leaf for leaf in leaves if not leaf.is_deleted()]
-    assert alive, "it failed before most was written"
-    monkeypatch.delenv("FAKE_CUDA_FAIL_LATE")
-    if len(alive) == len(leaves):
-        step(weights, moments, x)
+    for number in (2, count):
+        assert not any(leaf.is_deleted() for leaf in leaves)
+        monkeypatch.setenv("FAKE_CUDA_FAIL_LATE", str(fake.count("num_executions") + number))
+        with pytest.raises(jo.RunError, match="the fake kernel failed"):
+            step(weights, moments, x)
+    lost = [leaf for leaf in leaves if leaf.is_deleted()]
+    assert lost and all(any(p.is_deleted() for p in leaf.parts) for leaf in lost)
+    with pytest.raises(RuntimeError, match="deleted or donated"):
+        np.asarray(lost[0])
 
 
 def test_all_memory_of_both_devices_is_given_back(gpus):

@@ -65,6 +65,7 @@ def test_state_is_trained_where_it_is(budget):
             assert isinstance(got, jo.ShardedHostArray) and got.shape == leaf.shape
             np.testing.assert_allclose(got, leaf, rtol=1e-3, atol=1e-4)
     assert weights[0].sharding == COLUMNS and before[0].is_deleted()
+    assert "deleted" in repr(before[0])
     with pytest.raises(RuntimeError, match="deleted or donated"):
         np.asarray(before[0])
 
