@@ -11,6 +11,7 @@ part spread over the sweep, so that the link brings the rest while what is there
 How much stays is chosen by simulated time: what streams needs room, too, to arrive early.
 """
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
@@ -51,24 +52,28 @@ def with_residents(
     simulated seconds.
 
     Args:
-      memgraph: of one device, in which nothing stays.
+      memgraph: in which nothing stays.
       lasting: arguments that may stay.
       build: the same in which some tensors stay.
       roughly: only few choices are tried.
     """
     saved = _saved_bytes(memgraph, lasting, machine)
-    if not saved or len(memgraph.capacity) != 1:
+    if not saved:
         return memgraph, simulate(memgraph, machine=machine).seconds
     best, least = memgraph, float("inf")
-    graph, capacity = memgraph.taskgraph, int(memgraph.capacity[0])
+    graph = memgraph.taskgraph
+    rooms = []
+    for device, capacity in enumerate(memgraph.capacity.tolist()):
+        own = {t: saves for t, saves in saved.items() if graph.tensors[t].device == device}
+        rooms.append(_Room(graph, device, capacity, own))
     largest = max(align(graph.tensors[t].bytes) for t in saved)
     tried: set[tuple[int, ...]] = set()
     choices = [
-        _chosen(graph, saved, capacity - ahead * largest, share)
+        [t for room in rooms for t in room.beside(ahead * largest).chosen(share)]
         for share, ahead in (_FEW_ROOMS if roughly else _ROOMS)
     ]
     if not roughly:
-        choices.append(_packed(graph, saved, capacity))
+        choices.append([t for room in rooms for t in room.packed()])
     for chosen in choices:
         if tuple(chosen) in tried:
             continue
@@ -159,38 +164,82 @@ def _shared(graph: TaskGraph) -> set[int]:
     return found
 
 
-def _chosen(graph: TaskGraph, saved: dict[int, float], capacity: int, share: float) -> list[int]:
-    """Tensors for a share of the room beside the largest working set; it may be none."""
-    chosen = largest = _largest(graph, saved, capacity)
-    room = share * (capacity - least_room(graph, largest) - _place_bytes(graph, largest))
-    # What stays is no part of the working set of those that read it, which leaves more room.
-    for _ in range(2):
-        rest = {t: saves for t, saves in saved.items() if t not in largest}
-        chosen = largest + _spread(graph, rest, room)
-        room = share * (capacity - least_room(graph, chosen) - _place_bytes(graph, largest))
-    while chosen and _place_bytes(graph, chosen) + least_room(graph, chosen) > capacity:
-        chosen.pop()
-    return chosen
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Room:
+    """What may stay on one device, and where.
 
+    Attributes:
+      capacity: bytes of its arena.
+      saved: as `_saved_bytes`, of its own tensors.
+    """
 
-def _packed(graph: TaskGraph, saved: dict[int, float], capacity: int) -> list[int]:
-    """Tensors that together save most. The larger ones that do not stay, the less room there is for
-    what does, so the largest are tried on either side."""
-    if len(saved) > _MOST_PACKED:
-        return []
-    by_size = sorted(saved, key=lambda t: -graph.tensors[t].bytes)
-    best: list[int] = []
-    most = 0.0
-    for count in range(min(len(by_size), _MOST_FIXED) + 1):
-        fixed, rest = by_size[:count], by_size[count:]
-        room = capacity - least_room(graph, fixed) - _place_bytes(graph, fixed)
-        if room < 0:
-            continue
-        found = fixed + _best_sum(graph, {t: saved[t] for t in rest}, room)
-        total = sum(saved[t] * graph.tensors[t].bytes for t in found)
-        if total > most:
-            best, most = found, total
-    return sorted(best)
+    graph: TaskGraph
+    device: int
+    capacity: int
+    saved: dict[int, float]
+
+    def beside(self, count: int) -> "_Room":
+        """What is left beside so many bytes."""
+        return dataclasses.replace(self, capacity=self.capacity - count)
+
+    def _left(self, residents: Sequence[int]) -> int:
+        """Bytes beside the largest working set, in which those that stay do not count."""
+        return self.capacity - least_room(self.graph, residents, self.device)
+
+    def chosen(self, share: float) -> list[int]:
+        """Tensors for a share of the room beside the largest working set; it may be none."""
+        graph = self.graph
+        chosen = largest = self._largest()
+        room = share * (self._left(largest) - _place_bytes(graph, largest))
+        # What stays is no part of the working set of those that read it, which leaves more room.
+        for _ in range(2):
+            rest = {t: saves for t, saves in self.saved.items() if t not in largest}
+            chosen = largest + _spread(graph, rest, room)
+            room = share * (self._left(chosen) - _place_bytes(graph, largest))
+        while chosen and _place_bytes(graph, chosen) > self._left(chosen):
+            chosen.pop()
+        return chosen
+
+    def packed(self) -> list[int]:
+        """Tensors that together save most. The larger ones that do not stay, the less room there is
+        for what does, so the largest are tried on either side."""
+        graph, saved = self.graph, self.saved
+        if len(saved) > _MOST_PACKED:
+            return []
+        by_size = sorted(saved, key=lambda t: -graph.tensors[t].bytes)
+        best: list[int] = []
+        most = 0.0
+        for count in range(min(len(by_size), _MOST_FIXED) + 1):
+            fixed, rest = by_size[:count], by_size[count:]
+            room = self._left(fixed) - _place_bytes(graph, fixed)
+            if room < 0:
+                continue
+            found = fixed + _best_sum(graph, {t: saved[t] for t in rest}, room)
+            total = sum(saved[t] * graph.tensors[t].bytes for t in found)
+            if total > most:
+                best, most = found, total
+        return sorted(best)
+
+    def _largest(self) -> list[int]:
+        """Tensors that make one working set far larger than the others, as the matrix of a large
+        vocabulary does: where such a one passes through, as much room stands empty all the time, so
+        it had better stay."""
+        found: list[int] = []
+        graph, saved = self.graph, self.saved
+        sets = working_sets(graph)[self.device]
+        while True:
+            vertex = graph.vertices[int(sets.argmax())]
+            able = [t for t in vertex.inputs if t in saved and t not in found]
+            if not able:
+                return found
+            tensor = max(able, key=lambda t: graph.tensors[t].bytes)
+            size, before = align(graph.tensors[tensor].bytes), int(sets.max())
+            sets = working_sets(graph, [*found, tensor])[self.device]
+            after = int(sets.max())
+            taken = _place_bytes(graph, found) + size
+            if before - after < _SPARED * size or taken + after > self.capacity:
+                return found
+            found.append(tensor)
 
 
 def _best_sum(graph: TaskGraph, saved: dict[int, float], room: int) -> list[int]:
@@ -214,27 +263,6 @@ def _best_sum(graph: TaskGraph, saved: dict[int, float], room: int) -> list[int]
             found.append(t)
             at -= cells
     return found
-
-
-def _largest(graph: TaskGraph, saved: dict[int, float], capacity: int) -> list[int]:
-    """Tensors that make one working set far larger than the others, as the matrix of a large
-    vocabulary does: where such a one passes through, as much room stands empty all the time, so it
-    had better stay."""
-    found: list[int] = []
-    sets = working_sets(graph)[0]
-    while True:
-        vertex = graph.vertices[int(sets.argmax())]
-        able = [t for t in vertex.inputs if t in saved and t not in found]
-        if not able:
-            return found
-        tensor = max(able, key=lambda t: graph.tensors[t].bytes)
-        size, before = align(graph.tensors[tensor].bytes), int(sets.max())
-        sets = working_sets(graph, [*found, tensor])[0]
-        after = int(sets.max())
-        taken = _place_bytes(graph, found) + size
-        if before - after < _SPARED * size or taken + after > capacity:
-            return found
-        found.append(tensor)
 
 
 def _place_bytes(graph: TaskGraph, tensors: Sequence[int]) -> int:

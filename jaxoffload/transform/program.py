@@ -149,8 +149,10 @@ class Program:
         )
         if made is None:
             return request
-        # Nothing stays from call to call.
-        return dataclasses.replace(request, num_devices=made.num_devices, lasting=frozenset())
+        # What else is in a lower tier is read in parts, of which nobody knows whether they change.
+        count, own = made.num_devices, request.lasting.intersection(self._signature.in_parts)
+        lasting = frozenset(i * count + d for i in own for d in range(count))
+        return dataclasses.replace(request, num_devices=count, lasting=lasting)
 
     @property
     def is_over_devices(self) -> bool:

@@ -17,6 +17,7 @@ from jaxoffload.capture.words import Code, code_of, encoded, moved_dtype
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.identity import Key
 from jaxoffload.runtime.arrays import TierArray
+from jaxoffload.runtime.sharded import ShardedHostArray
 from jaxoffload.transform.met import outside_of
 
 _OPTIMIZER_WORDS = frozenset(
@@ -52,6 +53,7 @@ class Signature:
       tiers: for each leaf "host", "disk", or "" for an array of JAX's or NumPy's.
       shardings: for each leaf how it is spread, where that is part of its type (a mesh has explicit
         axes), and JAX's memory space where that is the host's; None for others.
+      in_parts: leaves of which each of several devices has a part (`ShardedHostArray`).
       identity: of all these.
     """
 
@@ -63,13 +65,14 @@ class Signature:
     kinds: tuple[TensorKind, ...]
     tiers: tuple[str, ...]
     shardings: tuple[Any, ...]
+    in_parts: tuple[int, ...]
 
     identity: Key = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         found = identity.intern(
             self.tree, static_keys(self.static), self.avals, self.codes, self.donated, self.kinds,
-            self.tiers, self.shardings,
+            self.tiers, self.shardings, self.in_parts,
         )  # fmt: skip
         object.__setattr__(self, "identity", found)
 
@@ -246,6 +249,7 @@ class ArgumentSpec:
                 tuple(kinds),
                 tuple(tiers),
                 tuple(shardings),
+                tuple(i for i, x in enumerate(leaves) if isinstance(x, ShardedHostArray)),
             ),  # fmt: skip
             leaves,
         )

@@ -168,6 +168,13 @@ def test_state_in_host_memory_is_written_over_where_it_is(gpus, monkeypatch):
         np.asarray(lost[0])
 
 
+def test_a_part_of_the_state_stays_on_each_gpu(gpus):
+    with sharded.slow_copies(gpus):
+        step, held, want = sharded.kept(vertex_memory=1)
+        sharded.check_what_stays(step, held, want)
+    assert step.last_run.copied_outputs == 0
+
+
 def test_all_memory_of_both_devices_is_given_back(gpus):
     jo.clear_caches()
     gc.collect()

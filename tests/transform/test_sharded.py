@@ -1,5 +1,8 @@
 """State in host memory that several devices train: each writes over its own part."""
 
+import contextlib
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoffload as jo
+from jaxoffload.runtime import backends
 from tests.devices.programs import mesh_of, normal
 
 COUNT, LAYERS, WIDTH = 2, 3, 64
@@ -131,3 +135,98 @@ def test_what_cannot_be_is_refused():
         jo.host_put(X[:3], ROWS)
     with pytest.raises(TypeError, match="not an array"):
         jo.host_put("words", ROWS)
+
+
+@contextlib.contextmanager
+def slow_copies(backend):
+    """Plans within it are for links so slow that whatever stays pays."""
+    before, link = backend.machine, jo.Link(1e6)
+    backend.machine = dataclasses.replace(before, to_device=link, from_device=link)
+    try:
+        yield
+    finally:
+        backend.machine = before
+
+
+@pytest.fixture
+def slow_link():
+    with slow_copies(backends.several(jax.devices()[:COUNT])):
+        yield
+
+
+def kept(**options):
+    """A step that keeps a part of its state on each device, its state, and what it is after steps."""
+    given = state()
+    least = jo.offload(train, device_memory=None).plan(*given, X).min_device_memory
+    step = jo.offload(
+        train, device_memory=2 * least, donate_argnums=(0, 1), cut="always", **options
+    )
+    return step, jo.host_put(given, sharding_of(given)), given
+
+
+def close(tree, other):
+    for got, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(np.asarray(got), leaf, rtol=2e-3, atol=2e-4)
+
+
+def check_what_stays(step, held, want):
+    """Calls that follow one another, results read between them or not, parts changed, the devices
+    left empty: always the values of jit."""
+    after = jax.jit(train)
+    found = []
+    for number in range(8):
+        if number == 3:
+            close(held, want)  # what the devices owe is paid
+        if number == 4:
+            want = ([np.asarray(w) * 0.5 for w in want[0]], want[1])
+            for w, changed in zip(held[0], want[0], strict=True):
+                w.write(changed)
+        if number == 6:
+            assert step.resident()
+            step.release()
+            assert not step.resident()
+        weights, moments, value = step(*held, X)
+        *want, other = after(*want, X)
+        held = weights, moments
+        np.testing.assert_allclose(value, other, rtol=1e-4)
+        run = step.last_run
+        assert run.peak_device_bytes <= run.budget
+        found.append(run.bytes_found)
+    close(held, want)
+    assert found[0] == found[6] == 0 < found[1] == found[2] == found[3] == found[7]
+    assert found[4] < found[3], "a part that was changed was taken for the old one"
+
+
+def test_a_part_of_the_state_stays_on_each_device(slow_link):
+    step, held, want = kept(vertex_memory=1)
+    check_what_stays(step, held, want)
+    graph = step.last_run.memgraph
+    stay = [graph.taskgraph.tensors[t] for t in graph.tensor[graph.residents].tolist()]
+    assert {tensor.device for tensor in stay} == set(range(COUNT))
+    assert sum(step.resident().values()) == sum(tensor.bytes for tensor in stay)
+
+
+def test_what_has_no_parts_of_its_own_does_not_stay(slow_link):
+    """Nobody knows whether it has changed."""
+    weights = [normal(WIDTH, WIDTH, seed=k) / 8 for k in range(LAYERS)]
+
+    def forward(weights, x):
+        def part(weights, x):
+            for w in weights:
+                x = jnp.tanh(x @ lax.all_gather(w, "x", axis=1, tiled=True))
+            return x
+
+        return jax.shard_map(
+            part, mesh=MESH, in_specs=(P(None, "x"), P("x")), out_specs=P("x")
+        )(weights, x)  # fmt: skip
+
+    found = {}
+    for name, put in {"parts": lambda t: jo.host_put(t, COLUMNS), "whole": jo.host_put}.items():
+        below = put(weights)
+        least = jo.offload(forward, device_memory=None).plan(below, X).min_device_memory
+        room = least + weights[0].nbytes
+        step = jo.offload(forward, device_memory=room, cut="always")
+        for _ in range(2):
+            close(step(below, X), jax.jit(forward)(weights, X))
+        found[name] = step.last_run.bytes_found
+    assert found["parts"] > 0 == found["whole"]

@@ -129,13 +129,13 @@ def min_budgets(graph: TaskGraph) -> list[tuple[int, int]]:
     return [(m + s, v) for m, s, v in zip(most.tolist(), spare, where.tolist(), strict=True)]
 
 
-def least_room(graph: TaskGraph, residents: Sequence[int] = ()) -> int:
-    """Bytes of one device's arena that the largest working set takes.
+def least_room(graph: TaskGraph, residents: Sequence[int] = (), device: int = 0) -> int:
+    """Bytes of a device's arena that the largest working set takes.
 
     Args:
       residents: tensors that have places of their own, which do not count.
     """
-    return int(working_sets(graph, residents)[0].max())
+    return int(working_sets(graph, residents)[device].max())
 
 
 def working_sets(graph: TaskGraph, without: Sequence[int] = ()) -> np.ndarray:
