@@ -155,7 +155,7 @@ def slow_link():
 
 
 def kept(**options):
-    """A step that keeps a part of its state on each device, its state, and what it is after steps."""
+    """A step that keeps a part of its state on each device; its state, in parts and whole."""
     given = state()
     least = jo.offload(train, device_memory=None).plan(*given, X).min_device_memory
     step = jo.offload(
