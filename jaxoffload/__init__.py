@@ -48,6 +48,7 @@ from jaxoffload.runtime.profile import Profile as Profile
 from jaxoffload.runtime.put import disk_put as disk_put
 from jaxoffload.runtime.put import host_put as host_put
 from jaxoffload.runtime.run import Run as Run
+from jaxoffload.runtime.sharded import ShardedDiskArray as ShardedDiskArray
 from jaxoffload.runtime.sharded import ShardedHostArray as ShardedHostArray
 from jaxoffload.search.whole import WholeRun as WholeRun
 from jaxoffload.transform.caches import clear_caches as clear_caches

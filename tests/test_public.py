@@ -15,7 +15,8 @@ import jaxoffload as jo
 
 NAMES = """BackendError BackendReport CaptureError Compact Comparison DiskArray
 DiskError Explanation HostArray Link MACHINES Machine OffloadError OffloadWarning
-Offloaded Plan PlanError Prediction Profile Run RunError ShardedHostArray Tradeoff VerificationError
+Offloaded Plan PlanError Prediction Profile Run RunError ShardedDiskArray
+ShardedHostArray Tradeoff VerificationError
 VerifyError WholeRun backends clear_caches compact compare disk_put host_put offload
 open_safetensors policies""".split()
 

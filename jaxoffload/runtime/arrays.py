@@ -22,7 +22,7 @@ from jaxoffload.errors import DiskError
 from jaxoffload.options import Disk, format_bytes
 from jaxoffload.runtime import lent, rows
 
-PIECE = 64 * 2**20
+_PIECE = 64 * 2**20
 """Bytes that are in memory at once while an array is written to disk."""
 _MOST_BYTES = 2**62
 """Of one array: more than any memory or disk has, and so few that the runtime can add them up."""
@@ -227,21 +227,21 @@ class DiskArray(TierArray):
     def _read_bytes(self, offset: int, count: int) -> np.ndarray:
         words = np.empty(count, np.uint8)
         if count:
-            with disk_errors():
+            with _disk_errors():
                 self.source.read_into(words, offset)
         return words
 
     def _write_bytes(self, words: np.ndarray) -> None:
         if words.size:
-            with disk_errors():
+            with _disk_errors():
                 self.source.write(words, 0)
 
     def _read_rows(self, ids: np.ndarray, to: np.ndarray) -> None:
-        with disk_errors():
+        with _disk_errors():
             rows.take_disk(self.source, ids, self._row_bytes(), to)
 
     def _write_rows(self, ids: np.ndarray, values: np.ndarray) -> None:
-        with disk_errors():
+        with _disk_errors():
             rows.put_disk(self.source, ids, self._row_bytes(), values)
 
     def _where(self) -> str:
@@ -266,7 +266,7 @@ def disk_store(disk: Disk) -> Any:
     key = os.getpid(), disk
     with _stores.lock:
         if key not in _stores.known:
-            with disk_errors():
+            with _disk_errors():
                 _stores.known[key] = _native.DiskStore(list(disk))
         return _stores.known[key]
 
@@ -278,13 +278,12 @@ def reserve(disk: Disk, count: int) -> Any:
       DiskError: there is not enough.
     """
     store = disk_store(disk)
-    with disk_errors():
+    with _disk_errors():
         return store.reserve(min(count, _MOST_BYTES))
 
 
 @contextlib.contextmanager
-def disk_errors() -> Iterator[None]:
-    """Errors of the operating system within it are the disk tier's."""
+def _disk_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -306,3 +305,51 @@ def empty_host_array(shape: tuple[int, ...], dtype: Any) -> HostArray:
             f"{np.dtype(dtype).name}{list(shape)}. Raise the limit on memory (ulimit -v, -d), or "
             "use disk_put."
         ) from error
+
+
+def described(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of a leaf.
+
+    Raises:
+      TypeError: it is no array.
+    """
+    if jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
+        raise TypeError(
+            f"{leaf!r} is an array of typed PRNG keys, which belong to JAX. Leave it on the "
+            "device, or pass jax.random.key_data(keys), and jax.random.wrap_key_data in the "
+            "function."
+        )
+    if isinstance(leaf, TierArray | jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+        return tuple(leaf.shape), np.dtype(leaf.dtype)
+    if isinstance(leaf, bool | int | float | complex):
+        return (), np.dtype(jax.dtypes.canonicalize_dtype(jax.dtypes.result_type(leaf)))
+    raise TypeError(
+        f"{leaf!r} is a {type(leaf).__name__}, not an array. Pass arrays, numbers or "
+        "jax.ShapeDtypeStruct."
+    )
+
+
+def to_host(leaf: Any) -> HostArray:
+    """A copy of an array in the host tier; of a `jax.ShapeDtypeStruct` zeros."""
+    array = empty_host_array(*described(leaf))
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        np.asarray(array.buffer)[:] = 0
+    else:
+        array.write(np.asarray(leaf, array.dtype))
+    return array
+
+
+def to_disk(leaf: Any, disk: Disk) -> DiskArray:
+    """The same on disk."""
+    shape, dtype = described(leaf)
+    count = math.prod(shape) * dtype.itemsize
+    extent = reserve(disk, count)
+    array = DiskArray(shape, dtype, extent, disk)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        zeros = np.zeros(min(count, _PIECE), np.uint8)
+        for start in range(0, count, _PIECE):
+            with _disk_errors():
+                extent.write(zeros[: count - start], start)
+    else:
+        array.write(np.asarray(leaf, dtype))
+    return array

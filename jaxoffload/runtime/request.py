@@ -106,10 +106,15 @@ class Request:
           has_own_memory: whether the device has memory that the host's cores do not reach.
         """
         arguments, results = self.on_device if has_own_memory else (frozenset(), frozenset())
+        count = self.num_devices
+        on_disk = [
+            frozenset(i * count + d for i in of_one for d in range(count))
+            for of_one in (self.disk_arguments, self.disk_results)
+        ]
         return dataclasses.replace(
             graph,
-            disk_arguments=self.disk_arguments,
-            disk_results=self.disk_results,
+            disk_arguments=on_disk[0],
+            disk_results=on_disk[1],
             device_arguments=arguments,
             device_results=results,
             in_place_io=self.options.memory is not None,

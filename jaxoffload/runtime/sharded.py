@@ -1,10 +1,10 @@
-"""Arrays in host memory of which each of several devices has its own part.
+"""Arrays in a lower tier of which each of several devices has its own part.
 
-Takes a global array and a `NamedSharding`; gives an array of `HostArray`s, one a device, so that
-what a device writes over its part lies together in memory, however the array is cut.
+Takes a global array and a `NamedSharding`; gives an array of `HostArray`s or `DiskArray`s, one a
+device, so that what a device writes over its part lies together, however the array is cut.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,12 +12,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxoffload.runtime import rows
-from jaxoffload.runtime.arrays import HostArray, TierArray, empty_host_array
+from jaxoffload.runtime.arrays import DiskArray, HostArray, TierArray, to_disk, to_host
 
 
-class ShardedHostArray(TierArray):
-    """An array in host memory, cut as a function over several devices cuts it. Made by
-    `host_put(tree, sharding)`; `numpy.asarray` puts it together.
+class ShardedArray(TierArray):
+    """An array cut as a function over several devices cuts it; `numpy.asarray` puts it together.
 
     Attributes:
       sharding: a `NamedSharding`.
@@ -25,9 +24,7 @@ class ShardedHostArray(TierArray):
         the same part share it, until it is donated.
     """
 
-    tier = "host"
-
-    def __init__(self, shape: tuple[int, ...], sharding: NamedSharding, parts: Sequence[HostArray]):
+    def __init__(self, shape: tuple[int, ...], sharding: NamedSharding, parts: Sequence[Any]):
         super().__init__(shape, parts[0].dtype)
         self.sharding, self.parts = sharding, list(parts)
 
@@ -45,8 +42,12 @@ class ShardedHostArray(TierArray):
         """
         raise ValueError(
             f"{self!r} is for functions over the devices of its mesh, and this one is not. Pass "
-            "jaxoffload.host_put(numpy.asarray(array))."
+            "numpy.asarray(array), or that with host_put or disk_put."
         )
+
+    @property
+    def writable(self) -> bool:
+        return all(part.writable for part in self.parts)
 
     def is_deleted(self) -> bool:
         return self._deleted or any(part.is_deleted() for part in self.parts)
@@ -55,29 +56,31 @@ class ShardedHostArray(TierArray):
         super().delete()
         self.parts = []
 
-    def own_parts(self) -> list[HostArray]:
+    def own_parts(self) -> list[Any]:
         """The parts, none of them shared: they may all be overwritten."""
         seen: set[int] = set()
         found = []
         for part in self.parts:
             is_shared = id(part) in seen
             seen.add(id(part))
-            found.append(_copied(np.asarray(part)) if is_shared else part)
+            found.append(self._copy_of(part) if is_shared else part)
         return found
+
+    @staticmethod
+    def _copy_of(part: Any) -> Any:
+        raise NotImplementedError
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         self.check_alive()
         found = np.empty(self.shape, self.dtype)
-        where = self.sharding.devices_indices_map(self.shape)
-        for device, part in zip(self.devices, self.parts, strict=True):
-            found[where[device]] = np.asarray(part)
+        for index, part in zip(_indices(self.sharding, self.shape), self.parts, strict=True):
+            found[index] = np.asarray(part)
         return found if dtype is None else found.astype(dtype, copy=False)
 
     def write(self, values: np.ndarray) -> None:
         self.check_alive()
-        where = self.sharding.devices_indices_map(self.shape)
-        for device, part in zip(self.devices, self.parts, strict=True):
-            part.write(np.asarray(values)[where[device]])
+        for index, part in zip(_indices(self.sharding, self.shape), self.parts, strict=True):
+            part.write(np.asarray(values)[index])
 
     def _bytes(self) -> np.ndarray:
         return np.asarray(self).reshape(-1).view(np.uint8)
@@ -94,46 +97,68 @@ class ShardedHostArray(TierArray):
         self.write(words.view(self.dtype).reshape(self.shape))
 
     def _where(self) -> str:
+        where = {"host": "in host memory", "disk": "on disk"}[self.tier]
         spec = ", ".join(map(str, self.sharding.spec))
-        return f"in host memory, in parts for {len(self.devices)} devices: P({spec})"
+        return f"{where}, in parts for {len(self.devices)} devices: P({spec})"
 
 
-def to_sharded(leaf: Any, sharding: NamedSharding) -> ShardedHostArray:
+class ShardedHostArray(ShardedArray):
+    """An array in host memory, cut as a function over several devices cuts it. Made by
+    `host_put(tree, sharding)`; `numpy.asarray` puts it together.
+
+    Attributes:
+      sharding: a `NamedSharding`.
+      parts: the `HostArray` of each device, in the order of `sharding.mesh.devices.flat`. Devices
+        that have the same part share it, until it is donated.
+    """
+
+    tier = "host"
+
+    @staticmethod
+    def _copy_of(part: HostArray) -> HostArray:
+        return to_host(np.asarray(part))
+
+
+class ShardedDiskArray(ShardedArray):
+    """The same on disk, of `DiskArray`s. Made by `disk_put(tree, folder, sharding)`."""
+
+    tier = "disk"
+
+    @staticmethod
+    def _copy_of(part: DiskArray) -> DiskArray:
+        return to_disk(np.asarray(part), part.folders)
+
+
+def of_parts(shape: tuple[int, ...], sharding: NamedSharding, parts: Sequence[Any]) -> ShardedArray:
+    """The array of parts in a lower tier."""
+    made = ShardedDiskArray if isinstance(parts[0], DiskArray) else ShardedHostArray
+    return made(shape, sharding, parts)
+
+
+def to_sharded(leaf: Any, sharding: NamedSharding, put: Callable[[Any], Any]) -> ShardedArray:
     """A copy of an array, in parts.
 
     Args:
       leaf: an array, or a `jax.ShapeDtypeStruct` that stands for zeros.
+      put: gives the copy of a part in its tier.
 
     Raises:
-      ValueError: the mesh does not divide it. MemoryError: there is not as much memory.
+      ValueError: the mesh does not divide it.
     """
-    shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
-    size = sharding.shard_shape(shape)
-    is_zeros = isinstance(leaf, jax.ShapeDtypeStruct)
+    shape, is_zeros = tuple(leaf.shape), isinstance(leaf, jax.ShapeDtypeStruct)
+    zeros = jax.ShapeDtypeStruct(sharding.shard_shape(shape), leaf.dtype)
     whole = None if is_zeros else np.asarray(leaf)
-    known: dict[str, HostArray] = {}
+    known: dict[str, Any] = {}
     parts = []
     for index in _indices(sharding, shape):
         key = str(index)
         if key not in known:
-            known[key] = _zeros(size, dtype) if whole is None else _copied(whole[index])
+            known[key] = put(zeros if whole is None else whole[index])
         parts.append(known[key])
-    return ShardedHostArray(shape, sharding, parts)
+    return of_parts(shape, sharding, parts)
 
 
 def _indices(sharding: NamedSharding, shape: tuple[int, ...]) -> list[Any]:
     """What each device has."""
     where = sharding.devices_indices_map(shape)
     return [where[device] for device in sharding.mesh.devices.flat]
-
-
-def _copied(values: np.ndarray) -> HostArray:
-    array = empty_host_array(values.shape, values.dtype)
-    array.write(values)
-    return array
-
-
-def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> HostArray:
-    array = empty_host_array(shape, dtype)
-    np.asarray(array.buffer)[:] = 0
-    return array

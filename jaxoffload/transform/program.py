@@ -44,7 +44,7 @@ from jaxoffload.transform.devices_call import call_of_all
 from jaxoffload.transform.loops import LoopPlan, sweeps_of
 from jaxoffload.transform.primitive import Derived, plan_request
 from jaxoffload.transform.queued import QueuedCalls
-from jaxoffload.transform.shards import Shards, check_budgets, refuse_tiers
+from jaxoffload.transform.shards import Shards, check_budgets, refuse_options
 from jaxoffload.transform.signature import Signature, shapes_of
 
 
@@ -90,7 +90,7 @@ class Program:
                 self._refusal = error  # unless it runs whole
         self._shards: Shards | None = None
         if self._spread is not None:
-            refuse_tiers(name, signature.tiers, signature.donated, options)
+            refuse_options(name, options)
             results = [tuple(aval.shape) for aval in self.traced.out_avals]
             self._shards = Shards(self._spread, results)
             if not asked:  # devices of a CPU have one memory

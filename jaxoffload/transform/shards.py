@@ -15,12 +15,12 @@ from jax.sharding import NamedSharding
 
 from jaxoffload.capture.spread import Spread
 from jaxoffload.options import Options
-from jaxoffload.runtime.arrays import DiskArray, HostArray, TierArray
+from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.run import Run, run_plan
-from jaxoffload.runtime.sharded import ShardedHostArray
+from jaxoffload.runtime.sharded import ShardedArray, of_parts
 
-_DELETED = (jax.Array, ShardedHostArray)
+_DELETED = (jax.Array, ShardedArray)
 """Of what kinds donated operands are deleted here: their parts are, by the run."""
 
 
@@ -68,16 +68,22 @@ class Shards:
 
     def _parts(self, array: Any, sharding: NamedSharding, is_donated: bool) -> list[Any]:
         """What each device has of an array."""
-        if isinstance(array, DiskArray):
-            raise ValueError(
-                f"offload: {array!r} is on disk, and what functions over several devices take is "
-                "in memory so far. Pass it through jaxoffload.host_put."
-            )
-        if isinstance(array, TierArray) and is_donated:
-            return self._parts_to_overwrite(array, sharding)
-        if isinstance(array, ShardedHostArray) and self._is_cut_so(array, sharding):
-            found = dict(zip(array.devices, array.parts, strict=True))
-            return [found[device] for device in self._devices]
+        if isinstance(array, TierArray):
+            # No part of what is on disk as a whole is read alone.
+            must_be = "donated" if is_donated else "on disk" if array.tier == "disk" else ""
+            if isinstance(array, ShardedArray) and array.sharding.is_equivalent_to(
+                sharding, array.ndim
+            ):
+                parts = array.own_parts() if is_donated else array.parts
+                found = dict(zip(array.devices, parts, strict=True))
+                return [found[device] for device in self._devices]
+            if must_be:
+                put = "disk_put(array, folder" if array.tier == "disk" else "host_put(array"
+                raise ValueError(
+                    f"offload: {array!r} is {must_be}, and a function over several devices takes "
+                    f"it as {sharding.spec} of the mesh {dict(sharding.mesh.shape)} cuts it. Pass "
+                    f"jaxoffload.{put}, NamedSharding(mesh, spec)) with these."
+                )
         if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1:
             if not array.sharding.is_equivalent_to(sharding, array.ndim):
                 array = jax.device_put(array, sharding)
@@ -87,38 +93,20 @@ class Shards:
         where = sharding.devices_indices_map(whole.shape)
         return [whole[where[device]] for device in self._devices]
 
-    def _is_cut_so(self, array: ShardedHostArray, sharding: NamedSharding) -> bool:
-        return array.sharding.is_equivalent_to(sharding, array.ndim)
-
-    def _parts_to_overwrite(self, array: TierArray, sharding: NamedSharding) -> list[HostArray]:
-        if not isinstance(array, ShardedHostArray) or not self._is_cut_so(array, sharding):
-            raise ValueError(
-                f"offload: {array!r} is donated to a function over several devices, which writes "
-                f"over it as {sharding.spec} of the mesh {dict(sharding.mesh.shape)} cuts it. Pass "
-                "jaxoffload.host_put(array, NamedSharding(mesh, spec)) with these."
-            )
-        found = dict(zip(array.devices, array.own_parts(), strict=True))
-        return [found[device] for device in self._devices]
-
     def _whole(self, flat: Sequence[Any]) -> list[Any]:
         """The global results."""
         count, found = len(self._devices), []
         for j, (shape, sharding) in enumerate(zip(self._out_shapes, self._out, strict=True)):
             parts = list(flat[j * count : (j + 1) * count])
-            if isinstance(parts[0], HostArray):
-                found.append(ShardedHostArray(shape, sharding, parts))
+            if isinstance(parts[0], TierArray):
+                found.append(of_parts(shape, sharding, parts))
             else:
                 found.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
         return found
 
 
-def refuse_tiers(
-    name: str, tiers: Sequence[str], donated: Sequence[bool], options: Options
-) -> None:
+def refuse_options(name: str, options: Options) -> None:
     """Refuses what is not done for functions over several devices.
-
-    Args:
-      tiers: of each argument.
 
     Raises:
       ValueError: with the remedy.
@@ -132,11 +120,6 @@ def refuse_tiers(
         raise ValueError(
             f"offload({name}): results={options.results!r} for a function over several devices, "
             "whose results are spread over them. Leave it out."
-        )
-    if any(tier == "disk" and given for tier, given in zip(tiers, donated, strict=True)):
-        raise ValueError(
-            f"offload({name}): an array on disk is donated to a function over several devices, "
-            "which cannot hand it back there. Take it out of donate_argnums."
         )
 
 

@@ -17,7 +17,7 @@ from jaxoffload.capture.words import Code, code_of, encoded, moved_dtype
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.identity import Key
 from jaxoffload.runtime.arrays import TierArray
-from jaxoffload.runtime.sharded import ShardedHostArray
+from jaxoffload.runtime.sharded import ShardedArray
 from jaxoffload.transform.met import outside_of
 
 _OPTIMIZER_WORDS = frozenset(
@@ -53,7 +53,7 @@ class Signature:
       tiers: for each leaf "host", "disk", or "" for an array of JAX's or NumPy's.
       shardings: for each leaf how it is spread, where that is part of its type (a mesh has explicit
         axes), and JAX's memory space where that is the host's; None for others.
-      in_parts: leaves of which each of several devices has a part (`ShardedHostArray`).
+      in_parts: leaves of which each of several devices has a part (`ShardedArray`).
       identity: of all these.
     """
 
@@ -249,7 +249,7 @@ class ArgumentSpec:
                 tuple(kinds),
                 tuple(tiers),
                 tuple(shardings),
-                tuple(i for i, x in enumerate(leaves) if isinstance(x, ShardedHostArray)),
+                tuple(i for i, x in enumerate(leaves) if isinstance(x, ShardedArray)),
             ),  # fmt: skip
             leaves,
         )

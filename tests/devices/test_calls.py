@@ -274,8 +274,6 @@ def test_tiers_that_are_not_known_to_several_devices_are_refused(tmp_path):
     refused(mapped(product), (W, X), "results='host'", ValueError, results="host")
     refused(mapped(product), (jo.host_put(W), X), r"Pass jaxoffload.host_put\(array, NamedSharding",
             ValueError, donate_argnums=0)  # fmt: skip
-    refused(mapped(product), (jo.disk_put(W, tmp_path), X), "on disk is donated", ValueError,
-            donate_argnums=0)  # fmt: skip
     refused(mapped(product), (jo.disk_put(W, tmp_path), X), "on disk", ValueError,
             device_memory=100000)  # fmt: skip
     refused(mapped(product), (W, X), "memory=.*several devices", ValueError, memory=100000,

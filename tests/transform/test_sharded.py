@@ -1,4 +1,4 @@
-"""State in host memory that several devices train: each writes over its own part."""
+"""State in host memory, or on disk, that several devices train: each writes over its own part."""
 
 import contextlib
 import dataclasses
@@ -46,18 +46,29 @@ def train(weights, moments, x):
 
 
 def addresses(tree):
-    return [part.buffer.address for leaf in jax.tree.leaves(tree) for part in leaf.parts]
+    """Where the parts are: what holds their bytes, on disk."""
+    parts = [part for leaf in jax.tree.leaves(tree) for part in leaf.parts]
+    return [p.buffer.address if isinstance(p, jo.HostArray) else id(p.source) for p in parts]
+
+
+@pytest.fixture(params=["host", "disk"])
+def put(request, tmp_path):
+    """`put(tree, sharding)`."""
+    if request.param == "host":
+        return jo.host_put
+    return lambda tree, sharding=None: jo.disk_put(tree, tmp_path, sharding)
 
 
 @pytest.mark.parametrize("budget", ["least", "whole"])
-def test_state_is_trained_where_it_is(budget):
+def test_state_is_trained_where_it_is(budget, put):
     want, want_moments = state()
     given = state()
     plan = jo.offload(train, device_memory=None).plan(*given, X)
     room = plan.min_device_memory if budget == "least" else None
     step = jo.offload(train, device_memory=room, donate_argnums=(0, 1), cut="always")
-    weights, moments = jo.host_put(given, sharding_of(given))
-    at, before = None, weights
+    weights, moments = put(given, sharding_of(given))
+    at, before, kind = None, weights, type(weights[0])
+    assert kind in (jo.ShardedHostArray, jo.ShardedDiskArray)
     for _ in range(3):
         weights, moments, value = step(weights, moments, X)
         want, want_moments, other = jax.jit(train)(want, want_moments, X)
@@ -66,7 +77,7 @@ def test_state_is_trained_where_it_is(budget):
         at = addresses((weights, moments))
     for tree, other in ((weights, want), (moments, want_moments)):
         for got, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
-            assert isinstance(got, jo.ShardedHostArray) and got.shape == leaf.shape
+            assert isinstance(got, kind) and got.shape == leaf.shape
             np.testing.assert_allclose(got, leaf, rtol=1e-3, atol=1e-4)
     assert weights[0].sharding == COLUMNS and before[0].is_deleted()
     assert "deleted" in repr(before[0])
@@ -74,21 +85,28 @@ def test_state_is_trained_where_it_is(budget):
         np.asarray(before[0])
 
 
-def test_what_is_not_donated_may_be_cut_otherwise():
-    def f(x, w):
-        return jax.shard_map(
-            lambda x, w: lax.psum(x @ w, "x"),
-            mesh=MESH, in_specs=(P(None, "x"), P("x")), out_specs=P(),
-        )(x, w)  # fmt: skip
+def product(x, w):
+    return jax.shard_map(
+        lambda x, w: lax.psum(x @ w, "x"),
+        mesh=MESH, in_specs=(P(None, "x"), P("x")), out_specs=P(),
+    )(x, w)  # fmt: skip
 
+
+def test_what_is_not_donated_may_be_cut_otherwise_in_host_memory(tmp_path):
     w = normal(WIDTH, WIDTH)
+    step = jo.offload(product, device_memory=None)
     for sharding in (ROWS, COLUMNS, WHOLE):
-        got = jo.offload(f, device_memory=None)(X, jo.host_put(w, sharding))
+        got = step(X, jo.host_put(w, sharding))
         np.testing.assert_allclose(got, X @ w, rtol=1e-4, atol=1e-4)
+    got = step(X, jo.disk_put(w, tmp_path, ROWS))
+    np.testing.assert_allclose(got, X @ w, rtol=1e-4, atol=1e-4)
+    for array in (jo.disk_put(w, tmp_path), jo.disk_put(w, tmp_path, COLUMNS)):
+        with pytest.raises(ValueError, match=r"is on disk.* Pass jaxoffload.disk_put\(array, fol"):
+            step(X, array)
 
 
-def test_parts_that_are_the_same_are_one_until_they_are_donated():
-    array = jo.host_put(X, WHOLE)
+def test_parts_that_are_the_same_are_one_until_they_are_donated(put):
+    array = put(X, WHOLE)
     assert array.parts[0] is array.parts[1]
     step = jax.shard_map(lambda x: x + 1, mesh=MESH, in_specs=P(), out_specs=P())
     got = jo.offload(step, device_memory=None, donate_argnums=0, cut="always")(array)
@@ -98,8 +116,8 @@ def test_parts_that_are_the_same_are_one_until_they_are_donated():
 
 
 @pytest.mark.parametrize("sharding", [ROWS, COLUMNS, WHOLE], ids=str)
-def test_parts_make_the_array(sharding):
-    array = jo.host_put(X, sharding)
+def test_parts_make_the_array(sharding, put):
+    array = put(X, sharding)
     np.testing.assert_array_equal(array, X)
     np.testing.assert_array_equal(array[3:5], X[3:5])
     np.testing.assert_array_equal(array[[5, 2, 5]], X[[5, 2, 5]])
@@ -110,7 +128,7 @@ def test_parts_make_the_array(sharding):
     assert (np.asarray(array)[:2, :3] == 7).all() and (np.asarray(array)[2:] == X[2:] * 2).all()
     array.put(np.array([4, 1]), X[:2])
     np.testing.assert_array_equal(array[[4, 1]], X[:2])
-    zeros = jo.host_put(jax.ShapeDtypeStruct(X.shape, jnp.bfloat16), sharding)
+    zeros = put(jax.ShapeDtypeStruct(X.shape, jnp.bfloat16), sharding)
     assert not np.asarray(zeros).any() and zeros.dtype == jnp.bfloat16
     assert "in parts for 2 devices" in repr(array)
 
@@ -119,16 +137,22 @@ def test_numbers_may_be_spread():
     assert np.asarray(jo.host_put({"count": 3}, WHOLE)["count"]) == 3
 
 
-def test_what_cannot_be_is_refused():
+def test_what_cannot_be_is_refused(tmp_path):
     given = jax.tree.map(np.asarray, state())
     step = jo.offload(train, device_memory=None, donate_argnums=0, cut="always")
-    for put in (jo.host_put, lambda w: jo.host_put(w, ROWS)):
+    for put in (
+        jo.host_put,
+        lambda w: jo.host_put(w, ROWS),
+        lambda w: jo.disk_put(w, tmp_path),
+        lambda w: jo.disk_put(w, tmp_path, ROWS),
+    ):
         weights = put(given[0])
-        with pytest.raises(ValueError, match=r"writes over it as .*None, 'x'.* cuts it"):
+        with pytest.raises(ValueError, match=r"is donated.* takes it as .*None, 'x'.* cuts it"):
             step(weights, given[1], X)
         assert not any(w.is_deleted() for w in weights)
-    with pytest.raises(ValueError, match="functions over the devices of its mesh"):
-        jo.offload(lambda x: x @ x.T, device_memory=None, cut="always")(jo.host_put(X, ROWS))
+    for array in (jo.host_put(X, ROWS), jo.disk_put(X, tmp_path, ROWS)):
+        with pytest.raises(ValueError, match="functions over the devices of its mesh"):
+            jo.offload(lambda x: x @ x.T, device_memory=None, cut="always")(array)
     with pytest.raises(TypeError, match="is no jax.sharding.NamedSharding"):
         jo.host_put(X, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     with pytest.raises(ValueError, match="divi"):
