@@ -264,7 +264,7 @@ def several(devices: Sequence[Any]) -> Backend:
     count = len(devices)
     if count == 1:
         return current()
-    on_gpus = devices[0].platform != "cpu"
+    on_gpus = devices[0].platform in ("gpu", "cuda")
     # Devices of a CPU are one memory: those of our client stand for any.
     key = tuple(devices) if on_gpus else (count,)
     with _made.lock:

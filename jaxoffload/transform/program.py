@@ -93,7 +93,8 @@ class Program:
             refuse_options(name, options)
             results = [tuple(aval.shape) for aval in self.traced.out_avals]
             self._shards = Shards(self._spread, results)
-            if not asked:  # devices of a CPU have one memory
+            one_memory = not backends.several(self._spread.devices).has_own_memory
+            if not asked and one_memory:  # as devices of a CPU have
                 assert isinstance(options.device_memory, int)
                 share = max(1, options.device_memory // self._spread.num_devices)
                 options = dataclasses.replace(options, device_memory=share)

@@ -96,6 +96,14 @@ def test_arguments_are_taken_from_wherever_they_are(gpus, put):
             assert {s.device for s in g.addressable_shards} == set(jax.devices()[:COUNT])
 
 
+def test_without_a_budget_each_gpu_has_its_own_memory(gpus, monkeypatch):
+    """The devices of a CPU share one."""
+    monkeypatch.setattr(backends, "current", lambda: gpus)
+    step = jo.offload(sum_of_all, cut="always")
+    step(X, W)
+    assert step.plan(X, W).budget > gpus.free_memory() * 0.8
+
+
 def test_copies_go_from_device_to_device(gpus):
     step = tight(sum_of_all, X, W)
     step(X, W)
