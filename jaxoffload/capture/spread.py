@@ -84,9 +84,25 @@ def spread(closed: Any, meshes: Sequence[Any] = ()) -> Spread:
     results = _flatten(closed.jaxpr, [_Held(c) for c in closed.consts], arguments, steps)
     mesh = _mesh_of(steps, meshes)
     axes = Axes(dict(zip(mesh.axis_names, mesh.devices.shape, strict=True)))
-    known = _propagate(steps, set(arguments), axes)
-    for value in arguments:
-        known.setdefault(value, _nowhere(value))
+    known, less = (_propagate(steps, arguments, axes, through) for through in (True, False))
+    flat = arguments, steps, results
+    try:
+        return _spread(flat, mesh, axes, known)
+    except CaptureError:
+        # Something other than a shard_map reads whole what would be cut.
+        if known == less:
+            raise
+        return _spread(flat, mesh, axes, less)
+
+
+def _spread(
+    flat: tuple[list[Value], list["_Step"], list[Any]],
+    mesh: Any,
+    axes: Axes,
+    known: dict[Value, Spec],
+) -> Spread:
+    """The program of one device, where arguments and what is computed from them is cut so."""
+    arguments, steps, results = flat
     out_specs: list[Spec] = []
 
     def device(*operands: Any) -> list[Any]:
@@ -229,6 +245,8 @@ def _part(shape: Sequence[int], spec: Spec, axes: Axes) -> tuple[int, ...]:
 
 
 def _is_elementwise(step: _Step) -> bool:
+    if step.eqn.primitive.name == "bitcast_convert_type":  # of elements as wide
+        return step.inputs[0].aval.shape == step.outputs[0].shape
     return (
         operations.known(step.eqn.primitive.name).is_elementwise
         and len(step.outputs) == 1
@@ -236,14 +254,22 @@ def _is_elementwise(step: _Step) -> bool:
     )
 
 
-def _propagate(steps: Sequence[_Step], arguments: set[Value], axes: Axes) -> dict[Value, Spec]:
-    """How arguments and what is computed from them are cut, as far as shard_maps say."""
+def _propagate(
+    steps: Sequence[_Step], arguments: Sequence[Value], axes: Axes, through: bool
+) -> dict[Value, Spec]:
+    """How arguments and what is computed from them are cut, as far as shard_maps say.
+
+    Args:
+      through: so is what arguments are made into before a shard_map takes it (a cast, for one), and
+        with it they.
+    """
     known: dict[Value, Spec] = {}
+    told = set(arguments)
     for step in steps:
         if not step.is_shard_map:
             continue
         for value, spec in zip(step.inputs, step.eqn.params["in_specs"], strict=True):
-            if value in arguments:
+            if value in told or (through and type(value) is Value):
                 known.setdefault(value, _spec(spec, len(value.shape)))
         for value, spec in zip(step.outputs, step.eqn.params["out_specs"], strict=True):
             known[value] = _spec(spec, len(value.shape))
@@ -262,6 +288,8 @@ def _propagate(steps: Sequence[_Step], arguments: set[Value], axes: Axes) -> dic
                 spec = _constraint(step.eqn, axes)
                 if spec is not None:
                     known.setdefault(step.outputs[0], spec)
+    for value in arguments:
+        known.setdefault(value, _nowhere(value))
     return known
 
 

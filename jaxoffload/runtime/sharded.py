@@ -56,6 +56,12 @@ class ShardedArray(TierArray):
         super().delete()
         self.parts = []
 
+    def seen_as(self, dtype: Any) -> "ShardedArray":
+        found: Any = super().seen_as(dtype)
+        seen = {id(part): part.seen_as(dtype) for part in self.parts}  # shared as before
+        found.parts = [seen[id(part)] for part in self.parts]
+        return found
+
     def own_parts(self) -> list[Any]:
         """The parts, none of them shared: they may all be overwritten."""
         seen: set[int] = set()

@@ -133,6 +133,20 @@ def test_parts_make_the_array(sharding, put):
     assert "in parts for 2 devices" in repr(array)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int4, jnp.float8_e4m3fn], ids=str)
+def test_small_elements(dtype, put):
+    values = jnp.arange(-4, 4).astype(dtype).reshape(2, 4)
+    step = jax.shard_map(
+        lambda x: jnp.flip(x, 0), mesh=MESH, in_specs=P(None, "x"), out_specs=P(None, "x")
+    )
+    array = put(values, COLUMNS)
+    for _ in range(3):
+        array = jo.offload(step, device_memory=None, donate_argnums=0, cut="always")(array)
+        values = values[::-1]
+        assert array.dtype == dtype and {part.dtype for part in array.parts} == {array.dtype}
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(values))
+
+
 def test_numbers_may_be_spread():
     assert np.asarray(jo.host_put({"count": 3}, WHOLE)["count"]) == 3
 
@@ -254,3 +268,48 @@ def test_what_has_no_parts_of_its_own_does_not_stay(slow_link):
             close(step(below, X), jax.jit(forward)(weights, X))
         found[name] = step.last_run.bytes_found
     assert found["parts"] > 0 == found["whole"]
+
+
+def in_bfloat16(weights, x):
+    """A cast outside of the shard_map, as mixed precision has it."""
+    cast = [w.astype(jnp.bfloat16) * 1 for w in weights]
+
+    def part(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ lax.all_gather(w, "x", axis=1, tiled=True).astype(x.dtype))
+        return lax.pmean(jnp.mean(x**2), "x")
+
+    return jax.shard_map(part, mesh=MESH, in_specs=(P(None, "x"), P("x")), out_specs=P())(cast, x)
+
+
+def test_what_is_made_of_arguments_before_a_shard_map_is_cut_as_it_wants_it(put):
+    def step(weights, x):
+        value, gradients = jax.value_and_grad(in_bfloat16)(weights, x)
+        return [w - g for w, g in zip(weights, gradients, strict=True)], value
+
+    weights = [normal(WIDTH, WIDTH, seed=k) / 8 for k in range(LAYERS)]
+    held = put(weights, COLUMNS)  # refused, if each device took all of it
+    offloaded = jo.offload(step, device_memory=None, donate_argnums=0, cut="always")
+    for _ in range(2):
+        held, value = offloaded(held, X)
+        weights, other = jax.jit(step)(weights, X)
+        np.testing.assert_allclose(value, other, rtol=1e-3)
+    close(held, weights)
+    sizes = {t.bytes for t in offloaded.plan(held, X).taskgraph.tensors if t.argument}
+    assert max(sizes) == WIDTH * WIDTH * 4 // COUNT
+
+
+def test_what_is_read_whole_as_well_is_not_cut():
+    """Outside of a shard_map a product reads all of what an argument is made into."""
+
+    def f(w, x):
+        twice = w * 2
+        inside = jax.shard_map(
+            lambda w, x: lax.psum(jnp.sum(w) + jnp.sum(x), "x"),
+            mesh=MESH, in_specs=(P("x"), P("x")), out_specs=P(),
+        )(twice, x)  # fmt: skip
+        return inside, twice @ twice.T
+
+    w = normal(WIDTH, WIDTH)
+    got, want = jo.offload(f, device_memory=None, cut="always")(w, X), jax.jit(f)(w, X)
+    close(got, want)

@@ -1,0 +1,130 @@
+"""Training over two devices with state that stays in host memory: a step in its steady state.
+
+FSDP: the matrices of a perceptron and Adam's moments are cut along their columns, each device's
+part in host memory of its own (`jo.host_put(tree, sharding)`), behind a link for each device that
+is held to a rate (throttled.py). At shares of what keeping everything takes: the bytes that cross
+the links in a call that finds nothing on the devices, and in one that finds what the call before
+has left; the bytes of the state for which the budgets have no room, were they for it alone, which
+any steady state moves; seconds of both calls, and of the second over the greater of the kernels
+alone and the busier direction of the links.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoffload as jo
+from benchmarks.bus import COUNT, slow_links
+from benchmarks.measure import machine, save
+from benchmarks.throttled import RATE
+from jaxoffload.options import format_bytes
+
+SHARES = (0.75, 0.5, 0.25)
+AXIS = "x"
+
+
+class Training:
+    """A step of AdamW, its state and a batch.
+
+    Args:
+      layers, width: of the perceptron.
+      rows: of the batch.
+    """
+
+    def __init__(self, layers: int, width: int, rows: int):
+        source = np.random.default_rng(0)
+        weights = source.standard_normal((layers, width, width), np.float32) / np.sqrt(width)
+        self.batch = source.standard_normal((rows, width), np.float32)
+        self._optimizer = optax.adamw(1e-3)
+        self._mesh = Mesh(np.array(jax.devices()[:COUNT]), (AXIS,))
+        params = [np.asarray(w, np.float32) for w in weights]
+        self.state = params, self._optimizer.init(params)
+
+    def held(self) -> Any:
+        """The state in host memory, in parts."""
+        cut, whole = (NamedSharding(self._mesh, spec) for spec in (P(None, AXIS), P()))
+        each = jax.tree.map(lambda leaf: cut if np.ndim(leaf) == 2 else whole, self.state)
+        return jo.host_put(self.state, each)
+
+    def step(self, state: Any, batch: Any) -> Any:
+        """The state after a step, and the loss before it."""
+
+        def part(weights: Any, x: Any) -> Any:
+            y = x
+            for weight in weights:
+                y = jnp.tanh(y @ lax.all_gather(weight, AXIS, axis=1, tiled=True))
+            return lax.pmean(jnp.mean((y - x) ** 2), AXIS)
+
+        loss = jax.shard_map(
+            part, mesh=self._mesh, in_specs=(P(None, AXIS), P(AXIS)), out_specs=P()
+        )
+        params, moments = state
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        updates, moments = self._optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+
+def runs_of(training: Training, step: Any, count: int, forget: bool = False) -> list[Any]:
+    """The runs of calls that follow one another, from the third on."""
+    state, found = training.held(), []
+    for _ in range(2 + count):
+        if forget:
+            step.release()
+        state, _ = step(state, training.batch)
+        found.append(step.last_run)
+    return found[2:]
+
+
+def measure(training: Training, share: float, rounds: int) -> dict[str, Any]:
+    """One share."""
+    free = jo.offload(training.step, device_memory=None, donate_argnums=0, cut="always")
+    alone = float(np.median([run.seconds for run in runs_of(training, free, rounds)]))
+    peak = free.plan(training.state, training.batch).resident_peak_bytes
+    budget = int(share * peak)
+    with slow_links(RATE, shared=False):
+        step = jo.offload(
+            training.step, device_memory=budget, donate_argnums=0, cut="always", policy="once"
+        )
+        warm = runs_of(training, step, rounds)
+        cold = runs_of(training, step, rounds, forget=True)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(training.state))
+    moved = max(warm[-1].bytes_reloaded, warm[-1].bytes_offloaded)
+    seconds, before = (float(np.median([run.seconds for run in each])) for each in (warm, cold))
+    return {
+        "share": share, "budget": budget, "state": size, "alone": alone,
+        "up": warm[-1].bytes_reloaded, "up_cold": cold[-1].bytes_reloaded,
+        "down": warm[-1].bytes_offloaded, "down_cold": cold[-1].bytes_offloaded,
+        "least": max(0, size - COUNT * budget), "found": warm[-1].bytes_found,
+        "seconds": seconds, "seconds_cold": before,
+        "over_bound": seconds / max(alone, moved / COUNT / RATE),
+    }  # fmt: skip
+
+
+def run(small: bool = False, out: str | None = None) -> None:
+    """Measures and prints."""
+    if len(jax.devices()) < COUNT:
+        raise SystemExit(
+            f"benchmarks.run sharded: JAX has one device. Set XLA_FLAGS="
+            f"--xla_force_host_platform_device_count={COUNT}."
+        )
+    training = Training(3, 64, 16) if small else Training(12, 768, 768)
+    print(machine())
+    rows = []
+    for share in (0.5,) if small else SHARES:
+        rows.append(row := measure(training, share, 1 if small else 5))
+        print(
+            f"{share:.0%} ({format_bytes(row['budget'])} a device, state "
+            f"{format_bytes(row['state'])}): up {format_bytes(row['up'])} for "
+            f"{format_bytes(row['up_cold'])}, down {format_bytes(row['down'])} for "
+            f"{format_bytes(row['down_cold'])}, at least {format_bytes(row['least'])}; "
+            f"{row['seconds']:.3f} s for {row['seconds_cold']:.3f}; kernels {row['alone']:.3f} s; "
+            f"{row['over_bound']:.2f} of the bound",
+            flush=True,
+        )
+    save("sharded", rows, out)
