@@ -31,7 +31,10 @@ from jaxoffload.errors import CaptureError
 Spec = tuple[tuple[Any, ...], ...]
 """For each dimension the axes along which it is cut, the first of them outermost."""
 
-_REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
+_REDUCTIONS = {
+    "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min",
+    "reduce_or": "max", "reduce_and": "min",
+}  # fmt: skip
 _MOVES = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
 
 

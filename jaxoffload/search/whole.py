@@ -108,11 +108,21 @@ def _values(jaxpr: Any) -> Iterator[Any]:
 
 
 class WholePlan(Plan):
-    """The plan of a function that runs whole: one vertex, and nothing is moved."""
+    """The plan of a function that runs whole: one vertex, and nothing is moved.
 
-    def __init__(self, request: Request, whole: Whole, backend: backends.Backend | None):
+    Args:
+      may_be_cut: whether it could be planned otherwise.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        whole: Whole,
+        backend: backends.Backend | None,
+        may_be_cut: bool = True,
+    ):
         self.backend = backend or backends.current()
-        self.whole = whole
+        self.whole, self._may_be_cut = whole, may_be_cut
         budget = request.options.device_memory
         assert budget is None or isinstance(budget, int)
         self.name, self.budget = request.name, budget
@@ -155,6 +165,8 @@ class WholePlan(Plan):
     @functools.cached_property
     def min_device_memory(self) -> int:
         """The smallest budget in bytes that can work, cut as fine as it gets."""
+        if not self._may_be_cut:
+            return self.whole.needed_bytes
         return _planner(self._request, self.whole, self.backend).least_budget
 
     @property
@@ -295,7 +307,7 @@ def whole_or_refused(
     assert budget is None or isinstance(budget, int)
     if not whole.surely_fits(budget):
         _refuse(request, whole, error)
-    return WholePlan(request, whole, backend)
+    return WholePlan(request, whole, backend, may_be_cut=False)
 
 
 def _refuse(request: Request, whole: Whole, error: CaptureError) -> None:

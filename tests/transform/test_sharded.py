@@ -308,3 +308,44 @@ def test_what_is_read_whole_as_well_is_not_cut():
     step = jo.offload(f, device_memory=None, cut="always")
     close(step(w, X), jax.jit(f)(w, X))
     assert len(step.last_run.memgraph.capacity) == COUNT, "it ran whole"
+
+
+def test_whether_all_gradients_are_finite_is_asked_outside_of_a_shard_map():
+    def step(weights, x):
+        value, gradients = jax.value_and_grad(in_bfloat16)(weights, x)
+        finite = jnp.stack([jnp.isfinite(g).all() for g in gradients]).all()
+        return finite, [jnp.any(g > 0) for g in gradients], value
+
+    weights = [normal(WIDTH, WIDTH, seed=k) / 8 for k in range(LAYERS)]
+    offloaded = jo.offload(step, device_memory=None, cut="always")
+    for bad in (0.0, np.inf):
+        weights[1][3, WIDTH - 1] += bad  # of one device
+        got, want = offloaded(weights, X), jax.jit(step)(weights, X)
+        assert [bool(x) for x in jax.tree.leaves(got[:2])] == [
+            bool(x) for x in jax.tree.leaves(want[:2])
+        ]
+        assert bool(got[0]) == (bad == 0)
+    assert len(offloaded.last_run.memgraph.capacity) == COUNT, "it ran whole"
+
+
+def test_what_only_runs_whole_needs_what_it_takes_whole():
+    """A collective in a loop that is not unrolled."""
+
+    def f(w, x):
+        def part(w, x):
+            def body(c):
+                return jnp.tanh(c[0] @ w) + lax.pmean(c[0].mean(), "x"), c[1] + 1
+
+            return lax.while_loop(lambda c: c[1] < 5, body, (x, 0))[0]
+
+        return jax.shard_map(
+            part, mesh=MESH, in_specs=(P(), P("x")), out_specs=P("x"), check_vma=False
+        )(w, x)
+
+    args = normal(WIDTH, WIDTH), X
+    least = jo.offload(f, device_memory=None).plan(*args).min_device_memory
+    np.testing.assert_allclose(
+        jo.offload(f, device_memory=least)(*args), jax.jit(f)(*args), rtol=1e-5, atol=1e-5
+    )
+    with pytest.raises(jo.CaptureError, match=f"takes device_memory={least}"):
+        jo.offload(f, device_memory=least - 1)(*args)
