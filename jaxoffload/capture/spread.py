@@ -24,8 +24,9 @@ from jaxoffload.capture import collectives, operations
 from jaxoffload.capture.collectives import Axes
 from jaxoffload.capture.device_body import DeviceBody, line_of, typed
 from jaxoffload.capture.flat import Value
-from jaxoffload.capture.inline import CALL_BODY
-from jaxoffload.capture.whole import every_equation, with_bodies
+from jaxoffload.capture.spread_rows import applied, rows_of, spec_of_row
+from jaxoffload.capture.spread_steps import Held, Step, flatten, mesh_of
+from jaxoffload.capture.whole import every_equation
 from jaxoffload.errors import CaptureError
 
 Spec = tuple[tuple[Any, ...], ...]
@@ -83,9 +84,9 @@ def spread(closed: Any, meshes: Sequence[Any] = ()) -> Spread:
         where, and what to write instead.
     """
     arguments = [Value(aval) for aval in closed.in_avals]
-    steps: list[_Step] = []
-    results = _flatten(closed.jaxpr, [_Held(c) for c in closed.consts], arguments, steps)
-    mesh = _mesh_of(steps, meshes)
+    steps: list[Step] = []
+    results = flatten(closed.jaxpr, [Held(c) for c in closed.consts], arguments, steps)
+    mesh = mesh_of(steps, meshes)
     axes = Axes(dict(zip(mesh.axis_names, mesh.devices.shape, strict=True)))
     known, less = (_propagate(steps, arguments, axes, through) for through in (True, False))
     flat = arguments, steps, results
@@ -99,7 +100,7 @@ def spread(closed: Any, meshes: Sequence[Any] = ()) -> Spread:
 
 
 def _spread(
-    flat: tuple[list[Value], list["_Step"], list[Any]],
+    flat: tuple[list[Value], list[Step], list[Any]],
     mesh: Any,
     axes: Axes,
     known: dict[Value, Spec],
@@ -134,96 +135,6 @@ def _spread(
     )
 
 
-class _Held(Value):
-    """An array that the function closes over: every device has it."""
-
-    def __init__(self, array: Any):
-        super().__init__(compat.ShapedArray(array.shape, array.dtype))
-        self.array = array
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Step:
-    eqn: Any
-    inputs: tuple[Any, ...]
-    outputs: tuple[Value, ...]
-
-    @property
-    def is_shard_map(self) -> bool:
-        return self.eqn.primitive.name == "shard_map"
-
-    def alike(self, *, made: bool = True) -> list[Value]:
-        """Values that elementwise work ties together: those of its results' shape."""
-        shape = self.outputs[0].shape
-        values = [*self.inputs, *(self.outputs if made else ())]
-        return [v for v in values if isinstance(v, Value) and v.shape == shape]
-
-
-def _flatten(jaxpr: Any, constants: Any, operands: Any, steps: list[_Step]) -> list[Any]:
-    """The equations outside shard_maps, with calls inlined; returns what stands for the results."""
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
-    known.update(zip(jaxpr.invars, operands, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom if isinstance(atom, compat.Literal) else known[atom]
-
-    for eqn in jaxpr.eqns:
-        inputs = tuple(map(read, eqn.invars))
-        body = eqn.params.get(CALL_BODY.get(eqn.primitive.name, ""))
-        if body is not None:
-            is_closed = isinstance(body, compat.ClosedJaxpr)
-            held = [_Held(c) for c in body.consts] if is_closed else []
-            outs = _flatten(body.jaxpr if is_closed else body, held, inputs, steps)
-        else:
-            outs = tuple(Value(var.aval) for var in eqn.outvars)
-            steps.append(_Step(eqn, inputs, outs))
-        known.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _mesh_of(steps: Sequence[_Step], meshes: Sequence[Any]) -> Any:
-    """The mesh of all shard_maps, with its devices."""
-    found: Any = None
-    for step in steps:
-        eqn = step.eqn
-        if not step.is_shard_map:
-            if any(inner.primitive.name == "shard_map" for inner in with_bodies(eqn)):
-                raise CaptureError(
-                    f"offload: {line_of(eqn)} repeats or chooses a shard_map, which is planned as "
-                    "often as it is written. Write the loop or the choice inside the shard_map."
-                )
-            continue
-        mesh = eqn.params["mesh"]
-        if frozenset(eqn.params["newly_manual_axes"]) != frozenset(mesh.axis_names):
-            raise CaptureError(
-                f"offload: {line_of(eqn)} leaves axes of its mesh to XLA's partitioner "
-                f"({sorted(set(mesh.axis_names) - set(eqn.params['newly_manual_axes']))}). Give "
-                "all of them in axis_names, and write what each device does with collectives."
-            )
-        if not hasattr(mesh, "devices") or not isinstance(
-            getattr(mesh, "devices", None), np.ndarray
-        ):
-            same = (m for m in meshes if m.abstract_mesh == mesh or m.shape == mesh.shape)
-            mesh = next(same, None)
-            if mesh is None:
-                raise CaptureError(
-                    f"offload: {line_of(eqn)} has a mesh without devices. Pass mesh=, made by "
-                    "jax.make_mesh, or arguments that are spread over one."
-                )
-        if found is not None and (
-            mesh.axis_names != found.axis_names
-            or mesh.devices.shape != found.devices.shape
-            or (mesh.devices != found.devices).any()
-        ):
-            raise CaptureError(
-                f"offload: {line_of(eqn)} has another mesh than an earlier one. Use one mesh, with "
-                "as many axes as it takes."
-            )
-        found = mesh
-    assert found is not None, "is_spread was asked"
-    return found
-
-
 def _nowhere(value: Any) -> Spec:
     return ((),) * len(value.aval.shape)
 
@@ -247,7 +158,7 @@ def _part(shape: Sequence[int], spec: Spec, axes: Axes) -> tuple[int, ...]:
     return tuple(size // count for size, count in zip(shape, counts, strict=True))
 
 
-def _is_elementwise(step: _Step) -> bool:
+def _is_elementwise(step: Step) -> bool:
     if step.eqn.primitive.name == "bitcast_convert_type":  # of elements as wide
         return step.inputs[0].aval.shape == step.outputs[0].shape
     return (
@@ -258,7 +169,7 @@ def _is_elementwise(step: _Step) -> bool:
 
 
 def _propagate(
-    steps: Sequence[_Step], arguments: Sequence[Value], axes: Axes, through: bool
+    steps: Sequence[Step], arguments: Sequence[Value], axes: Axes, through: bool
 ) -> dict[Value, Spec]:
     """How arguments and what is computed from them are cut, as far as shard_maps say.
 
@@ -285,8 +196,18 @@ def _propagate(
                 spec = next((known[v] for v in alike if any(known.get(v, ()))), None)
                 if spec is not None:
                     for value in alike:
-                        if not isinstance(value, _Held):
+                        if not isinstance(value, Held):
                             known.setdefault(value, spec)
+            elif (rows := rows_of(step)) is not None:
+                of_rows = [
+                    spec_of_row(known[v], has_rows)
+                    for v, has_rows in rows.values()
+                    if any(known.get(v, ()))
+                ]
+                spec = next((spec for spec in of_rows if spec is not None), None)
+                for value, has_rows in rows.values() if spec is not None else ():
+                    if not isinstance(value, Held):
+                        known.setdefault(value, ((), *spec) if has_rows else spec)
             elif step.eqn.primitive.name in _MOVES and isinstance(step.inputs[0], Value):
                 spec = _constraint(step.eqn, axes)
                 if spec is not None:
@@ -319,13 +240,13 @@ class _Device:
         self._body = DeviceBody(axes, places)
 
     def run(
-        self, steps: Sequence[_Step], local: dict[Value, Any], results: Sequence[Any]
+        self, steps: Sequence[Step], local: dict[Value, Any], results: Sequence[Any]
     ) -> list[tuple[Any, Spec]]:
         """What the device has of each result, and how that is cut."""
         here: dict[Value, tuple[Any, Spec]] = {v: (x, self._known[v]) for v, x in local.items()}
 
         def read(operand: Any) -> tuple[Any, Spec]:
-            if isinstance(operand, _Held):
+            if isinstance(operand, Held):
                 return operand.array, _nowhere(operand)
             if isinstance(operand, Value):
                 return here[operand]
@@ -336,7 +257,21 @@ class _Device:
             here.update(zip(step.outputs, self._step(step, operands), strict=True))
         return list(map(read, results))
 
-    def _step(self, step: _Step, operands: list[tuple[Any, Spec]]) -> list[tuple[Any, Spec]]:
+    def _rows(self, step: Step, operands: list[tuple[Any, Spec]]) -> tuple[Any, Spec] | None:
+        """Rows that are taken or put together; None if the step does something else."""
+        rows = rows_of(step)
+        if rows is None:
+            return None
+        has_rows = not rows.each or rows.each[0] is step.outputs[0]
+        cut = [spec_of_row(spec, has_rows) for _, spec in operands]
+        spec = next((each for each in cut if each is not None and any(each)), None)
+        if spec is None:
+            return None
+        mine, wanted = ((), *spec) if has_rows else spec, rows.of[-1] is step.outputs[0]
+        moved = [self._moved(x, own, mine, step.eqn) for x, own in operands]
+        return applied(step, moved), ((), *spec) if wanted else spec
+
+    def _step(self, step: Step, operands: list[tuple[Any, Spec]]) -> list[tuple[Any, Spec]]:
         eqn = step.eqn
         if step.is_shard_map:
             specs = [
@@ -364,6 +299,8 @@ class _Device:
                 for x, cut in operands
             ]
             return [(self._body.apply(eqn, moved)[0], spec)]
+        if (found := self._rows(step, operands)) is not None:
+            return [found]
         if eqn.primitive.name in _REDUCTIONS:
             ((x, spec),) = operands
             gone = eqn.params["axes"]

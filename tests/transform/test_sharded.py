@@ -349,3 +349,73 @@ def test_what_only_runs_whole_needs_what_it_takes_whole():
     )
     with pytest.raises(jo.CaptureError, match=f"takes device_memory={least}"):
         jo.offload(f, device_memory=least - 1)(*args)
+
+
+def layer(w, x):
+    def part(w, x):
+        return jnp.tanh(x @ lax.all_gather(w, "x", axis=1, tiled=True))
+
+    return jax.shard_map(part, mesh=MESH, in_specs=(P(None, "x"), P("x")), out_specs=P("x"))(w, x)
+
+
+def accumulated(weights, batches):
+    """Gradients of one batch after another are added up."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = layer(w, x)
+        return jnp.mean(x**2)
+
+    def one(total, x):
+        value, gradients = jax.value_and_grad(loss)(weights, x)
+        return jax.tree.map(jnp.add, total, (value, gradients)), value
+
+    start = 0.0, jax.tree.map(jnp.zeros_like, weights)
+    return lax.scan(one, start, batches)
+
+
+def layers_of_a_stack(stack, x):
+    """Backwards, made again for the gradient, each layer's input among the results."""
+
+    def loss(stack, x):
+        one = jax.checkpoint(lambda x, w: (layer(w * 1.5, x), x))
+        x, inputs = lax.scan(one, x, stack, reverse=True)
+        return jnp.mean(x**2) + jnp.mean(inputs**2), inputs
+
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(stack, x)
+
+
+def no_steps(stack, x):
+    x, inputs = lax.scan(lambda x, w: (layer(w, x), x), x, stack[:0])
+    return layer(stack[0], x), inputs
+
+
+STACK = normal(LAYERS, WIDTH, WIDTH) / 8
+SCANS = {
+    "gradients of batches": (accumulated, (list(STACK), normal(3, 16, WIDTH))),
+    "layers of a stack": (layers_of_a_stack, (STACK, X)),
+    "no steps": (no_steps, (STACK, X)),
+}
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_scans_around_a_shard_map(name):
+    function, args = SCANS[name]
+    want = jax.jit(function)(*args)
+    free = jo.offload(function, device_memory=None, cut="always")
+    least = free.plan(*args).min_device_memory
+    for step in (free, jo.offload(function, device_memory=least)):
+        got = step(*args)
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert (g.shape, g.dtype) == (w.shape, w.dtype)
+            np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+    assert len(free.last_run.memgraph.capacity) == COUNT, "it ran whole"
+
+
+def test_a_stack_in_parts_is_taken_layer_by_layer(put):
+    """What scans read is cut as their layers want it."""
+    stack = put(STACK, NamedSharding(MESH, P(None, None, "x")))
+    step = jo.offload(layers_of_a_stack, device_memory=None, cut="always")
+    close(step(stack, X), jax.jit(layers_of_a_stack)(STACK, X))
+    if put is not jo.host_put:  # of others each device's part would be read from the whole
+        assert step.last_run.bytes_loaded == STACK.nbytes
