@@ -204,10 +204,12 @@ def _propagate(
                     for v, has_rows in rows.values()
                     if any(known.get(v, ()))
                 ]
-                spec = next((spec for spec in of_rows if spec is not None), None)
-                for value, has_rows in rows.values() if spec is not None else ():
+                row = next((each for each in of_rows if each is not None), None)
+                if row is None:
+                    continue
+                for value, has_rows in rows.values():
                     if not isinstance(value, Held):
-                        known.setdefault(value, ((), *spec) if has_rows else spec)
+                        known.setdefault(value, ((), *row) if has_rows else row)
             elif step.eqn.primitive.name in _MOVES and isinstance(step.inputs[0], Value):
                 spec = _constraint(step.eqn, axes)
                 if spec is not None:
