@@ -39,21 +39,22 @@ def gpus(monkeypatch):
 def test_every_budget_and_order_gives_the_bits_of_cpu(name, request):
     step, args = STEPS[name](COUNT)
     on_cpu = jo.offload(step, device_memory=None, vertex_memory=1)
-    want = jax.tree.map(np.asarray, on_cpu(*args))
+    found = on_cpu(*args)
+    want = jax.tree.map(np.asarray, found)
     backend = request.getfixturevalue("gpus")
     free = jo.offload(step, device_memory=None, vertex_memory=1).plan(*args)
     assert free.backend is backend
     least, most = free.min_device_memory, free.resident_peak_bytes
-    for budget in dict.fromkeys((least, (least + most) // 2, most)):
-        for launch in ("work-conserving", "fixed", DELAYED):
-            within = jo.offload(step, device_memory=budget, vertex_memory=1, launch=launch)
-            got = within(*args)
-            assert_equal(want, jax.tree.map(np.asarray, got))
-            for w, g in zip(jax.tree.leaves(on_cpu(*args)), jax.tree.leaves(got), strict=True):
-                assert g.sharding.is_equivalent_to(w.sharding, w.ndim)
-            run = within.last_run
-            assert run.peak_device_bytes <= budget and run.copied_outputs == 0
-            assert len(run.memgraph.capacity) == COUNT
+    ways = [(least, "work-conserving"), (least, DELAYED), ((least + most) // 2, "fixed")]
+    for budget, launch in [*ways, (most, DELAYED)]:
+        within = jo.offload(step, device_memory=budget, vertex_memory=1, launch=launch)
+        got = within(*args)
+        assert_equal(want, jax.tree.map(np.asarray, got))
+        for w, g in zip(jax.tree.leaves(found), jax.tree.leaves(got), strict=True):
+            assert g.sharding.is_equivalent_to(w.sharding, w.ndim)
+        run = within.last_run
+        assert run.peak_device_bytes <= budget and run.copied_outputs == 0
+        assert len(run.memgraph.capacity) == COUNT
 
 
 def sum_of_all(x, weights, *, scale=1.0):
