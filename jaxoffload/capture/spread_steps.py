@@ -85,7 +85,7 @@ def _has_shard_map(eqn: Any) -> bool:
 def _unrolled(eqn: Any, inputs: tuple[Any, ...], steps: list[Step]) -> list[Any]:
     """The steps of a scan, one after another."""
     params, body = eqn.params, eqn.params["jaxpr"]
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = compat.scan_counts(eqn)
     consts, carry = inputs[:num_consts], list(inputs[num_consts : num_consts + num_carry])
     xs, count = inputs[num_consts + num_carry :], params["length"]
     held = [Held(c) for c in body.consts]
