@@ -419,3 +419,18 @@ def test_a_stack_in_parts_is_taken_layer_by_layer(put):
     close(step(stack, X), jax.jit(layers_of_a_stack)(STACK, X))
     if put is not jo.host_put:  # of others each device's part would be read from the whole
         assert step.last_run.bytes_loaded == STACK.nbytes
+
+
+def test_rows_that_are_divided_among_devices_are_not_taken_for_whole():
+    """A stack whose layers lie on different devices in one shard_map, and that a scan reads."""
+
+    def f(stack, x):
+        total = jax.shard_map(
+            lambda w: lax.psum(jnp.sum(w * w), "x"), mesh=MESH, in_specs=P("x"), out_specs=P()
+        )(stack)
+        return total, lax.scan(lambda x, w: (layer(w, x), None), x, stack)[0]
+
+    stack = normal(2 * COUNT, WIDTH, WIDTH) / 8
+    got, want = jo.offload(f, device_memory=None, cut="always")(stack, X), jax.jit(f)(stack, X)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
