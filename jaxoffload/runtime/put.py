@@ -24,7 +24,7 @@ def host_put(tree: Any, sharding: Any = None) -> Any:
         for all of them, or a tree of those, as for `jax.device_put`. None: one memory has each.
 
     Returns:
-      The same tree with `HostArray` leaves; with a sharding `ShardedHostArray`s.
+      The same tree with `HostArray` leaves; with a sharding `ShardedHostArray` leaves.
 
     Raises:
       MemoryError: there is not as much memory. TypeError: a leaf is no array, or has no
@@ -50,7 +50,7 @@ def disk_put(
         them, or a tree of those. None: each is whole.
 
     Returns:
-      The same tree with `DiskArray` leaves; with a sharding `ShardedDiskArray`s.
+      The same tree with `DiskArray` leaves; with a sharding `ShardedDiskArray` leaves.
 
     Raises:
       DiskError: a folder is missing, cannot be written to, or is full. TypeError: a leaf is no
