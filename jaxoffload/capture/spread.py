@@ -24,13 +24,10 @@ from jaxoffload.capture import collectives, operations
 from jaxoffload.capture.collectives import Axes
 from jaxoffload.capture.device_body import DeviceBody, line_of, typed
 from jaxoffload.capture.flat import Value
-from jaxoffload.capture.spread_rows import applied, rows_of, spec_of_row
+from jaxoffload.capture.spread_rows import Spec, applied, rows_of, spec_of_row
 from jaxoffload.capture.spread_steps import Held, Step, flatten, mesh_of
 from jaxoffload.capture.whole import every_equation
 from jaxoffload.errors import CaptureError
-
-Spec = tuple[tuple[Any, ...], ...]
-"""For each dimension the axes along which it is cut, the first of them outermost."""
 
 _REDUCTIONS = {
     "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min",
@@ -88,12 +85,13 @@ def spread(closed: Any, meshes: Sequence[Any] = ()) -> Spread:
     results = flatten(closed.jaxpr, [Held(c) for c in closed.consts], arguments, steps)
     mesh = mesh_of(steps, meshes)
     axes = Axes(dict(zip(mesh.axis_names, mesh.devices.shape, strict=True)))
-    known, less = (_propagate(steps, arguments, axes, through) for through in (True, False))
+    known = _propagate(steps, arguments, axes, through=True)
     flat = arguments, steps, results
     try:
         return _spread(flat, mesh, axes, known)
     except CaptureError:
         # Something other than a shard_map reads whole what would be cut.
+        less = _propagate(steps, arguments, axes, through=False)
         if known == less:
             raise
         return _spread(flat, mesh, axes, less)
@@ -264,14 +262,15 @@ class _Device:
         rows = rows_of(step)
         if rows is None:
             return None
-        has_rows = not rows.each or rows.each[0] is step.outputs[0]
-        cut = [spec_of_row(spec, has_rows) for _, spec in operands]
-        spec = next((each for each in cut if each is not None and any(each)), None)
-        if spec is None:
+        (out,) = step.outputs
+        reads_rows, gives_rows = out in rows.each or not rows.each, out in rows.of
+        cut = [spec_of_row(spec, reads_rows) for _, spec in operands]
+        row = next((each for each in cut if each is not None and any(each)), None)
+        if row is None:
             return None
-        mine, wanted = ((), *spec) if has_rows else spec, rows.of[-1] is step.outputs[0]
-        moved = [self._moved(x, own, mine, step.eqn) for x, own in operands]
-        return applied(step, moved), ((), *spec) if wanted else spec
+        wanted = ((), *row) if reads_rows else row
+        moved = [self._moved(x, spec, wanted, step.eqn) for x, spec in operands]
+        return applied(step, moved), ((), *row) if gives_rows else row
 
     def _step(self, step: Step, operands: list[tuple[Any, Spec]]) -> list[tuple[Any, Spec]]:
         eqn = step.eqn

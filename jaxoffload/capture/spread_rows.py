@@ -13,6 +13,7 @@ from jaxoffload.capture.flat import Value
 from jaxoffload.capture.spread_steps import Step
 
 Spec = tuple[tuple[Any, ...], ...]
+"""For each dimension the axes along which it is cut, the first of them outermost."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

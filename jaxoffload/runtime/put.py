@@ -73,6 +73,4 @@ def _put(name: str, tree: Any, sharding: Any, put: Callable[[Any], Any]) -> Any:
         described(leaf := lent.taken(leaf))
         return to_sharded(leaf if hasattr(leaf, "shape") else np.asarray(leaf), own, put)
 
-    is_one = isinstance(sharding, jax.sharding.Sharding)
-    each = jax.tree.map(lambda _: sharding, tree) if is_one else sharding
-    return jax.tree.map(in_parts, tree, each)
+    return jax.tree.map(in_parts, tree, jax.tree.broadcast(sharding, tree))

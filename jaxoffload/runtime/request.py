@@ -51,6 +51,11 @@ class Request:
         """What is the same on every device, for the arguments or results of all."""
         return [x for x in of_one for _ in range(self.num_devices)]
 
+    def of_all(self, of_one: Iterable[int]) -> frozenset[int]:
+        """Numbers of arguments or results of one device, as those of all devices have them."""
+        count = self.num_devices
+        return frozenset(i * count + d for i in of_one for d in range(count))
+
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """`donated`, of all devices."""
@@ -63,7 +68,8 @@ class Request:
         """The arguments that may stay on the device where the function is cut like that. Of a
         donated one over which its result is not written the next call has another."""
         written = {i for i, _ in graph.donated}
-        return self.lasting.difference(i for i, _ in self.pairs if i not in written)
+        gone = (i for i, _ in self.pairs if i not in written)
+        return self.of_all(self.lasting).difference(gone)
 
     def name_of(self, argument: int) -> str:
         """What the user calls a flat argument of any device, as far as that is known."""
@@ -92,10 +98,7 @@ class Request:
         after = {j for i, j in self.donated if i in below} | self.host_results
 
         def others(count: int, lower: Set[int]) -> frozenset[int]:
-            mine = [i for i in range(count) if i not in lower]
-            return frozenset(
-                i * self.num_devices + d for i in mine for d in range(self.num_devices)
-            )
+            return self.of_all(i for i in range(count) if i not in lower)
 
         return others(len(self.jaxpr.in_avals), below), others(len(self.jaxpr.out_avals), after)
 
@@ -106,15 +109,10 @@ class Request:
           has_own_memory: whether the device has memory that the host's cores do not reach.
         """
         arguments, results = self.on_device if has_own_memory else (frozenset(), frozenset())
-        count = self.num_devices
-        on_disk = [
-            frozenset(i * count + d for i in of_one for d in range(count))
-            for of_one in (self.disk_arguments, self.disk_results)
-        ]
         return dataclasses.replace(
             graph,
-            disk_arguments=on_disk[0],
-            disk_results=on_disk[1],
+            disk_arguments=self.of_all(self.disk_arguments),
+            disk_results=self.of_all(self.disk_results),
             device_arguments=arguments,
             device_results=results,
             in_place_io=self.options.memory is not None,

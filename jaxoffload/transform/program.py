@@ -93,8 +93,8 @@ class Program:
             refuse_options(name, options)
             results = [tuple(aval.shape) for aval in self.traced.out_avals]
             self._shards = Shards(self._spread, results)
-            one_memory = not backends.several(self._spread.devices).has_own_memory
-            if not asked and one_memory:  # as devices of a CPU have
+            # Devices of a CPU have one memory.
+            if not asked and not backends.several(self._spread.devices).has_own_memory:
                 assert isinstance(options.device_memory, int)
                 share = max(1, options.device_memory // self._spread.num_devices)
                 options = dataclasses.replace(options, device_memory=share)
@@ -151,9 +151,8 @@ class Program:
         if made is None:
             return request
         # What else is in a lower tier is read in parts, of which nobody knows whether they change.
-        count, own = made.num_devices, request.lasting.intersection(self._signature.in_parts)
-        lasting = frozenset(i * count + d for i in own for d in range(count))
-        return dataclasses.replace(request, num_devices=count, lasting=lasting)
+        lasting = request.lasting.intersection(self._signature.in_parts)
+        return dataclasses.replace(request, num_devices=made.num_devices, lasting=lasting)
 
     @property
     def is_over_devices(self) -> bool:

@@ -151,6 +151,12 @@ def test_numbers_may_be_spread():
     assert np.asarray(jo.host_put({"count": 3}, WHOLE)["count"]) == 3
 
 
+def test_one_sharding_may_stand_for_a_subtree(put):
+    """As for `jax.device_put`."""
+    found = put({"a": [X, X], "b": X}, {"a": COLUMNS, "b": WHOLE})
+    assert [leaf.sharding for leaf in jax.tree.leaves(found)] == [COLUMNS, COLUMNS, WHOLE]
+
+
 def test_what_cannot_be_is_refused(tmp_path):
     given = jax.tree.map(np.asarray, state())
     step = jo.offload(train, device_memory=None, donate_argnums=0, cut="always")
