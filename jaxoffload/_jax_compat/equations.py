@@ -17,7 +17,7 @@ from jax._src import effects as _effects
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import pxla as _pxla
 
-from jaxoffload._jax_compat.tracing import at_line_of, no_mesh
+from jaxoffload._jax_compat.tracing import no_mesh
 from jaxoffload._jax_compat.types import JaxprEqn, Primitive, ShapedArray
 
 
@@ -27,9 +27,13 @@ def with_results(closed: Any, outvars: Sequence[Any]) -> Any:
 
 
 def evaluate(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """Applies one equation, with other params if need be, under the settings it was traced with."""
+    """Applies one equation, with other params if need be, under the settings it was traced with.
+
+    No mesh is around it: what says where results are to be is left out.
+    """
+    params = {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
     context = getattr(eqn, "ctx", None)
-    with context.manager if context is not None else contextlib.nullcontext():
+    with context.manager if context is not None else contextlib.nullcontext(), no_mesh():
         functions, bind_params = _bind_params(eqn.primitive, params)
         out = eqn.primitive.bind(*functions, *operands, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -66,6 +70,8 @@ def devices_of_constraint(eqn: JaxprEqn) -> int:
     if eqn.primitive.name not in _CONSTRAINTS:
         return 1
     sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
+    if all(part is None for part in getattr(sharding, "spec", (0,))):
+        return 1  # every device is to have all of it
     mesh = getattr(sharding, "mesh", None)
     if mesh is not None:  # an abstract one knows no devices, and that of no axes no size
         return mesh.size or 1
@@ -194,21 +200,3 @@ def is_own_primitive(primitive: Any) -> bool:
 def is_tree_of_params(value: Any) -> bool:
     """Whether a param is a tree of JAX's own that says which operands are what (`scan_counts`)."""
     return type(value).__module__ == "jax._src.flattree"
-
-
-def evaluate_alone(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Applies one equation of a device's part of a `shard_map` as if there were no mesh around it:
-    what says where results are to be is left out."""
-    params = {
-        name: None if name in ("sharding", "out_sharding") else value
-        for name, value in eqn.params.items()
-    }
-    context = getattr(eqn, "ctx", None)
-    with (
-        context.manager if context is not None else contextlib.nullcontext(),
-        no_mesh(),
-        at_line_of(eqn),
-    ):
-        functions, bind_params = _bind_params(eqn.primitive, params)
-        out = eqn.primitive.bind(*functions, *operands, **bind_params)
-    return list(out) if eqn.primitive.multiple_results else [out]

@@ -102,4 +102,7 @@ def optimizes_little() -> bool:
 
 def no_mesh() -> contextlib.AbstractContextManager[Any]:
     """In which no mesh is around what is traced."""
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    return jax.sharding.use_abstract_mesh(_NO_MESH)
+
+
+_NO_MESH = jax.sharding.AbstractMesh((), ())

@@ -200,6 +200,13 @@ def squeeze(equation: Equation) -> Iterator[Way]:
         yield Way((kept[d],), (d,), _renumbered("dimensions", gone, kept[d]))
 
 
+def bitcast(equation: Equation) -> Iterator[Way]:
+    """Where widths differ the last dimension is one element's parts."""
+    ranks = [len(_shape(x)) for x in (*equation.inputs, *equation.outputs)]
+    for d in range(min(ranks)):
+        yield Way((d,), (d,), _unchanged)
+
+
 def transpose(equation: Equation) -> Iterator[Way]:
     order = tuple(equation.operation.params["permutation"])
     for d in _dims(equation.outputs[0]):

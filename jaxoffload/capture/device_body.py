@@ -75,7 +75,8 @@ class DeviceBody:
             if isinstance(body, compat.ClosedJaxpr):
                 return self.run(body.jaxpr, body.consts, operands)
             return self.run(body, [], operands)
-        return compat.evaluate_alone(eqn, operands)
+        with compat.at_line_of(eqn):
+            return compat.evaluate(eqn, operands, eqn.params)
 
     def _scan(self, eqn: Any, operands: list[Any]) -> list[Any]:
         closed, length = eqn.params["jaxpr"], eqn.params["length"]
@@ -84,11 +85,11 @@ class DeviceBody:
 
         def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
             outs = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *xs])
-            return _strong(outs[:num_carry]), outs[num_carry:]
+            return strong(outs[:num_carry]), outs[num_carry:]
 
         with compat.at_line_of(eqn):
             carry, stacks = lax.scan(
-                step, _strong(rest[:num_carry]), list(rest[num_carry:]), length,
+                step, strong(rest[:num_carry]), list(rest[num_carry:]), length,
                 eqn.params["reverse"], eqn.params["unroll"],
             )  # fmt: skip
         return [*carry, *stacks]
@@ -101,8 +102,8 @@ class DeviceBody:
         with compat.at_line_of(eqn):
             return lax.while_loop(
                 lambda carry: self.run(cond.jaxpr, cond.consts, [*operands[:a], *carry])[0],
-                lambda carry: _strong(self.run(body.jaxpr, body.consts, [*operands[a:b], *carry])),
-                _strong(operands[b:]),
+                lambda carry: strong(self.run(body.jaxpr, body.consts, [*operands[a:b], *carry])),
+                strong(operands[b:]),
             )
 
     def _cond(self, eqn: Any, operands: list[Any]) -> list[Any]:
@@ -112,7 +113,7 @@ class DeviceBody:
             return lax.switch(operands[0], branches, *operands[1:])
 
     def _branch(self, closed: Any) -> Callable[..., list[Any]]:
-        return lambda *operands: _strong(self.run(closed.jaxpr, closed.consts, operands))
+        return lambda *operands: strong(self.run(closed.jaxpr, closed.consts, operands))
 
     def _refuse_collectives(self, eqn: Any, why: str) -> None:
         for inner in with_bodies(eqn):
@@ -136,7 +137,7 @@ def typed(literal: Any) -> Any:
     return np.asarray(literal.val, literal.aval.dtype)
 
 
-def _strong(values: Sequence[Any]) -> list[Any]:
+def strong(values: Sequence[Any]) -> list[Any]:
     """Values that give way in no promotion: all promotions have been, and loops want one type."""
     return [
         lax.convert_element_type(x, x.dtype) if getattr(jax.typeof(x), "weak_type", False) else x

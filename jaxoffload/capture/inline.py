@@ -8,7 +8,7 @@ in program order, so it is never merged back into the forward pass.
 
 `device_put` between JAX's memory spaces does nothing here: where a tensor is, the plan decides.
 
-JAX 0.12 moves data by three operations that older ones wrote in others (`_SPELLED_OUT`). They are
+JAX 0.12 moves data by three operations that older ones wrote in others (`SPELLED_OUT`). They are
 written so here, too: then one row of an unstacked argument is read without the rest.
 """
 
@@ -59,9 +59,12 @@ def _tile(x: Any, *, reps: Sequence[int]) -> Any:
     return lax.reshape(spread, [r * n for r, n in zip(reps, x.shape, strict=True)])
 
 
-_SPELLED_OUT: dict[str, Callable[..., Any]] = {"stack": _stack, "unstack": _unstack, "tile": _tile}
+SPELLED_OUT: dict[str, Callable[..., Any]] = {"stack": _stack, "unstack": _unstack, "tile": _tile}
 """Operations that only move data, and how older ones do the same."""
-_IDENTITIES = frozenset({"sharding_constraint", "mesh_cast", "name", "copy", "stop_gradient"})
+IDENTITIES = frozenset(
+    {"sharding_constraint", "reshard", "mesh_cast", "name", "copy", "stop_gradient"}
+)
+"""Operations whose result is their operand."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,14 +133,14 @@ def _inline(
         name = eqn.primitive.name
         there = asks.for_host(eqn, on_host)
         inputs = tuple(read(atom) for atom in eqn.invars)
-        if name in _IDENTITIES and len(inputs) == 1:
+        if name in IDENTITIES and len(inputs) == 1:
             _refuse_what_cannot_be_cut(eqn)
             environment[eqn.outvars[0]] = inputs[0]
             continue
         if name == "device_put" and compat.puts_in_spaces(eqn):
             environment.update(zip(eqn.outvars, inputs, strict=True))
             continue
-        if name in _SPELLED_OUT:
+        if name in SPELLED_OUT:
             body = _spelled_out(eqn)
             made = _inline(body, (), inputs, equations, asks, there)
             environment.update(zip(eqn.outvars, made, strict=True))
@@ -165,7 +168,7 @@ def _spelled_out(eqn: Any) -> Any:
     """An open jaxpr that does what an equation does, in other operations at the same line."""
 
     def function(*operands: Any) -> Any:
-        return _SPELLED_OUT[eqn.primitive.name](*operands, **eqn.params)
+        return SPELLED_OUT[eqn.primitive.name](*operands, **eqn.params)
 
     avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
     made = jax.make_jaxpr(function)(*avals).jaxpr

@@ -136,6 +136,7 @@ TABLE: dict[str, Known] = {
     "iota": dataclasses.replace(_VIEW, ways=along.iota),
     "rev": dataclasses.replace(_VIEW, ways=along.along_others("dimensions")),
     **dict.fromkeys(("random_wrap", "random_unwrap"), _VIEW),
+    "bitcast_convert_type": Known(ways=along.bitcast),
     # Reductions and scans along an axis.
     "reduce_sum": _reduction(lax.add),
     "reduce_max": _reduction(lax.max),

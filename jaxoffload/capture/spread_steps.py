@@ -5,6 +5,7 @@ planned as often as it is written.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,12 @@ from jax import lax
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.device_body import line_of
 from jaxoffload.capture.flat import Value
-from jaxoffload.capture.inline import CALL_BODY
+from jaxoffload.capture.inline import CALL_BODY, IDENTITIES, SPELLED_OUT
 from jaxoffload.capture.whole import with_bodies
 from jaxoffload.errors import CaptureError
+
+MOVES = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
+"""Operations that say where their operand is to be."""
 
 
 class Held(Value):
@@ -39,12 +43,6 @@ class Step:
     @property
     def is_shard_map(self) -> bool:
         return self.eqn.primitive.name == "shard_map"
-
-    def alike(self, *, made: bool = True) -> list[Value]:
-        """Values that elementwise work ties together: those of its results' shape."""
-        shape = self.outputs[0].shape
-        values = [*self.inputs, *(self.outputs if made else ())]
-        return [v for v in values if isinstance(v, Value) and v.shape == shape]
 
 
 def flatten(jaxpr: Any, constants: Any, operands: Any, steps: list[Step]) -> list[Any]:
@@ -69,6 +67,11 @@ def flatten(jaxpr: Any, constants: Any, operands: Any, steps: list[Step]) -> lis
             is_closed = isinstance(body, compat.ClosedJaxpr)
             held = [Held(c) for c in body.consts] if is_closed else []
             outs = flatten(body.jaxpr if is_closed else body, held, inputs, steps)
+        elif eqn.primitive.name in IDENTITIES - MOVES:
+            outs = inputs
+        elif eqn.primitive.name in SPELLED_OUT:
+            function = functools.partial(SPELLED_OUT[eqn.primitive.name], **eqn.params)
+            outs = _apply(function, inputs, eqn, steps)
         elif eqn.primitive.name == "scan" and _has_shard_map(eqn):
             outs = _unrolled(eqn, inputs, steps)
         else:
@@ -91,7 +94,9 @@ def _unrolled(eqn: Any, inputs: tuple[Any, ...], steps: list[Step]) -> list[Any]
     held = [Held(c) for c in body.consts]
     rows: dict[int, list[Any]] = {}
     for k in reversed(range(count)) if params["reverse"] else range(count):
-        own = [_apply(lambda x, k=k: lax.index_in_dim(x, k, 0, False), [x], eqn, steps) for x in xs]
+        own = [
+            _apply(lambda x, k=k: lax.index_in_dim(x, k, 0, False), [x], eqn, steps)[0] for x in xs
+        ]
         outs = flatten(body.jaxpr, held, (*consts, *carry, *own), steps)
         carry, rows[k] = outs[:num_carry], outs[num_carry:]
     stacks = []
@@ -101,7 +106,7 @@ def _unrolled(eqn: Any, inputs: tuple[Any, ...], steps: list[Step]) -> list[Any]
             stacks.append(zeros)
             continue
         parts = [rows[k][number] for k in range(count)]
-        stacks.append(_apply(_stacked, parts, eqn, steps))
+        stacks += _apply(_stacked, parts, eqn, steps)
     return [*carry, *stacks]
 
 
@@ -109,16 +114,16 @@ def _stacked(*rows: Any) -> Any:
     return lax.concatenate([lax.expand_dims(row, (0,)) for row in rows], 0)
 
 
-def _apply(function: Any, inputs: list[Any], eqn: Any, steps: list[Step]) -> Any:
+def _apply(function: Any, inputs: Sequence[Any], eqn: Any, steps: list[Step]) -> list[Any]:
     """What a function gives, its equations appended as if that line had made them."""
     shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in inputs]
     with compat.no_mesh(), compat.at_line_of(eqn):
         made = jax.make_jaxpr(function)(*shapes)
-    return flatten(made.jaxpr, [Held(c) for c in made.consts], inputs, steps)[0]
+    return flatten(made.jaxpr, [Held(c) for c in made.consts], inputs, steps)
 
 
 def mesh_of(steps: Sequence[Step], meshes: Sequence[Any]) -> Any:
-    """The mesh of all shard_maps, with its devices."""
+    """The mesh of all shard_maps, with its devices; that of the arguments where there are none."""
     found: Any = None
     for step in steps:
         eqn = step.eqn
@@ -157,6 +162,8 @@ def mesh_of(steps: Sequence[Step], meshes: Sequence[Any]) -> Any:
                 "as many axes as it takes."
             )
         found = mesh
+    if found is None and meshes:
+        return meshes[0]
     if found is None:
         raise CaptureError("offload: its shard_maps are all in scans of no steps.")
     return found

@@ -4,11 +4,13 @@ Takes a call; gives the device to which it is committed, or refuses it in the us
 arrays in lower tiers and words; gives arrays of JAX's.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.words import Code, code_of, decoded, encoded
@@ -44,6 +46,37 @@ def placed(spec: ArgumentSpec, call: Call) -> tuple[int | None, Any]:
                 "device with jax.device_put, as for jax.jit."
             )
     return None, device
+
+
+def with_cuts(call: Call) -> Call | None:
+    """The call, with how its leaves are spread over the devices of one mesh; None where none is and
+    no mesh is set, or some are in a way that no mesh describes. A leaf that is not spread is what
+    every device has."""
+    found: list[PartitionSpec] = []
+    context = jax.sharding.get_mesh()
+    first: Any = context if not context.empty and context.size > 1 else None
+    for leaf in call.leaves:
+        sharding = None if isinstance(leaf, np.ndarray) else getattr(leaf, "sharding", None)
+        if sharding is None or len(sharding.device_set) == 1:
+            found.append(PartitionSpec())
+            continue
+        if not isinstance(sharding, NamedSharding) or compat.is_in_host_space(leaf):
+            return None
+        mesh = sharding.mesh
+        first = first or mesh
+        is_same = mesh is first or (
+            mesh.axis_names == first.axis_names and np.array_equal(mesh.devices, first.devices)
+        )
+        if not is_same:
+            return None
+        parts = list(sharding.spec)
+        while parts and parts[-1] is None:
+            parts.pop()
+        found.append(PartitionSpec(*parts))
+    if first is None:
+        return None
+    cuts = tuple(NamedSharding(first, spec) for spec in found)
+    return Call(dataclasses.replace(call.signature, cuts=cuts), call.leaves)
 
 
 def check_transfers(spec: ArgumentSpec, call: Call) -> None:

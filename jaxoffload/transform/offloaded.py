@@ -29,12 +29,7 @@ from jaxoffload.runtime.profile import Profile
 from jaxoffload.runtime.request import Request
 from jaxoffload.runtime.run import Run, make_run
 from jaxoffload.search.elsewhere import planner_on
-from jaxoffload.search.whole import (
-    WholePlan,
-    WholeRun,
-    is_always_cut,
-    may_run_whole,
-)
+from jaxoffload.search.whole import WholePlan, WholeRun, is_always_cut, may_run_whole
 from jaxoffload.transform.again import Again, known_of
 from jaxoffload.transform.arguments import (
     check_trace,
@@ -43,6 +38,7 @@ from jaxoffload.transform.arguments import (
     on_device,
     placed,
     seen,
+    with_cuts,
     words_of,
 )
 from jaxoffload.transform.loops import LoopPlan
@@ -310,6 +306,13 @@ class Offloaded:
         self._spec.forget()
 
     def _program(self, call: Call) -> Program:
+        program = self._program_of(call)
+        if compat.is_tracing() or program.is_over_devices or program.traced.captured:
+            return program
+        cut = with_cuts(call)  # no shard_maps say how it takes arguments: they do
+        return program if cut is None else self._program_of(cut)
+
+    def _program_of(self, call: Call) -> Program:
         backend = backends.current_name()
         key = call.signature.key(compat.trace_context(), backend)
         program = self._programs.get(key)

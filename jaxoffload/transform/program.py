@@ -4,6 +4,7 @@ Takes the function, a signature and options; gives plans and results. Offloaded 
 for each signature that it is called with.
 """
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -72,7 +73,8 @@ class Program:
         shapes = shapes_of(signature)
         self.traced = trace(call, shapes, signature.codes, signature.tree)
         self.as_written, self.rewrites = self.traced.jaxpr, None
-        if options.rewrites and not is_spread(self.traced.jaxpr):
+        is_over_devices = bool(signature.cuts) or is_spread(self.traced.jaxpr)
+        if options.rewrites and not is_over_devices:
             made, self.rewrites = rewritten(
                 self.traced.jaxpr, options.rewrites, model_of(backends.current()),
                 options.rewrites_much,
@@ -82,10 +84,11 @@ class Program:
         self._derived = Derived()
         self._spread: Spread | None = None
         self._refusal: CaptureError | None = None
-        if is_spread(self.traced.jaxpr):
+        if is_over_devices:
             try:
-                meshes = [s.mesh for s in signature.shardings if hasattr(s, "mesh")]
-                self._spread = spread(self.traced.jaxpr, meshes)
+                cut = [s for s in (*signature.shardings, *signature.cuts) if hasattr(s, "mesh")]
+                in_specs = [s.spec for s in signature.cuts] or None
+                self._spread = spread(self.traced.jaxpr, [s.mesh for s in cut], in_specs)
             except CaptureError as error:
                 self._refusal = error  # unless it runs whole
         self._shards: Shards | None = None
@@ -104,8 +107,9 @@ class Program:
         self._first = Once()
         self._whole: Whole | None = None
         if may_run_whole(options, signature.tiers):
-            is_typed = any(signature.shardings) and not self.traced.captured
-            own = shapes if is_typed else None
+            own = shapes if any(signature.shardings) and not self.traced.captured else None
+            if signature.cuts:
+                own = [x.update(sharding=s) for x, s in zip(shapes, signature.cuts, strict=True)]
             self._whole = Whole(self.traced.jaxpr, self.params()["donated"], name, own)
         self._plan: Plan | LoopPlan | None = None  # another one than the first, once that is known
         self._tuning = threading.Lock()
@@ -231,6 +235,10 @@ class Program:
         return [*self.plans_inside(), *(plan for plan in own if isinstance(plan, Plan))]
 
     def _make_plan(self) -> Plan | LoopPlan:
+        with compat.no_mesh() if self._spread is not None else contextlib.nullcontext():
+            return self._planned()
+
+    def _planned(self) -> Plan | LoopPlan:
         if self._refusal is not None:
             return whole_or_refused(self.request(), self._whole, self._refusal)
         made = self._spread
@@ -321,22 +329,24 @@ class Program:
         """
         budget, arguments = self.options.device_memory, self.as_given(operands)
         assert budget is None or isinstance(budget, int)
+        if self._refusal is not None:
+            whole_or_refused(self.request(), self._whole, self._refusal)
         if self._whole is None:
             raise PlanError(
-                f"offload({self._name}): {name} is spread over several devices, and a plan that "
-                "has arguments or results in a lower tier is for one. Put it on one with "
-                "jax.device_put, or in host memory with jaxoffload.host_put."
+                f"offload({self._name}): {name} is spread over several devices, but not over a "
+                "mesh that is the same for all, and there are arguments or results in a lower "
+                "tier. Put it on one mesh: jax.device_put(array, NamedSharding(mesh, spec))."
             )
         if not self._whole.surely_fits(budget):
             needed = self._whole.needed_bytes_for(arguments)
             assert budget is not None
             if needed > budget:
                 raise PlanError(
-                    f"offload({self._name}): {name} is spread over several devices, and plans are "
-                    f"for one. The function as it is takes {format_bytes(needed)} of each, and "
-                    f"device_memory is {format_bytes(budget)}. Pass device_memory={needed} or "
-                    "more, put the argument on one device with jax.device_put, or offload what "
-                    "each device computes: jax.shard_map(offload(f), ...)."
+                    f"offload({self._name}): {name} is spread over several devices, but not over a "
+                    "mesh that is the same for all arguments, and only then can it be planned. The "
+                    f"function as it is takes {format_bytes(needed)} of each, and device_memory is "
+                    f"{format_bytes(budget)}. Pass device_memory={needed} or more, or put the "
+                    "arguments on one mesh: jax.device_put(array, NamedSharding(mesh, spec))."
                 )
         return list(self._whole.run(*arguments)), WholeRun()
 

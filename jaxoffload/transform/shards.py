@@ -91,7 +91,7 @@ class Shards:
             return [found[device] for device in self._devices]
         whole = np.asarray(array)
         where = sharding.devices_indices_map(whole.shape)
-        return [whole[where[device]] for device in self._devices]
+        return [whole[(*where[device], ...)] for device in self._devices]  # never a scalar
 
     def _whole(self, flat: Sequence[Any]) -> list[Any]:
         """The global results."""

@@ -54,6 +54,8 @@ class Signature:
       shardings: for each leaf how it is spread, where that is part of its type (a mesh has explicit
         axes), and JAX's memory space where that is the host's; None for others.
       in_parts: leaves of which each of several devices has a part (`ShardedArray`).
+      cuts: for each leaf how it is spread over the devices of a mesh; empty where none is, and of
+        functions whose shard_maps say how they take them.
       identity: of all these.
     """
 
@@ -66,13 +68,14 @@ class Signature:
     tiers: tuple[str, ...]
     shardings: tuple[Any, ...]
     in_parts: tuple[int, ...]
+    cuts: tuple[Any, ...] = ()
 
     identity: Key = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         found = identity.intern(
             self.tree, static_keys(self.static), self.avals, self.codes, self.donated, self.kinds,
-            self.tiers, self.shardings, self.in_parts,
+            self.tiers, self.shardings, self.in_parts, self.cuts,
         )  # fmt: skip
         object.__setattr__(self, "identity", found)
 

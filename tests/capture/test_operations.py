@@ -100,6 +100,8 @@ STACKED = {
     "reshape": lambda x, y: x.reshape(6, 2, 2),
     "transpose": lambda x, y: lax.transpose(x.reshape(6, 2, 2), (0, 2, 1)),
     "squeeze": lambda x, y: lax.squeeze(x.reshape(6, 4, 1), (2,)),
+    "words": lambda x, y: lax.bitcast_convert_type(x, jnp.int32),
+    "bytes": lambda x, y: lax.bitcast_convert_type(x, jnp.uint8),
 }
 
 

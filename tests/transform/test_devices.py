@@ -1,6 +1,8 @@
 """Where arguments are, results are: device, commitment and sharding as under `jax.jit`. Programs
 that spread work over devices run whole."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,29 +90,19 @@ def test_arguments_spread_over_devices(mesh, spec, options):
     assert got.sharding.is_equivalent_to(want.sharding, got.ndim)
     np.testing.assert_array_equal(got, want)
     assert x.is_deleted() == bool(options)
-    assert "whole" in repr(g.last_run)
 
 
-def test_arguments_spread_over_devices_that_do_not_fit_are_refused_by_name(mesh):
-    g = jo.offload(lambda batch: jnp.tanh(batch @ batch.T), device_memory=100)
-    with pytest.raises(jo.PlanError, match=r"batch is spread over several.*device_memory=\d\d\d"):
-        g(spread(X, mesh, "i"))
-    least = int(_number(r"device_memory=(\d+) or more", g, spread(X, mesh, "i")))
-    enough = jo.offload(lambda batch: jnp.tanh(batch @ batch.T), device_memory=least)
-    np.testing.assert_allclose(enough(spread(X, mesh, "i")), jnp.tanh(X @ X.T), rtol=1e-6)
-
-
-def _number(pattern, function, *args):
-    import re
-
-    with pytest.raises(jo.PlanError) as caught:
-        function(*args)
-    return re.search(pattern, str(caught.value))[1]
-
-
-def test_arguments_spread_over_devices_beside_some_below_the_device(mesh):
-    with pytest.raises(jo.PlanError, match="x is spread over several devices"):
-        free(lambda w, x: x @ w.T)(jo.host_put(np.asarray(X)), spread(X, mesh, "i"))
+def test_arguments_spread_over_two_meshes_that_do_not_fit_are_refused_by_name(mesh):
+    other = jax.sharding.Mesh(mesh.devices, ("j",))
+    args = spread(X, mesh, "i"), spread(X, other, "j")
+    g = jo.offload(lambda a, batch: jnp.tanh(a @ batch.T), device_memory=100)
+    with pytest.raises(jo.PlanError, match=r"a is spread over several.*one mesh") as caught:
+        g(*args)
+    least = int(re.search(r"device_memory=(\d+) or more", str(caught.value))[1])
+    enough = jo.offload(lambda a, batch: jnp.tanh(a @ batch.T), device_memory=least)
+    np.testing.assert_allclose(enough(*args), jnp.tanh(X @ X.T), rtol=1e-6)
+    with pytest.raises(jo.PlanError, match="lower tier. Put it on one mesh"):
+        free(lambda w, *xs: xs[0] @ w.T)(jo.host_put(np.asarray(X)), *args)
 
 
 def collective(x):

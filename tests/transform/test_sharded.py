@@ -171,8 +171,9 @@ def test_what_cannot_be_is_refused(tmp_path):
             step(weights, given[1], X)
         assert not any(w.is_deleted() for w in weights)
     for array in (jo.host_put(X, ROWS), jo.disk_put(X, tmp_path, ROWS)):
+        square = jo.offload(lambda x: x @ x.T, device_memory=None, cut="always")
         with pytest.raises(ValueError, match="functions over the devices of its mesh"):
-            jo.offload(lambda x: x @ x.T, device_memory=None, cut="always")(array)
+            jax.jit(lambda y, array=array, square=square: square(array) + y)(1.0)
     with pytest.raises(TypeError, match="is no jax.sharding.NamedSharding"):
         jo.host_put(X, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     with pytest.raises(ValueError, match="divi"):

@@ -1,0 +1,168 @@
+"""Which part of an equation each device computes, outside of `shard_map`s.
+
+Takes an equation and how its operands are cut over the mesh; gives a `Placing`: how each device
+takes them, what it computes of them, and how the outputs are cut then. The rules are those by which
+one device works tile by tile (along.py): a device's part is a tile. Where no rule fits, every
+device computes all of it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture import along, operations
+from jaxoffload.capture.collectives import Axes
+from jaxoffload.capture.flat import Equation, Operation, Value
+from jaxoffload.capture.spread_steps import Step
+
+Spec = tuple[tuple[Any, ...], ...]
+"""For each dimension the axes along which it is cut, the first of them outermost."""
+
+_KINDS: dict[Any, str] = {
+    lax.add: "sum", lax.max: "max", lax.min: "min", lax.bitwise_or: "max", lax.bitwise_and: "min",
+}  # fmt: skip
+"""What joins the parts of two devices, as collectives have it."""
+_BITWISE = (lax.bitwise_or, lax.bitwise_and)
+"""Of booleans these are extremes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placing:
+    """How an equation is computed by all devices together.
+
+    Attributes:
+      inputs: how each operand must be cut.
+      params: of the operation on one device's part.
+      outputs: how each output is cut.
+      joined: axes over which the output is the sum, or the extreme, of what devices have.
+      kind: "sum", "max" or "min".
+      starts: axes along which only the first device takes the operand to which the others add.
+    """
+
+    inputs: tuple[Spec, ...]
+    params: dict[str, Any]
+    outputs: tuple[Spec, ...]
+    joined: tuple[Any, ...] = ()
+    kind: str = "sum"
+    starts: tuple[Any, ...] = ()
+
+
+def nowhere(operand: Any) -> Spec:
+    """The spec of what every device has."""
+    return ((),) * len(operand.aval.shape)
+
+
+def axis_of(spec: Spec, name: Any) -> int | None:
+    """The dimension that is cut along an axis, if one is."""
+    return next((d for d, names in enumerate(spec) if name in names), None)
+
+
+def equation_of(step: Step) -> Equation:
+    """A step as the rules of along.py take it."""
+    return Equation(Operation(step.eqn), step.inputs, step.outputs)
+
+
+def place(step: Step, specs: Sequence[Spec], wanted: Spec | None, axes: Axes) -> Placing:
+    """How to compute a step whose operands are cut.
+
+    Args:
+      specs: of its operands.
+      wanted: how the first output had best be cut, if that is known.
+    """
+    part = equation_of(step)
+    needed = [list(nowhere(x)) for x in part.inputs]
+    made = [list(nowhere(v)) for v in part.outputs]
+    joined: dict[Any, str] = {}
+    starts = []
+    for name, count in axes.sizes.items():
+        where = [axis_of(spec, name) for spec in specs]
+        target = None if wanted is None else axis_of(wanted, name)
+        if target is None and all(d is None for d in where):
+            continue
+        way = _best(part, where, target, wanted is not None, set(joined.values()), count)
+        if way is None:
+            continue
+        for found, dims in ((needed, way.inputs), (made, way.outputs)):
+            for spec, d in zip(found, dims, strict=True):
+                if d is not None:
+                    spec[d] = (*spec[d], name)
+        if way.folds is not None:
+            joined[name] = "sum"
+            starts.append(name)
+        elif way.combine is not None:
+            joined[name] = _KINDS[way.combine]
+        part = _of_one(part, way, count)
+    return Placing(
+        tuple(map(tuple, needed)),
+        part.operation.params,
+        tuple(map(tuple, made)),
+        tuple(joined),
+        next(iter(joined.values()), "sum"),
+        tuple(starts),
+    )
+
+
+def _best(
+    part: Equation,
+    where: Sequence[int | None],
+    target: int | None,
+    is_wanted: bool,
+    kinds: set[str],
+    count: int,
+) -> along.Way | None:
+    """The way that brings the fewest bytes from device to device; None: every device does all.
+
+    Args:
+      where: for each operand, the dimension that is cut along the axis in question.
+      target: of the output.
+      is_wanted: whether the output is to be cut so; otherwise it does not matter.
+      kinds: how outputs are joined along other axes.
+    """
+    read = [compat.byte_count(x.aval) for x in part.inputs]
+    made = sum(v.num_bytes() for v in part.outputs)
+    best, least = None, (float("inf"), 0)
+    for way in operations.tilings(part, count):
+        if way.numbered is not None or not _is_joined(way, part, kinds):
+            continue
+        cut = zip(read, where, way.inputs, strict=True)
+        moved = sum(num for num, at, d in cut if at is not None and at != d)
+        is_sum = way.combine is not None
+        if is_wanted and not is_sum and way.outputs[0] != target:
+            moved += made
+        summed = 0 if not is_sum else made if target is not None else 2 * made
+        if (moved, summed) < least:
+            best, least = way, (moved, summed)
+    return best
+
+
+def _is_joined(way: along.Way, part: Equation, kinds: set[str]) -> bool:
+    """Whether there is a collective that joins what devices make."""
+    if way.combine is None:
+        return True
+    if way.folds is not None:
+        return part.operation.name in ("scatter-add", "scatter-sub") and kinds <= {"sum"}
+    if way.combine in _BITWISE and part.outputs[0].aval.dtype != np.bool_:
+        return False
+    return way.combine in _KINDS and kinds <= {_KINDS[way.combine]}
+
+
+def _of_one(equation: Equation, way: along.Way, count: int) -> Equation:
+    """The equation on what one device has."""
+    (dim, *_), shape = way.outputs, equation.outputs[0].shape
+    size = shape[dim] // count if dim is not None else 1
+    operation = along.changed(equation, way.changes(size))
+    inputs = [_cut(x, d, count) for x, d in zip(equation.inputs, way.inputs, strict=True)]
+    outputs = [_cut(v, d, count) for v, d in zip(equation.outputs, way.outputs, strict=True)]
+    return Equation(operation, tuple(inputs), tuple(outputs))
+
+
+def _cut(operand: Any, d: int | None, count: int) -> Any:
+    if d is None:
+        return operand
+    shape = list(operand.aval.shape)
+    shape[d] //= count
+    return Value(compat.ShapedArray(tuple(shape), operand.aval.dtype))
