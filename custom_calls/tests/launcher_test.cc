@@ -391,7 +391,7 @@ TEST(LauncherHelperExecutesTheKernelsOfOneDevice) {
 
 // Helpers that leave at once, after some vertices or none: the lane goes on from there.
 TEST(LauncherLanesTakeOverFromHelpersThatLeave) {
-  for (uint64_t seed = 0; seed < 60; ++seed) {
+  for (uint64_t seed = 0; seed < 30; ++seed) {
     Fixture f(RandomPlan(seed, 120).Load());
     for (const Policy policy : {Policy::kWorkConserving, Policy::kFixed, Policy::kRandom}) {
       Arrays first(*f.plan, seed), second(*f.plan, seed + 1);

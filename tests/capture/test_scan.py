@@ -351,7 +351,7 @@ def scans(draw):
     return function, (made("consts"), made("carry"), made("xs", (length,)))
 
 
-@hypothesis.settings(max_examples=60, deadline=None,
+@hypothesis.settings(max_examples=30, deadline=None,
                      suppress_health_check=list(hypothesis.HealthCheck))  # fmt: skip
 @hypothesis.given(program=scans(), piece_bytes=st.sampled_from([0, 1, 60, 250, 1000, ALL]),
                   max_equations=st.sampled_from([1, 12]))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Losses of 50 steps of adapters, against the same in plain JAX and Optax, matrices made whole."""
+"""Losses of 25 steps of adapters, against the same in plain JAX and Optax, matrices made whole."""
 
 import functools
 

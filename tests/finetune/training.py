@@ -13,7 +13,7 @@ from jaxoffload.finetune import lora, model, train
 CONFIG = model.Config(61, 64, 2, 2, 1, 256)
 LORA = lora.LoraConfig(4, 8.0, target_modules=("q_proj", "down_proj"))
 RECIPE = train.Recipe(5e-3, 50, warmup_steps=5, weight_decay=0.1)
-NUM_STEPS = 50
+NUM_STEPS = 25
 
 
 def batch_of(step, size=4, length=12):
@@ -45,7 +45,7 @@ def plain_loss(params, batch):
 
 
 def plain_training(trained, full_params):
-    """Losses of 50 steps; `full_params` gives the whole model from what is trained."""
+    """Losses of 25 steps; `full_params` gives the whole model from what is trained."""
 
     def is_matrix(path, leaf):
         return leaf.ndim > 1 and "norm" not in str(path)

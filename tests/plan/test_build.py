@@ -19,7 +19,7 @@ from tests.plan.execute import arguments_of, check, execute, straightforward
 from tests.plan.strategies import taskgraphs
 
 SETTINGS = hypothesis.settings(
-    max_examples=250, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+    max_examples=150, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
 
 

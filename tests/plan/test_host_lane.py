@@ -23,7 +23,7 @@ from tests.plan.strategies import random_taskgraph, taskgraphs
 from tests.plan.test_tiers import on_disk
 
 SETTINGS = hypothesis.settings(
-    max_examples=250, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+    max_examples=150, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
 FAR = st.tuples(st.sets(st.integers(0, 3)), st.sets(st.integers(0, 5)))
 """Arguments and results that the host's cores do not reach."""

@@ -28,7 +28,7 @@ from jaxoffload.report.explain import usage
 from tests.plan.strategies import taskgraphs
 
 SETTINGS = hypothesis.settings(
-    max_examples=150, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+    max_examples=100, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
 PLENTY = 1 << 40
 

@@ -21,7 +21,7 @@ from tests.plan.execute import check
 from tests.plan.strategies import random_taskgraph, taskgraphs
 
 SETTINGS = hypothesis.settings(
-    max_examples=250, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+    max_examples=150, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
 
 

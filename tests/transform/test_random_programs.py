@@ -12,7 +12,7 @@ from tests.transform.test_equal import assert_close, assert_equal
 
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
 @hypothesis.settings(
-    max_examples=60, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+    max_examples=40, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
 @hypothesis.given(program=programs(), share=st.floats(0, 1), seed=st.integers(0, 2**32))
 def test_any_program_at_any_budget_in_any_order(program, share, seed):
