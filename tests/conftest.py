@@ -43,9 +43,11 @@ _offload = sys.modules[f"{jaxoffload.__name__}.transform.offload"]
 _make_options = _offload.make_options
 _is_watched = True
 _is_cut = True
-FOLDERS_OF_NO_NUMBERS = {"cuda", "finetune", "graph", "plan", "runtime", "search"}
-"""Their tests are about plans, lanes and files, whatever kernels compute: those are compiled
-quickly, too. What kernels compute is judged in the others."""
+FOLDERS_OF_NO_NUMBERS = frozenset(
+    "capture cuda finetune graph plan rewrite runtime search transform".split()
+)
+"""Their tests are about programs, plans, lanes and files, whatever kernels compute: those are
+compiled quickly, too. What kernels compute is judged in the others."""
 
 
 def _watched_options(*args, **kwargs):
@@ -74,7 +76,7 @@ def pytest_addoption(parser):
     group.addoption(
         "--all-harnesses",
         action="store_true",
-        help="tests/foreign: all of JAX's cases for its primitives (half an hour), not a fifteenth",
+        help="tests/foreign: all of JAX's cases for its primitives (half an hour), not a twentieth",
     )
     group.addoption("--foreign-seed", type=int, default=0, help="tests/foreign: draws other cases")
 
