@@ -7,6 +7,7 @@ import jax
 import jax.extend as jex
 import numpy as np
 
+from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.collectives import collective_p
 from jaxoffload.capture.spread import spread
 
@@ -109,7 +110,8 @@ def alone(eqn, operands):
 
 def scan(eqn, inputs, counts):
     params, num = eqn.params, len(inputs[0])
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    first, num_carry = compat.scan_counts(eqn)
+    last = first + num_carry
     carry, rows = inputs[first:last], {}
     steps = range(params["length"])
     for k in reversed(steps) if params["reverse"] else steps:

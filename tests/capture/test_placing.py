@@ -70,7 +70,8 @@ def test_both_at_once_over_two_axes():
 
 def test_one_axis_to_another_dimension_is_one_exchange():
     def f(x):
-        mesh = jax.sharding.AbstractMesh((4,), ("x",))
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.sharding.AbstractMesh((4,), ("x",), axis_types=auto)
         there = jax.sharding.NamedSharding(mesh, P(None, "x"))
         return lax.with_sharding_constraint(x * 2, there)
 
