@@ -83,7 +83,7 @@ def place(step: Step, specs: Sequence[Spec], wanted: Spec | None, axes: Axes) ->
         target = None if wanted is None else axis_of(wanted, name)
         if target is None and all(d is None for d in where):
             continue
-        way = _best(part, where, target, wanted is not None, set(joined.values()), count)
+        way = _best(part, where, target, wanted is not None, count)
         if way is None:
             continue
         for found, dims in ((needed, way.inputs), (made, way.outputs)):
@@ -111,7 +111,6 @@ def _best(
     where: Sequence[int | None],
     target: int | None,
     is_wanted: bool,
-    kinds: set[str],
     count: int,
 ) -> along.Way | None:
     """The way that brings the fewest bytes from device to device; None: every device does all.
@@ -120,13 +119,12 @@ def _best(
       where: for each operand, the dimension that is cut along the axis in question.
       target: of the output.
       is_wanted: whether the output is to be cut so; otherwise it does not matter.
-      kinds: how outputs are joined along other axes.
     """
     read = [compat.byte_count(x.aval) for x in part.inputs]
     made = sum(v.num_bytes() for v in part.outputs)
     best, least = None, (float("inf"), 0)
     for way in operations.tilings(part, count):
-        if way.numbered is not None or not _is_joined(way, part, kinds):
+        if way.numbered is not None or not _is_joined(way, part):
             continue
         cut = zip(read, where, way.inputs, strict=True)
         moved = sum(num for num, at, d in cut if at is not None and at != d)
@@ -139,15 +137,15 @@ def _best(
     return best
 
 
-def _is_joined(way: along.Way, part: Equation, kinds: set[str]) -> bool:
+def _is_joined(way: along.Way, part: Equation) -> bool:
     """Whether there is a collective that joins what devices make."""
     if way.combine is None:
         return True
     if way.folds is not None:
-        return part.operation.name in ("scatter-add", "scatter-sub") and kinds <= {"sum"}
+        return part.operation.name in ("scatter-add", "scatter-sub")
     if way.combine in _BITWISE and part.outputs[0].aval.dtype != np.bool_:
         return False
-    return way.combine in _KINDS and kinds <= {_KINDS[way.combine]}
+    return way.combine in _KINDS
 
 
 def _of_one(equation: Equation, way: along.Way, count: int) -> Equation:

@@ -18,13 +18,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture import operations
 from jaxoffload.capture.collectives import Axes
 from jaxoffload.capture.flat import Value
 from jaxoffload.capture.placing import Spec, nowhere
 from jaxoffload.capture.spread_device import Device
 from jaxoffload.capture.spread_hints import hinted, part_of, spec_of
-from jaxoffload.capture.spread_steps import Held, Step, flatten, mesh_of
+from jaxoffload.capture.spread_steps import MOVES, Held, Step, flatten, mesh_of
 from jaxoffload.capture.whole import every_equation
 
 
@@ -63,13 +62,18 @@ def is_spread(jaxpr: Any) -> bool:
 
 
 def spread(
-    closed: Any, meshes: Sequence[Any] = (), in_specs: Sequence[Any] | None = None
+    closed: Any,
+    meshes: Sequence[Any] = (),
+    in_specs: Sequence[Any] | None = None,
+    pairs: Sequence[tuple[int, int]] = (),
 ) -> Spread:
     """The program of one device.
 
     Args:
       meshes: that arguments are spread over: a shard_map may know the axes of its mesh only.
       in_specs: how arguments are cut; None: as shard_maps take them.
+      pairs: (argument, result) that are to be cut alike, where the program says nothing else: then
+        the next call finds the one as this one did the other.
 
     Raises:
       CaptureError: a collective is not known, or not where it stands, or something does more than
@@ -84,7 +88,7 @@ def spread(
     if in_specs is not None:
         cut = zip(arguments, in_specs, strict=True)
         told |= {v: spec_of(spec, len(v.shape)) for v, spec in cut}
-        told = {**_changed(steps, results, told), **told}
+        told = {**_paired(steps, arguments, results, told, pairs), **told}
         known = hinted(steps, told, axes)
         told |= {v: s for v, s in _of_one_shape(results, told).items() if v not in known}
     known = hinted(steps, told, axes)
@@ -138,6 +142,21 @@ def _told(steps: Sequence[Step]) -> dict[Value, Spec]:
     return told
 
 
+def _paired(
+    steps: Sequence[Step],
+    arguments: Sequence[Value],
+    results: Sequence[Any],
+    told: dict[Value, Spec],
+    pairs: Sequence[tuple[int, int]],
+) -> dict[Value, Spec]:
+    constrained = {v for s in steps if s.eqn.primitive.name in MOVES for v in s.outputs}
+    return {
+        results[j]: told[arguments[i]]
+        for i, j in pairs
+        if isinstance(results[j], Value) and results[j] not in constrained
+    }
+
+
 def _of_one_shape(results: Sequence[Any], told: dict[Value, Spec]) -> dict[Value, Spec]:
     """Results that are cut as arguments of their shape, if these are all cut alike: gradients are
     spread as what they are of."""
@@ -149,24 +168,6 @@ def _of_one_shape(results: Sequence[Any], told: dict[Value, Spec]) -> dict[Value
         if isinstance(result, Value) and not isinstance(result, Held):
             specs = of_shape.get((result.shape, result.aval.dtype), ())
             found.update((result, spec) for spec in specs if len(specs) == 1 and any(spec))
-    return found
-
-
-def _changed(
-    steps: Sequence[Step], results: Sequence[Any], told: dict[Value, Spec]
-) -> dict[Value, Spec]:
-    """Results that are an argument and something added to it, or so, are cut as the argument is:
-    then the next call finds it as this one did."""
-    made_by = {value: step for step in steps for value in step.outputs}
-    found: dict[Value, Spec] = {}
-    for result in results:
-        step = made_by.get(result) if isinstance(result, Value) else None
-        while step is not None and operations.known(step.eqn.primitive.name).is_elementwise:
-            for value in step.inputs:
-                if isinstance(value, Value) and value in told and value.shape == result.shape:
-                    found.setdefault(result, told[value])
-            one = step.inputs[0] if len(step.inputs) == 1 else None
-            step = made_by.get(one) if isinstance(one, Value) else None
     return found
 
 

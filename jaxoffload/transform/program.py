@@ -28,7 +28,7 @@ from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.profile import Profile
-from jaxoffload.runtime.request import Request, make_request
+from jaxoffload.runtime.request import Request, make_request, pair_donated
 from jaxoffload.runtime.run import Run, run_plan
 from jaxoffload.search.measured import model_of
 from jaxoffload.search.tuner import Tuner
@@ -88,7 +88,9 @@ class Program:
             try:
                 cut = [s for s in (*signature.shardings, *signature.cuts) if hasattr(s, "mesh")]
                 in_specs = [s.spec for s in signature.cuts] or None
-                self._spread = spread(self.traced.jaxpr, [s.mesh for s in cut], in_specs)
+                jaxpr = self.traced.jaxpr
+                pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, signature.donated)
+                self._spread = spread(jaxpr, [s.mesh for s in cut], in_specs, pairs)
             except CaptureError as error:
                 self._refusal = error  # unless it runs whole
         self._shards: Shards | None = None

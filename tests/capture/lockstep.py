@@ -123,9 +123,9 @@ def scan(eqn, inputs, counts):
     return [*carry, *([np.stack(x) for x in zip(*stack, strict=True)] for stack in stacks)]
 
 
-def run(function, mesh, in_specs, *args):
+def run(function, mesh, in_specs, *args, pairs=()):
     """(results, their specs, bytes that go into each collective of arrays, by kind)."""
-    made = spread(jax.make_jaxpr(function)(*args), [mesh], in_specs)
+    made = spread(jax.make_jaxpr(function)(*args), [mesh], in_specs, pairs)
     operands = [cut(x, s, mesh) for x, s in zip(args, made.in_specs, strict=True)]
     places = [list(row) for row in made.places]
     counts = {}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxoffload.capture.spread import spread
 from jaxoffload.errors import CaptureError
 from tests.capture.lockstep import mesh_of, run
 
@@ -20,9 +21,9 @@ def normal(*shape, seed=0):
     return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(np.float32)
 
 
-def same(function, mesh, specs, *args, rtol=1e-5):
+def same(function, mesh, specs, *args, rtol=1e-5, pairs=()):
     """What `run` gives, once the results are found to be the whole's."""
-    found, out_specs, counts = run(function, mesh, specs, *args)
+    found, out_specs, counts = run(function, mesh, specs, *args, pairs=pairs)
     for got, want in zip(found, jax.tree.leaves(function(*args)), strict=True):
         assert got.dtype == want.dtype
         scale = np.abs(want).max() if want.size and want.dtype != bool else 1
@@ -68,6 +69,48 @@ def test_both_at_once_over_two_axes():
     assert sorted(counts["sum"]) == [W1.nbytes // 2] * 2 + [rows] * (len(counts["sum"]) - 2)
 
 
+def test_gradients_are_cut_as_what_they_are_of():
+    def f(w, x):
+        return jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+    for spec in (P(None, "x"), P("x"), P()):
+        assert same(f, LINE, [spec, P()], W1, X[:8])[0] == (spec,)
+
+
+def test_weights_that_every_device_has_stay_so_beside_state_that_is_spread():
+    def f(w, momentum, g):
+        momentum = 0.9 * momentum + g
+        return w - momentum, momentum
+
+    specs = [P(), P("x"), P()]
+    out_specs, counts = same(f, LINE, specs, W1, W1 * 2, W1 * 3, pairs=[(0, 0), (1, 1)])
+    assert out_specs == (P(), P("x")) and counts == {"gather": [W1.nbytes // 4]}
+    assert same(f, LINE, specs, W1, W1 * 2, W1 * 3) == ((P("x"), P("x")), {})
+
+
+def test_what_is_made_of_little_is_made_in_parts():
+    """No device makes the whole of what it needs a part of."""
+    f = lambda x, v: jnp.broadcast_to(v[None], (64, 8)) * x + jnp.ones((64, 8))  # noqa: E731
+    same(f, LINE, [P("x"), P()], X, X[0])
+    made = spread(jax.make_jaxpr(f)(X, X[0]), [LINE], [P("x"), P()]).jaxpr
+    assert max(v.aval.size for eqn in made.jaxpr.eqns for v in eqn.outvars) == X.size // 4
+
+
+def test_a_dimension_that_is_left_open_stays_as_it_is_if_it_can():
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.sharding.AbstractMesh((2, 2), ("x", "y"), axis_types=auto)
+
+    def f(x, *spec):
+        there = jax.sharding.NamedSharding(mesh, P(*spec))
+        return lax.with_sharding_constraint(x * 2, there)
+
+    for first, wanted in (("y", P("y")), ("x", P("x", "y"))):
+        g = lambda x, first=first: f(x, first, P.UNCONSTRAINED)  # noqa: E731
+        found, out_specs, _ = run(g, SQUARE, [P("x", "y")], jnp.asarray(X))
+        np.testing.assert_array_equal(found[0], X * 2)
+        assert out_specs[0] == wanted
+
+
 def test_one_axis_to_another_dimension_is_one_exchange():
     def f(x):
         auto = (jax.sharding.AxisType.Auto,)
@@ -92,9 +135,9 @@ def test_what_a_scan_carries_is_cut_as_its_steps_cut_it():
         def layer(carry, w):
             h, most = carry
             h = jnp.tanh(h @ w)
-            return (h, jnp.maximum(most, jnp.abs(h))), h.sum(1)
+            return (h, jnp.maximum(most, jnp.abs(h).max(1))), h.sum(1)
 
-        return lax.scan(layer, (x, jnp.zeros(x.shape)), ws)
+        return lax.scan(layer, (x, jnp.zeros(len(x))), ws)
 
     out_specs, counts = same(f, LINE, [P(), P("x")], normal(3, 8, 8), X)
     assert out_specs == (P("x"), P("x"), P(None, "x")) and not counts
@@ -147,6 +190,13 @@ def test_rows_of_a_table_and_their_gradient():
     assert same(f, LINE, [P(), P("x")], table, ids) == ((P(),), {"sum": [table.nbytes]})
     out_specs, counts = same(f, LINE, [P(None, "x"), P()], table, ids)
     assert out_specs == (P(None, "x"),) and not counts
+
+
+def test_rows_that_devices_add_to_a_table_are_added_once():
+    ids = np.arange(64, dtype=np.int32) * 7 % 32
+    f = lambda table, ids, rows: table.at[ids].add(rows)  # noqa: E731
+    out_specs, counts = same(f, LINE, [P(), P("x"), P("x")], jnp.asarray(normal(32, 8)), ids, X)
+    assert out_specs == (P(),) and counts.keys() == {"sum"}
 
 
 def test_what_has_an_effect_is_refused_with_its_line():
