@@ -8,7 +8,7 @@ device computes all of it.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import lax
@@ -21,6 +21,40 @@ from jaxoffload.capture.spread_steps import Step
 
 Spec = tuple[tuple[Any, ...], ...]
 """For each dimension the axes along which it is cut, the first of them outermost."""
+
+
+class Cut(NamedTuple):
+    """How a value is cut.
+
+    Attributes:
+      sums: axes along which it is the sum of what devices have.
+    """
+
+    spec: Spec
+    sums: tuple[Any, ...] = ()
+
+
+class Part(NamedTuple):
+    """What a device has of a value.
+
+    Attributes:
+      x: an array.
+      cut: how the value is cut.
+      eqn: that made it.
+    """
+
+    x: Any
+    cut: Cut
+    eqn: Any = None
+
+    @property
+    def spec(self) -> Spec:
+        return self.cut.spec
+
+    @property
+    def sums(self) -> tuple[Any, ...]:
+        return self.cut.sums
+
 
 _KINDS: dict[Any, str] = {
     lax.add: "sum", lax.max: "max", lax.min: "min", lax.bitwise_or: "max", lax.bitwise_and: "min",

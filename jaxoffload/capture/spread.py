@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.collectives import Axes
 from jaxoffload.capture.flat import Value
-from jaxoffload.capture.placing import Spec, nowhere
+from jaxoffload.capture.placing import Cut, Part, Spec, nowhere
 from jaxoffload.capture.spread_device import Device
 from jaxoffload.capture.spread_hints import hinted, part_of, spec_of
 from jaxoffload.capture.spread_steps import MOVES, Held, Step, flatten, mesh_of
@@ -99,12 +99,13 @@ def spread(
     def device(*operands: Any) -> list[Any]:
         local, places = operands[: len(arguments)], operands[len(arguments) :]
         device = Device(axes, dict(zip(axes.sizes, places, strict=True)), known)
-        outs = device.run(steps, dict(zip(arguments, local, strict=True)), results)
+        parts = {v: Part(x, Cut(known[v])) for v, x in zip(arguments, local, strict=True)}
+        outs = device.run(steps, parts, results)
         out_specs[:] = [
-            told.get(r, spec) if isinstance(r, Value) else spec
-            for r, (_, spec) in zip(results, outs, strict=True)
+            told.get(r, part.spec) if isinstance(r, Value) else part.spec
+            for r, part in zip(results, outs, strict=True)
         ]
-        return device.moved(outs, out_specs)
+        return device.moved(outs, list(map(Cut, out_specs)))
 
     shapes = [
         jax.ShapeDtypeStruct(part_of(value.shape, known[value], axes), value.aval.dtype)

@@ -155,6 +155,63 @@ def test_gradients_of_a_scan_over_matrices_that_are_spread():
     assert counts.keys() == {"gather", "scatter"} and len(counts["scatter"]) == 3
 
 
+def recurrent(w, x):
+    """The gradient of a matrix that every step of a scan reads."""
+
+    def loss(w):
+        step = lambda h, row: (jnp.tanh(row + h @ w / 8), h.sum())  # noqa: E731
+        h, sums = lax.scan(step, jnp.zeros(x.shape[1:]), x)
+        return jnp.mean(h**2) + sums.sum()
+
+    return jax.grad(loss)(w)
+
+
+def accumulated(w, x):
+    """Gradients and losses of batches, added up."""
+
+    def batch(total, rows):
+        value, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(rows @ w) ** 2))(w)
+        return total + grad / 4, value
+
+    total, values = lax.scan(batch, jnp.zeros_like(w), x)
+    return w - 0.1 * total, values
+
+
+@pytest.mark.parametrize("f", [recurrent, accumulated])
+@pytest.mark.parametrize("length", [6, 40])
+def test_what_a_scan_adds_up_is_exchanged_once_after_it(f, length):
+    w, x = normal(8, 8), normal(length, 16, 8)
+    out_specs, counts = same(f, LINE, [P(), P(None, "x")], w, x)
+    assert out_specs[0] == P()
+    losses = [4 * length] if f is accumulated else []
+    assert {kind: sorted(sizes) for kind, sizes in counts.items()} == {
+        "sum": sorted([w.nbytes, *losses])
+    }
+
+
+@pytest.mark.parametrize("f", [recurrent, accumulated])
+def test_long_scans_over_a_matrix_that_is_spread_exchange_nothing_in_a_step(f):
+    w, x = normal(8, 8), normal(40, 16, 8)
+    out_specs, counts = same(f, LINE, [P("x"), P(None, "x")], w, x)
+    assert out_specs[0] == P("x")
+    assert counts.pop("scatter") == [w.nbytes]
+    assert set(counts.pop("gather")) == {w.nbytes // 4} and set(counts.get("sum", [160])) == {160}
+    _, counts = same(f, LINE, [P("x"), P(None, "x")], w, x[:6])
+    assert counts["scatter"] == [w.nbytes] * 6, "of short ones each device adds up its part"
+
+
+def test_what_is_read_before_the_scan_has_ended_is_exchanged_in_it():
+    def f(w, x):
+        def step(total, rows):
+            total = total + jnp.tanh(rows @ w).sum(0)
+            return total, jnp.sin(total)
+
+        return lax.scan(step, jnp.zeros(8), x)
+
+    _, counts = same(f, LINE, [P(), P(None, "x")], normal(8, 8), normal(6, 16, 8))
+    assert counts == {"sum": [32] * 6}
+
+
 def repeated(w, x):
     return lax.while_loop(lambda c: c[1] < 3, lambda c: (jnp.tanh(c[0] @ w), c[1] + 1), (x, 0))
 
@@ -233,6 +290,12 @@ BINARY = {
     "turned product": lambda x, y: x @ y.T / 3,
     "sum over rows": lambda x, y: x.T @ y / 3,
     "plus": lambda x, y: x + y,
+    "recurrent": lambda x, y: lax.scan(
+        lambda h, row: (jnp.tanh(row + h @ y / 3), h), x[0], x
+    )[1],
+    "added in steps": lambda x, y: lax.scan(
+        lambda t, row: (t + jnp.outer(row, jnp.tanh(row @ y)) / 8, None), x * 0, x
+    )[0],
     "chosen": lambda x, y: jnp.where(x > 0, x, y),
     "batched": lambda x, y: jnp.einsum("abc,abd->acd", x.reshape(4, 2, 8), y.reshape(4, 2, 8))
     .sum(0) / 4,
