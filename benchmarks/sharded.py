@@ -2,13 +2,16 @@
 
 FSDP: the matrices of a perceptron and Adam's moments are cut along their columns, each device's
 part in host memory of its own (`jo.host_put(tree, sharding)`), behind a link for each device that
-is held to a rate (throttled.py). At shares of what keeping everything takes: the bytes that cross
-the links in a call that finds nothing on the devices, and in one that finds what the call before
-has left; the bytes of the state for which the budgets have no room, were they for it alone, which
-any steady state moves; seconds of both calls, and of the second over the greater of the kernels
-alone and the busier direction of the links. Results of a step are compared with `jax.jit`'s.
+is held to a rate (throttled.py). The step is written in two ways: with a `shard_map`, and as for
+one device, where arguments say how it is spread. At shares of what keeping everything takes: the
+bytes that cross the links in a call that finds nothing on the devices, and in one that finds what
+the call before has left; the bytes of the state for which the budgets have no room, were they for
+it alone, which any steady state moves; seconds of both calls, and of the second over the greater of
+the kernels alone and the busier direction of the links; seconds of `jax.jit` with everything on the
+devices, no link held. Results of a step are compared with `jax.jit`'s.
 """
 
+import time
 from typing import Any
 
 import jax
@@ -27,6 +30,7 @@ from benchmarks.throttled import RATE
 from jaxoffload.options import format_bytes
 
 SHARES = (0.75, 0.5, 0.25)
+WAYS = ("mapped", "as_written")
 AXIS = "x"
 
 
@@ -41,20 +45,33 @@ class Training:
     def __init__(self, layers: int, width: int, rows: int):
         source = np.random.default_rng(0)
         weights = source.standard_normal((layers, width, width), np.float32) / np.sqrt(width)
-        self.batch = source.standard_normal((rows, width), np.float32)
         self._optimizer = optax.adamw(1e-3)
         self._mesh = Mesh(np.array(jax.devices()[:COUNT]), (AXIS,))
+        batch = source.standard_normal((rows, width), np.float32)
+        self.batch = jax.device_put(batch, NamedSharding(self._mesh, P(AXIS)))
         params = [np.asarray(w, np.float32) for w in weights]
-        self.state = params, self._optimizer.init(params)
+        # Of NumPy's: a step that donates what it is given leaves these.
+        self.state = params, jax.tree.map(np.asarray, self._optimizer.init(params))
 
-    def held(self) -> Any:
+    def held(self, put: Any = jo.host_put) -> Any:
         """The state in host memory, in parts."""
         cut, whole = (NamedSharding(self._mesh, spec) for spec in (P(None, AXIS), P()))
         each = jax.tree.map(lambda leaf: cut if np.ndim(leaf) == 2 else whole, self.state)
-        return jo.host_put(self.state, each)
+        return put(self.state, each)
 
-    def step(self, state: Any, batch: Any) -> Any:
-        """The state after a step, and the loss before it."""
+    def as_written(self, state: Any, batch: Any) -> Any:
+        """The state after a step, and the loss before it: arguments say who does what."""
+
+        def loss(weights: Any, x: Any) -> Any:
+            y = x
+            for weight in weights:
+                y = jnp.tanh(y @ weight)
+            return jnp.mean((y - x) ** 2)
+
+        return self._after(loss, state, batch)
+
+    def mapped(self, state: Any, batch: Any) -> Any:
+        """The same: a `shard_map` says who does what."""
 
         def part(weights: Any, x: Any) -> Any:
             y = x
@@ -65,6 +82,9 @@ class Training:
         loss = jax.shard_map(
             part, mesh=self._mesh, in_specs=(P(None, AXIS), P(AXIS)), out_specs=P()
         )
+        return self._after(loss, state, batch)
+
+    def _after(self, loss: Any, state: Any, batch: Any) -> Any:
         params, moments = state
         value, gradients = jax.value_and_grad(loss)(params, batch)
         updates, moments = self._optimizer.update(gradients, moments, params)
@@ -82,25 +102,38 @@ def runs_of(training: Training, step: Any, count: int, forget: bool = False) -> 
     return found[2:]
 
 
-def measure(training: Training, share: float, rounds: int) -> dict[str, Any]:
+def seconds_of_jit(training: Training, function: Any, rounds: int) -> float:
+    """Of a step that finds everything on the devices."""
+    step, state = jax.jit(function, donate_argnums=0), training.held(jax.device_put)
+    times = []
+    for _ in range(2 + rounds):
+        began = time.perf_counter()
+        state, _ = jax.block_until_ready(step(state, training.batch))
+        times.append(time.perf_counter() - began)
+    return float(np.median(times[2:]))
+
+
+def measure(training: Training, way: str, share: float, rounds: int) -> dict[str, Any]:
     """One share."""
-    free = jo.offload(training.step, device_memory=None, donate_argnums=0, cut="always")
+    function = getattr(training, way)
+    free = jo.offload(function, device_memory=None, donate_argnums=0, cut="always")
     alone = float(np.median([run.seconds for run in runs_of(training, free, rounds)]))
-    peak = free.plan(training.state, training.batch).resident_peak_bytes
+    jit = seconds_of_jit(training, function, rounds)
+    peak = free.plan(training.held(), training.batch).resident_peak_bytes
     budget = int(share * peak)
     with slow_links(RATE, shared=False):
         step = jo.offload(
-            training.step, device_memory=budget, donate_argnums=0, cut="always", policy="once"
+            function, device_memory=budget, donate_argnums=0, cut="always", policy="once"
         )
         once = step(training.held(), training.batch)
         warm = runs_of(training, step, rounds)
         cold = runs_of(training, step, rounds, forget=True)
-    want = jax.jit(training.step)(training.state, training.batch)
+    want = jax.jit(function)(training.held(jax.device_put), training.batch)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(training.state))
     moved = max(warm[-1].bytes_reloaded, warm[-1].bytes_offloaded)
     seconds, before = (float(np.median([run.seconds for run in each])) for each in (warm, cold))
     return {
-        "share": share, "budget": budget, "state": size, "alone": alone,
+        "way": way, "share": share, "budget": budget, "state": size, "alone": alone, "jit": jit,
         "up": warm[-1].bytes_reloaded, "up_cold": cold[-1].bytes_reloaded,
         "down": warm[-1].bytes_offloaded, "down_cold": cold[-1].bytes_offloaded,
         "least": max(0, size - COUNT * budget), "found": warm[-1].bytes_found,
@@ -120,14 +153,16 @@ def run(small: bool = False, out: str | None = None) -> None:
     training = Training(3, 64, 16) if small else Training(12, 768, 768)
     print(machine())
     rows = []
-    for share in (0.5,) if small else SHARES:
-        rows.append(row := measure(training, share, 1 if small else 5))
+    cases = [("as_written", 0.5)] if small else [(w, s) for s in SHARES for w in WAYS]
+    for way, share in cases:
+        rows.append(row := measure(training, way, share, 1 if small else 5))
         print(
-            f"{share:.0%} ({format_bytes(row['budget'])} a device, state "
+            f"{way} {share:.0%} ({format_bytes(row['budget'])} a device, state "
             f"{format_bytes(row['state'])}): up {format_bytes(row['up'])} for "
             f"{format_bytes(row['up_cold'])}, down {format_bytes(row['down'])} for "
             f"{format_bytes(row['down_cold'])}, at least {format_bytes(row['least'])}; "
-            f"{row['seconds']:.3f} s for {row['seconds_cold']:.3f}; kernels {row['alone']:.3f} s; "
+            f"{row['seconds']:.3f} s for {row['seconds_cold']:.3f}; kernels {row['alone']:.3f} s, "
+            f"jit {row['jit']:.3f} s; "
             f"{row['over_bound']:.2f} of the bound; apart {row['apart']:.1e}",
             flush=True,
         )
