@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.trace import Traced
 from jaxoffload.compile import callbacks
 from jaxoffload.errors import PlanError
 from jaxoffload.identity import Key
@@ -310,21 +311,21 @@ class Offloaded:
         if compat.is_tracing() or program.is_over_devices or program.traced.captured:
             return program
         cut = with_cuts(call)  # no shard_maps say how it takes arguments: they do
-        return program if cut is None else self._program_of(cut)
+        return program if cut is None else self._program_of(cut, program.as_traced)
 
-    def _program_of(self, call: Call) -> Program:
+    def _program_of(self, call: Call, traced: Traced | None = None) -> Program:
         backend = backends.current_name()
         key = call.signature.key(compat.trace_context(), backend)
         program = self._programs.get(key)
         if program is None:
             backends.prepare(backend)
             # Under no lock: tracing runs the user's code, which may call this very function.
-            program = self._make_program(call)
+            program = self._make_program(call, traced)
             if not program.traced.captured:  # tracers are not to outlive their transformation
                 program = self._programs.setdefault(key, program)  # atomic; the first one stays
         return program
 
-    def _make_program(self, call: Call) -> Program:
+    def _make_program(self, call: Call, traced: Traced | None) -> Program:
         options, asked = self._options, self._options.device_memory != "auto"
         if not asked:
             free = backends.current().free_memory()
@@ -335,7 +336,10 @@ class Offloaded:
             options = dataclasses.replace(options, device_memory=budget)
         body = self._spec.caller(self._function, call.signature)
         names = self._spec.names_of(call.signature)
-        return Program(self._spec.name, body, call.signature, options, asked, self.profile, names)
+        profile = self.profile
+        return Program(
+            self._spec.name, body, call.signature, options, asked, profile, names, traced
+        )
 
     def _run(self, program: Program, call: Call, kept: list[Again | None]) -> list[Any]:
         for leaf in call.leaves:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.parts import has_loops
 from jaxoffload.capture.spread import Spread, is_spread, spread
-from jaxoffload.capture.trace import trace
+from jaxoffload.capture.trace import Traced, trace
 from jaxoffload.capture.whole import must_run_whole
 from jaxoffload.errors import CaptureError, PlanError, warn
 from jaxoffload.graphs.taskgraph import TensorKind
@@ -56,6 +56,7 @@ class Program:
       asked: whether the user named the budget.
       profile: takes what calls measure.
       argument_names: what the user calls each leaf.
+      traced: the function, where that is known.
     """
 
     def __init__(
@@ -67,11 +68,13 @@ class Program:
         asked: bool,
         profile: Profile,
         argument_names: tuple[str, ...],
+        traced: Traced | None = None,
     ):
         self._profile, self._argument_names = profile, argument_names
         self._tuner = Tuner(profile, options)
         shapes = shapes_of(signature)
-        self.traced = trace(call, shapes, signature.codes, signature.tree)
+        self.traced = traced or trace(call, shapes, signature.codes, signature.tree)
+        self.as_traced = self.traced
         self.as_written, self.rewrites = self.traced.jaxpr, None
         is_over_devices = bool(signature.cuts) or is_spread(self.traced.jaxpr)
         if options.rewrites and not is_over_devices:

@@ -201,3 +201,16 @@ def test_what_fits_runs_whole_as_jit_runs_it():
         np.testing.assert_array_equal(g, w)
         assert g.sharding == w.sharding
     assert "whole" in repr(offloaded.last_run)
+
+
+def test_a_function_is_traced_once():
+    count = []
+
+    def f(x):
+        count.append(x)
+        return jnp.tanh(x @ x.T)
+
+    offloaded = jo.offload(f, device_memory="2KiB")
+    for _ in range(2):
+        offloaded(put(X[:16], "x"))
+    assert len(count) == 1
