@@ -43,9 +43,7 @@ _offload = sys.modules[f"{jaxoffload.__name__}.transform.offload"]
 _make_options = _offload.make_options
 _is_watched = True
 _is_cut = True
-FOLDERS_OF_NO_NUMBERS = frozenset(
-    "capture cuda finetune graph plan rewrite runtime search transform".split()
-)
+FOLDERS_OF_NO_NUMBERS = frozenset("capture cuda finetune graph plan rewrite runtime search".split())
 """Their tests are about programs, plans, lanes and files, whatever kernels compute: those are
 compiled quickly, too. What kernels compute is judged in the others."""
 

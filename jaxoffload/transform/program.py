@@ -92,7 +92,11 @@ class Program:
                 cut = [s for s in (*signature.shardings, *signature.cuts) if hasattr(s, "mesh")]
                 in_specs = [s.spec for s in signature.cuts] or None
                 jaxpr = self.traced.jaxpr
-                pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, signature.donated)
+                pairs = (
+                    pair_donated(jaxpr.in_avals, jaxpr.out_avals, signature.donated)
+                    if in_specs
+                    else ()
+                )
                 self._spread = spread(jaxpr, [s.mesh for s in cut], in_specs, pairs)
             except CaptureError as error:
                 self._refusal = error  # unless it runs whole
