@@ -18,6 +18,7 @@ from jaxoffload._jax_compat.arrays import (
 )
 from jaxoffload._jax_compat.equations import (
     CALLBACKS,
+    CONSTRAINTS,
     asks_for_host,
     calls_back,
     devices_of_constraint,
@@ -32,6 +33,7 @@ from jaxoffload._jax_compat.equations import (
     put,
     puts_in_spaces,
     scan_counts,
+    wanted_sharding,
     with_a_result,
     with_results,
     without_internal_refs,
@@ -98,7 +100,6 @@ from jaxoffload._jax_compat.types import (
     Tracer,
     bits,
     byte_count,
-    explicit_spec,
     is_array_like,
     is_extended,
     is_in_host_space,

@@ -62,14 +62,20 @@ def effect_kind(effect: Any) -> str | None:
     return next((name for name, kind in kinds.items() if isinstance(effect, kind)), "other")
 
 
-_CONSTRAINTS = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
+CONSTRAINTS = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
+"""Operations that say how their operand is to be spread."""
+
+
+def wanted_sharding(eqn: JaxprEqn) -> Any:
+    """What an equation of CONSTRAINTS says."""
+    return eqn.params.get("sharding", eqn.params.get("dst_sharding"))
 
 
 def devices_of_constraint(eqn: JaxprEqn) -> int:
     """Over how many devices an equation constrains its operand to be spread; 1 for any other."""
-    if eqn.primitive.name not in _CONSTRAINTS:
+    if eqn.primitive.name not in CONSTRAINTS:
         return 1
-    sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
+    sharding = wanted_sharding(eqn)
     if all(part is None for part in getattr(sharding, "spec", (0,))):
         return 1  # every device is to have all of it
     mesh = getattr(sharding, "mesh", None)

@@ -145,12 +145,3 @@ def sharding_in_type(array: Any) -> Any:
         return jax.memory.Space.Host if is_in_host_space(array) else None
     explicit = jax.sharding.AxisType.Explicit
     return sharding if explicit in mesh.axis_types else None
-
-
-def explicit_spec(aval: Any) -> Any:
-    """The PartitionSpec of an abstract value whose mesh has explicit axes; None of others."""
-    sharding = getattr(aval, "sharding", None)
-    if sharding is None or sharding.mesh.empty:
-        return None
-    explicit = jax.sharding.AxisType.Explicit
-    return sharding.spec if explicit in sharding.mesh.axis_types else None

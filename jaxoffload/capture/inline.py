@@ -61,9 +61,7 @@ def _tile(x: Any, *, reps: Sequence[int]) -> Any:
 
 SPELLED_OUT: dict[str, Callable[..., Any]] = {"stack": _stack, "unstack": _unstack, "tile": _tile}
 """Operations that only move data, and how older ones do the same."""
-IDENTITIES = frozenset(
-    {"sharding_constraint", "reshard", "mesh_cast", "name", "copy", "stop_gradient"}
-)
+IDENTITIES = compat.CONSTRAINTS | {"name", "copy", "stop_gradient"}
 """Operations whose result is their operand."""
 
 

@@ -23,7 +23,7 @@ from jaxoffload.capture.flat import Value
 from jaxoffload.capture.placing import Cut, Part, Spec, nowhere
 from jaxoffload.capture.spread_device import Device
 from jaxoffload.capture.spread_hints import hinted, part_of, spec_of
-from jaxoffload.capture.spread_steps import MOVES, Held, Step, flatten, mesh_of
+from jaxoffload.capture.spread_steps import Held, Step, flatten, mesh_of
 from jaxoffload.capture.whole import every_equation
 
 
@@ -137,7 +137,7 @@ def _told(steps: Sequence[Step]) -> dict[Value, Spec]:
                 told[value] = spec_of(spec, len(value.shape))
         else:
             for value in step.outputs:
-                spec = compat.explicit_spec(value.aval)
+                spec = getattr(compat.sharding_in_type(value.aval), "spec", None)
                 if spec is not None:
                     told.setdefault(value, spec_of(spec, len(value.shape)))
     return told
@@ -150,7 +150,11 @@ def _paired(
     told: dict[Value, Spec],
     pairs: Sequence[tuple[int, int]],
 ) -> dict[Value, Spec]:
-    constrained = {v for s in steps if s.eqn.primitive.name in MOVES for v in s.outputs}
+    """Results that are cut as the arguments they are paired with, but for those that the program
+    itself puts somewhere."""
+    constrained = {
+        v for s in steps if s.eqn.primitive.name in compat.CONSTRAINTS for v in s.outputs
+    }
     return {
         results[j]: told[arguments[i]]
         for i, j in pairs

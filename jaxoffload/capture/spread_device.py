@@ -21,7 +21,7 @@ from jaxoffload.capture.device_body import DeviceBody, line_of, typed
 from jaxoffload.capture.flat import Value
 from jaxoffload.capture.placing import Cut, Part, Spec, axis_of, nowhere, place
 from jaxoffload.capture.spread_hints import constraint, spec_of
-from jaxoffload.capture.spread_steps import MOVES, Held, Step
+from jaxoffload.capture.spread_steps import Held, Step
 from jaxoffload.errors import CaptureError
 
 _LINEAR = frozenset("broadcast_in_dim neg reduce_sum reshape slice squeeze transpose".split())
@@ -76,7 +76,7 @@ class Device:
 
     def _wanted(self, step: Step, value: Value) -> Spec | None:
         """How an operand of a step had best be cut."""
-        if step.eqn.primitive.name in MOVES:
+        if step.eqn.primitive.name in compat.CONSTRAINTS:
             return constraint(step.eqn, self.axes)
         return self.known.get(value)
 
@@ -90,7 +90,7 @@ class Device:
             outs = self._body.run(eqn.params["jaxpr"], [], self.moved(operands, cuts, eqn))
             made = zip(outs, step.outputs, strict=True)
             return [Part(x, Cut(self.known[v])) for x, v in made]
-        if name in MOVES:
+        if name in compat.CONSTRAINTS:
             spec = constraint(eqn, self.axes, operands[0].spec)
             cut = operands[0].cut if spec is None else Cut(spec)
             return [Part(self.moved(operands, [cut], eqn)[0], cut)]

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import operations
 from jaxoffload.capture.collectives import Axes
 from jaxoffload.capture.flat import Value
 from jaxoffload.capture.placing import Spec, equation_of
-from jaxoffload.capture.spread_steps import MOVES, Held, Step
+from jaxoffload.capture.spread_steps import Held, Step
 
 _TIES = frozenset(
     "bitcast_convert_type broadcast_in_dim concatenate reshape slice squeeze transpose".split()
@@ -35,13 +36,12 @@ def spec_of(spec: Any, ndim: int) -> Spec:
 
 
 def constraint(eqn: Any, axes: Axes, now: Spec | None = None) -> Spec | None:
-    """Where an equation of MOVES wants its operand; None if that is no matter.
+    """Where a constraint wants its operand; None if that is no matter.
 
     Args:
       now: how the operand is cut, and stays along dimensions that are left open.
     """
-    sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
-    spec = getattr(sharding, "spec", None)
+    spec = getattr(compat.wanted_sharding(eqn), "spec", None)
     if spec is None:
         return None
     found = list(spec_of(spec, len(eqn.outvars[0].aval.shape)))
@@ -71,7 +71,7 @@ def hinted(steps: Sequence[Step], told: dict[Value, Spec], axes: Axes) -> dict[V
             *zip(steps, ties, strict=True),
             *zip(steps[::-1], ties[::-1], strict=True),
         ]:
-            if step.eqn.primitive.name in MOVES:
+            if step.eqn.primitive.name in compat.CONSTRAINTS:
                 spec = constraint(step.eqn, axes)
                 if spec is not None and part_of(step.outputs[0].shape, spec, axes) is not None:
                     known.setdefault(step.outputs[0], spec)

@@ -20,9 +20,6 @@ from jaxoffload.capture.inline import CALL_BODY, IDENTITIES, SPELLED_OUT
 from jaxoffload.capture.whole import with_bodies
 from jaxoffload.errors import CaptureError
 
-MOVES = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
-"""Operations that say where their operand is to be."""
-
 
 class Held(Value):
     """An array that the function closes over: every device has it."""
@@ -67,7 +64,7 @@ def flatten(jaxpr: Any, constants: Any, operands: Any, steps: list[Step]) -> lis
             is_closed = isinstance(body, compat.ClosedJaxpr)
             held = [Held(c) for c in body.consts] if is_closed else []
             outs = flatten(body.jaxpr if is_closed else body, held, inputs, steps)
-        elif eqn.primitive.name in IDENTITIES - MOVES:
+        elif eqn.primitive.name in IDENTITIES - compat.CONSTRAINTS:
             outs = inputs
         elif eqn.primitive.name in SPELLED_OUT:
             function = functools.partial(SPELLED_OUT[eqn.primitive.name], **eqn.params)
