@@ -54,7 +54,8 @@ def binaries():
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         must_run([*cmake, f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-DJAXOFFLOAD_TESTS=ON"])
-        targets = [f"native_tests_{flavour}" for flavour in FLAVOURS]
+        # A file that leaves out what it includes fails where each is compiled by itself.
+        targets = ["core_plain", *(f"native_tests_{flavour}" for flavour in FLAVOURS)]
         must_run([tool("cmake"), "--build", str(folder), "--target", *targets])
     return folder / "tests"
 

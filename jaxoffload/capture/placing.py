@@ -110,8 +110,7 @@ def place(step: Step, specs: Sequence[Spec], wanted: Spec | None, axes: Axes) ->
     part = equation_of(step)
     needed = [list(nowhere(x)) for x in part.inputs]
     made = [list(nowhere(v)) for v in part.outputs]
-    joined: dict[Any, str] = {}
-    starts = []
+    joined, starts, kind = [], [], "sum"
     for name, count in axes.sizes.items():
         where = [axis_of(spec, name) for spec in specs]
         target = None if wanted is None else axis_of(wanted, name)
@@ -124,18 +123,19 @@ def place(step: Step, specs: Sequence[Spec], wanted: Spec | None, axes: Axes) ->
             for spec, d in zip(found, dims, strict=True):
                 if d is not None:
                     spec[d] = (*spec[d], name)
+        if way.combine is not None:
+            joined.append(name)
         if way.folds is not None:
-            joined[name] = "sum"
             starts.append(name)
         elif way.combine is not None:
-            joined[name] = _KINDS[way.combine]
+            kind = _KINDS[way.combine]  # the same for every way of an operation
         part = _of_one(part, way, count)
     return Placing(
         tuple(map(tuple, needed)),
         part.operation.params,
         tuple(map(tuple, made)),
         tuple(joined),
-        next(iter(joined.values()), "sum"),
+        kind,
         tuple(starts),
     )
 

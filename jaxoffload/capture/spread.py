@@ -117,8 +117,8 @@ def spread(
     return Spread(
         made,
         mesh,
-        tuple(_partition(known[value]) for value in arguments),
-        tuple(map(_partition, out_specs)),
+        tuple(partition(known[value]) for value in arguments),
+        tuple(map(partition, out_specs)),
         tuple(axes.places(name) for name in axes.sizes),
     )
 
@@ -176,7 +176,8 @@ def _of_one_shape(results: Sequence[Any], told: dict[Value, Spec]) -> dict[Value
     return found
 
 
-def _partition(spec: Spec) -> PartitionSpec:
+def partition(spec: Spec) -> PartitionSpec:
+    """The other way round than `spec_of`; equal ones are equal."""
     parts = [None if not p else p[0] if len(p) == 1 else p for p in spec]
     while parts and parts[-1] is None:
         parts.pop()

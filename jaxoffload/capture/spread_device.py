@@ -38,15 +38,20 @@ class Device:
     Attributes:
       axes: of the mesh.
       known: how values are cut, as far as that is known beforehand.
+      settled: what was found of bodies of loops (spread_loops.py): those inside others are met in
+        each trace of these.
     """
 
     def __init__(self, axes: Axes, places: dict[Any, Any], known: dict[Value, Spec]):
         self.axes, self.known, self._places = axes, known, places
+        self.settled: dict[Any, Any] = {}
         self._body = DeviceBody(axes, places)
 
     def where(self, known: dict[Value, Spec]) -> "Device":
         """The same for other values."""
-        return Device(self.axes, self._places, known)
+        found = Device(self.axes, self._places, known)
+        found.settled = self.settled
+        return found
 
     def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
         """What an equation gives of what the device has, whatever others have."""

@@ -130,7 +130,7 @@ class _Body:
     """
 
     def __init__(self, device: Any, closed: Any):
-        self._device = device
+        self._device, self._closed = device, closed
         self._inputs = [Value(aval) for aval in closed.in_avals]
         self._steps: list[Step] = []
         held = [Held(c) for c in closed.consts]
@@ -189,6 +189,18 @@ class _Body:
           carry: which operands are carried; they come first among the results.
           wanted, others: how carried and other results had best be.
         """
+        key = self._closed, tuple(cuts), carry.start, tuple(wanted), tuple(others)
+        if key not in self._device.settled:
+            self._device.settled[key] = self._settle(cuts, carry, wanted, others)
+        return self._device.settled[key]
+
+    def _settle(
+        self,
+        cuts: Sequence[Cut],
+        carry: slice,
+        wanted: Sequence[Spec | None],
+        others: Sequence[Spec | None],
+    ) -> tuple[list[Cut], list[Cut], int]:
         cuts = list(cuts)
         cuts[carry] = [
             cut if any(cut.spec) or w is None else Cut(w)

@@ -119,6 +119,11 @@ def _apply(function: Any, inputs: Sequence[Any], eqn: Any, steps: list[Step]) ->
     return flatten(made.jaxpr, [Held(c) for c in made.consts], inputs, steps)
 
 
+def is_same_mesh(a: Any, b: Any) -> bool:
+    """Whether two meshes have the same devices along the same axes."""
+    return a is b or (a.axis_names == b.axis_names and np.array_equal(a.devices, b.devices))
+
+
 def mesh_of(steps: Sequence[Step], meshes: Sequence[Any]) -> Any:
     """The mesh of all shard_maps, with its devices; that of the arguments where there are none."""
     found: Any = None
@@ -149,11 +154,7 @@ def mesh_of(steps: Sequence[Step], meshes: Sequence[Any]) -> Any:
                     f"offload: {line_of(eqn)} has a mesh without devices. Pass mesh=, made by "
                     "jax.make_mesh, or arguments that are spread over one."
                 )
-        if found is not None and (
-            mesh.axis_names != found.axis_names
-            or mesh.devices.shape != found.devices.shape
-            or (mesh.devices != found.devices).any()
-        ):
+        if found is not None and not is_same_mesh(mesh, found):
             raise CaptureError(
                 f"offload: {line_of(eqn)} has another mesh than an earlier one. Use one mesh, with "
                 "as many axes as it takes."

@@ -13,6 +13,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.spread import partition
+from jaxoffload.capture.spread_hints import spec_of
+from jaxoffload.capture.spread_steps import is_same_mesh
 from jaxoffload.capture.words import Code, code_of, decoded, encoded
 from jaxoffload.options import Options
 from jaxoffload.runtime.arrays import TierArray
@@ -64,15 +67,9 @@ def with_cuts(call: Call) -> Call | None:
             return None
         mesh = sharding.mesh
         first = first or mesh
-        is_same = mesh is first or (
-            mesh.axis_names == first.axis_names and np.array_equal(mesh.devices, first.devices)
-        )
-        if not is_same:
+        if not is_same_mesh(mesh, first):
             return None
-        parts = list(sharding.spec)
-        while parts and parts[-1] is None:
-            parts.pop()
-        found.append(PartitionSpec(*parts))
+        found.append(partition(spec_of(sharding.spec, leaf.ndim)))
     if first is None:
         return None
     cuts = tuple(NamedSharding(first, spec) for spec in found)
