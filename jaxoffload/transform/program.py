@@ -4,7 +4,6 @@ Takes the function, a signature and options; gives plans and results. Offloaded 
 for each signature that it is called with.
 """
 
-import contextlib
 import dataclasses
 import functools
 import threading
@@ -244,10 +243,6 @@ class Program:
         return [*self.plans_inside(), *(plan for plan in own if isinstance(plan, Plan))]
 
     def _make_plan(self) -> Plan | LoopPlan:
-        with compat.no_mesh() if self._spread is not None else contextlib.nullcontext():
-            return self._planned()
-
-    def _planned(self) -> Plan | LoopPlan:
         if self._refusal is not None:
             return whole_or_refused(self.request(), self._whole, self._refusal)
         made = self._spread
