@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "launch_attribute.h"
+#include "launcher/callback_threads.h"
 #include "launcher/meetings.h"
 #include "pjrt/plan.h"
 #include "xla/ffi/api/ffi.h"
@@ -61,11 +62,40 @@ ffi::ErrorOr<std::unique_ptr<DevicesCall>> InstantiateOnDevices(std::string_view
   }
 }
 
+// The ends of one call. XLA may go on with a device's program on the thread that is told of its end,
+// and wait there for the other devices in a collective: each has a thread.
+class Ends {
+ public:
+  // Throws std::runtime_error: no thread can be started.
+  explicit Ends(std::vector<Meetings::End> ends) : first_(ends.front()) {
+    for (size_t i = 1; i < ends.size(); ++i) {
+      others_.push_back(CallbackThreads::Global().Prepare(
+          [end = std::move(ends[i]), error = error_] { end(*error); }));
+    }
+  }
+
+  // Once, on a thread where this may block. Does not throw.
+  void Tell(const std::string& error) {
+    *error_ = error;
+    for (auto& other : others_) CallbackThreads::Global().Post(std::move(other));
+    first_(error);
+  }
+
+ private:
+  const std::shared_ptr<std::string> error_ = std::make_shared<std::string>();
+  const Meetings::End first_;
+  std::vector<std::unique_ptr<CallbackThreads::Task>> others_;
+};
+
 void Start(const std::shared_ptr<Plan>& plan, Meetings::Whole whole, const RunOptions& options) {
-  auto ends = std::make_shared<std::vector<Meetings::End>>(std::move(whole.ends));
-  auto tell = [ends](const std::string& error) {
-    for (const Meetings::End& end : *ends) end(error);
-  };
+  std::shared_ptr<Ends> ends;
+  try {
+    ends = std::make_shared<Ends>(whole.ends);
+  } catch (const std::exception& e) {
+    for (const Meetings::End& end : whole.ends) end(e.what());
+    return;
+  }
+  auto tell = [ends](const std::string& error) { ends->Tell(error); };
   auto done = [plan, tell](const std::shared_ptr<const RunReport>& report) {
     plan->set_last_report(report);
     std::string error = report->error_message;

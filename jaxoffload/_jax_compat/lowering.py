@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 from jax._src import config as _config
+from jax._src import dispatch as _dispatch
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lib import _jax
+from jax._src.sharding_impls import ShardingContext as _ShardingContext
 from jaxlib.mlir import passmanager as _passes
 from jaxlib.mlir.dialects import stablehlo as _stablehlo
 
@@ -17,6 +19,25 @@ from jaxlib.mlir.dialects import stablehlo as _stablehlo
 def is_export(lowering_context: Any) -> bool:
     """Whether what is lowered is to be serialized."""
     return lowering_context.module_context.lowering_parameters.for_export
+
+
+def is_to_be_partitioned(lowering_context: Any) -> bool:
+    """Whether XLA divides what is lowered among the devices of one mesh, and can be asked how."""
+    axes = lowering_context.module_context.axis_context
+    if not isinstance(axes, _ShardingContext) or axes.device_assignment is None:
+        return False
+    mesh = axes.abstract_mesh
+    return (
+        axes.num_devices > 1
+        and mesh is not None
+        and mesh.size == axes.num_devices
+        and _config.use_shardy_partitioner.value
+    )
+
+
+def needs_devices_to_be_lowered(primitive: Any) -> None:
+    """Has JAX tell lowerings of a primitive which devices they are for."""
+    _dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 class LoweringSettings:

@@ -66,6 +66,7 @@ def spread(
     meshes: Sequence[Any] = (),
     in_specs: Sequence[Any] | None = None,
     pairs: Sequence[tuple[int, int]] = (),
+    wanted: Sequence[Any] | None = None,
 ) -> Spread:
     """The program of one device.
 
@@ -74,6 +75,7 @@ def spread(
       in_specs: how arguments are cut; None: as shard_maps take them.
       pairs: (argument, result) that are to be cut alike, where the program says nothing else: then
         the next call finds the one as this one did the other.
+      wanted: how results had best be cut; no matter where they are not.
 
     Raises:
       CaptureError: a collective is not known, or not where it stands, or something does more than
@@ -89,6 +91,9 @@ def spread(
         cut = zip(arguments, in_specs, strict=True)
         told |= {v: spec_of(spec, len(v.shape)) for v, spec in cut}
         told = {**_paired(steps, arguments, results, told, pairs), **told}
+        for value, spec in zip(results, wanted or (), strict=False):
+            if isinstance(value, Value) and not isinstance(value, Held) and any(spec):
+                told.setdefault(value, spec_of(spec, len(value.shape)))
         known = hinted(steps, told, axes)
         told |= {v: s for v, s in _of_one_shape(results, told).items() if v not in known}
     known = hinted(steps, told, axes)

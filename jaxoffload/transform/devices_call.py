@@ -9,7 +9,7 @@ together, once.
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,10 +35,15 @@ offload_devices_p.multiple_results = True
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Asked:
-    """What is planned, as a param of the primitive: the same where it is the same object."""
+    """What is planned, as a param of the primitive: the same where it is the same object.
+
+    Attributes:
+      kept: takes what is to live as long as the program, where XLA asks for a part of that alone.
+    """
 
     request: Request
     devices: tuple[Any, ...]
+    kept: list[Any] | None = None
 
     def __repr__(self) -> str:
         return f"Asked({self.request.name})"
@@ -61,14 +66,7 @@ def call_of_all(leaves: Sequence[Any], made: Spread, request: Request, derived: 
             f"offload({request.name}) is over devices of other processes. Offload what each device "
             "computes between collectives: jax.shard_map(offload(f), ...)."
         )
-    asked = Asked(request, made.devices)
-
-    def part(*local: Any) -> list[Any]:
-        places = [lax.axis_index(name) for name in made.mesh.axis_names]
-        rank = np.int32(0)
-        for place, size in zip(places, made.mesh.devices.shape, strict=True):
-            rank = rank * np.int32(size) + place
-        return offload_devices_p.bind(rank, *local, *places, asked=asked, derived=derived)
+    part = call_of_each(made, Asked(request, made.devices), derived)
 
     # Eager transformations come here with arrays, for which there is no such call.
     return list(
@@ -82,6 +80,19 @@ def call_of_all(leaves: Sequence[Any], made: Spread, request: Request, derived: 
             )
         )(*leaves)
     )
+
+
+def call_of_each(made: Spread, asked: Asked, derived: Link) -> Callable[..., list[Any]]:
+    """What each device does of such a call, with what it has of the arguments."""
+
+    def part(*local: Any) -> list[Any]:
+        places = [lax.axis_index(name) for name in made.mesh.axis_names]
+        rank = np.int32(0)
+        for place, size in zip(places, made.mesh.devices.shape, strict=True):
+            rank = rank * np.int32(size) + place
+        return list(offload_devices_p.bind(rank, *local, *places, asked=asked, derived=derived))
+
+    return part
 
 
 @offload_devices_p.def_effectful_abstract_eval
@@ -103,6 +114,8 @@ def _lower(context: Any, *operands: Any, asked: Asked, derived: Link) -> Any:
     make = lambda: (request.jaxpr, make_plan(request, None, backend))  # noqa: E731
     plan: Any = derived.get().plans.get(key, make)[1]
     registration = _native.PlanRegistration(plan.native)
+    if asked.kept is not None:
+        asked.kept.append(registration)
     pairs = set(plan.taskgraph.donated)
     # XLA copies an argument that is needed afterwards. The first operand is the device's number.
     aliases = {

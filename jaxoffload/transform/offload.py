@@ -7,7 +7,7 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload.options import make_options
 from jaxoffload.policies import LaunchPolicy
 from jaxoffload.runtime.profile import Profile
-from jaxoffload.transform import devices_call, rules
+from jaxoffload.transform import devices_call, partitioned, rules
 from jaxoffload.transform.offloaded import Offloaded
 from jaxoffload.transform.signature import ArgumentSpec
 
@@ -136,5 +136,6 @@ def offload(
 
 
 devices_call.register()
+partitioned.register()
 rules.register()
 compat.hide_frames_of(__file__)

@@ -330,7 +330,8 @@ def _abstract_eval(*avals: Any, jaxpr: Any, **params: Any) -> tuple[list[Any], A
     return list(jaxpr.out_avals), jaxpr.effects
 
 
-def _lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> Any:
+def lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> Any:
+    """The custom call of a plan for one device, or what takes its place, in a program."""
     register_target(backend_name)
     is_exported = compat.is_export(context)
     if is_exported and params["options"].device_memory is not None:
@@ -377,9 +378,8 @@ def _lower_elsewhere(context: Any, *operands: Any, **params: Any) -> Any:
 
 
 mlir.register_lowering(offload_p, _lower_elsewhere)
-mlir.register_lowering(offload_p, functools.partial(_lower, "cpu"), platform="cpu", cacheable=False)
 mlir.register_lowering(
-    offload_p, functools.partial(_lower, "cuda"), platform="cuda", cacheable=False
+    offload_p, functools.partial(lower, "cuda"), platform="cuda", cacheable=False
 )
 
 

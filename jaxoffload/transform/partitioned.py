@@ -1,0 +1,157 @@
+"""Calls inside `jax.jit` whose arguments are spread over a mesh: planned as XLA cuts them.
+
+Takes a call that is lowered for several devices. While a program is traced and lowered nobody knows
+how its arrays are cut; XLA's partitioner does, and asks what each device has to do. What is planned
+then is the function over several devices (capture/spread.py), as for direct calls, and each
+device's program has its part of the one custom call (devices_call.py).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.collectives import Axes
+from jaxoffload.capture.placing import Spec
+from jaxoffload.capture.spread import Spread, partition, spread
+from jaxoffload.capture.spread_factors import likenesses
+from jaxoffload.capture.spread_hints import part_of, spec_of
+from jaxoffload.errors import CaptureError
+from jaxoffload.graphs.taskgraph import TensorKind
+from jaxoffload.runtime.request import make_request, pair_donated
+from jaxoffload.search.whole import Whole, is_always_cut, may_run_whole
+from jaxoffload.transform.devices_call import Asked, call_of_each
+from jaxoffload.transform.held import Held
+from jaxoffload.transform.primitive import lower, offload_p
+
+
+def _lower(context: Any, *operands: Any, **params: Any) -> Any:
+    if not _is_over_devices(context, params):
+        return lower("cpu", context, *operands, **params)
+    kept: list[Any] = []  # by the program
+    compat.keep_alive(context, Held(params["name"], kept))
+    call = custom_partitioning(lambda *operands: offload_p.bind(*operands, **params))
+
+    def parts(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
+        return _parts(params, kept, call.fun, mesh, arguments, results)
+
+    call.def_partition(parts, sharding_rule=_rule(params))
+    return mlir.lower_fun(call, multiple_results=True)(context, *operands)
+
+
+def _is_over_devices(context: Any, params: dict[str, Any]) -> bool:
+    """Whether XLA is to be asked how arguments are cut."""
+    if not compat.is_to_be_partitioned(context) or params["tier_leaves"] or params["fixed"]:
+        return False
+    if compat.is_lowering_kernels() or params["jaxpr"].effects:
+        return False
+    budget, options = params["options"].device_memory, params["options"]
+    if options.memory is not None or options.results != "device":
+        return False
+    if not may_run_whole(options, ()) or is_always_cut(options):
+        return True
+    # What fits one device as it is XLA may divide.
+    return not Whole(params["jaxpr"], params["donated"], params["name"]).surely_fits(budget)
+
+
+def _rule(params: dict[str, Any]) -> SdyShardingRule:
+    """Which dimensions of operands and results are cut alike. A result is like one operand, and no
+    operand is like another: nothing that is given is moved for what is wanted."""
+    jaxpr = params["jaxpr"]
+    pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, params["donated"])
+    inputs = [
+        tuple(f"a{i}_{d}" for d in range(len(aval.shape))) for i, aval in enumerate(jaxpr.in_avals)
+    ]
+    outputs = []
+    for j, (aval, likeness) in enumerate(
+        zip(jaxpr.out_avals, likenesses(jaxpr, pairs), strict=True)
+    ):
+        own = [f"r{j}_{d}" for d in range(len(aval.shape))]
+        if likeness is not None:
+            source, dims = likeness
+            own = [
+                n if d is None else inputs[source][d] for n, d in zip(own, dims, strict=True)
+            ]
+        outputs.append(tuple(own))
+    return SdyShardingRule(tuple(inputs), tuple(outputs))
+
+
+def _parts(
+    params: dict[str, Any],
+    kept: list[Any],
+    whole: Callable[..., Any],
+    mesh: Any,
+    arguments: Sequence[Any],
+    results: Sequence[Any],
+) -> Any:
+    """What XLA's partitioner is told: how operands are to be cut, what each device does of them, and
+    how results are cut then.
+
+    Args:
+      kept: takes what lives as long as the program.
+      whole: what a device does with all of every operand.
+      arguments, results: shapes, with the shardings that XLA would give them.
+    """
+    in_specs, out_specs = _specs(arguments, mesh), _specs(results, mesh)
+    made = None
+    if any(any(spec) for spec in in_specs):
+        made = _spread(params, mesh, in_specs, out_specs)
+    if made is None:
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        return mesh, whole, [everywhere] * len(results), (everywhere,) * len(arguments)
+    request = make_request(
+        made.jaxpr,
+        params["name"],
+        (*params["kinds"], *[TensorKind.BATCH] * len(made.places)),
+        (*params["donated"], *[False] * len(made.places)),
+        params["options"],
+        argument_names=params["argument_names"],
+    )
+    request = dataclasses.replace(request, num_devices=made.num_devices)
+    part = call_of_each(made, Asked(request, made.devices, kept), params["derived"])
+    out_shardings = [NamedSharding(mesh, spec) for spec in made.out_specs]
+    return mesh, part, out_shardings, tuple(NamedSharding(mesh, spec) for spec in made.in_specs)
+
+
+def _spread(
+    params: dict[str, Any], mesh: Any, in_specs: Sequence[Spec], out_specs: Sequence[Spec]
+) -> Spread | None:
+    """The program of each device; None where there is none, and each does all."""
+    jaxpr, derived = params["jaxpr"], params["derived"].get()
+    pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, params["donated"])
+
+    def make() -> tuple[Any, Spread | None]:
+        try:
+            found = spread(
+                jaxpr, [mesh], [*map(partition, in_specs)], pairs, [*map(partition, out_specs)]
+            )
+        except CaptureError:
+            return jaxpr, None
+        return jaxpr, found
+
+    # The jaxpr is kept, and so its id.
+    key = ("spread", id(jaxpr), mesh, tuple(in_specs), tuple(out_specs))
+    return derived.plans.get(key, make)[1]
+
+
+def _specs(shapes: Sequence[Any], mesh: Any) -> list[Spec]:
+    """How arrays are cut. What cannot be divided equally every device has."""
+    axes = Axes(dict(zip(mesh.axis_names, mesh.devices.shape, strict=True)))
+    found = []
+    for x in shapes:
+        spec = spec_of(x.sharding.spec, len(x.shape))
+        for d in range(len(spec)):
+            if part_of(x.shape[d : d + 1], spec[d : d + 1], axes) is None:
+                spec = (*spec[:d], (), *spec[d + 1 :])
+        found.append(spec)
+    return found
+
+
+def register() -> None:
+    """Tells JAX of it."""
+    compat.needs_devices_to_be_lowered(offload_p)
+    mlir.register_lowering(offload_p, _lower, platform="cpu", cacheable=False)
