@@ -29,6 +29,7 @@ class Options:
 
     Attributes:
       device_memory: the budget in bytes, None for no limit, "auto" for what the device has free.
+      is_auto: whether that was "auto", before it became a number.
       host_memory: bytes of host memory for tensors that the device cannot hold; None for no limit.
       disk: folders in which tensors go on where host memory is full, or None.
       vertex_memory: the largest working set of a vertex in bytes, which fixes the cut; None lets
@@ -71,6 +72,7 @@ class Options:
     budgets: tuple[int, ...] = ()
     rewrites: tuple[str, ...] = ()
     rewrites_much: bool = False
+    is_auto: bool = False
 
 
 def make_options(

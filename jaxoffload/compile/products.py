@@ -22,6 +22,9 @@ from jax import lax
 from jaxoffload.capture.sums import converted, wider
 from jaxoffload.compile import matrices
 from jaxoffload.compile.reductions import SHORTEST_ROW, block_sum
+SMALL_BYTES = 4096
+"""Of two bfloat16 factors that are converted to float32, whose product costs nothing either way. A
+loop of less than 1 KiB the compiler makes one function, and has no product of bfloat16 there."""
 
 
 def dot_general(x: Any, y: Any, **params: Any) -> Any:
@@ -51,7 +54,9 @@ def _of_bfloat16(
 ) -> Any:
     (over, of_y), batch = dimension_numbers
     params["preferred_element_type"] = jnp.float32
-    if batch[0]:  # of some of those the compiler makes what it cannot run
+    # Of some of those the compiler makes what it cannot run, and what is small it may not compile
+    # in a loop.
+    if batch[0] or x.nbytes + y.nbytes <= SMALL_BYTES:
         x, y = (converted(factor, jnp.float32) for factor in (x, y))
         product = matrices.dot_general(x, y, dimension_numbers=dimension_numbers, **params)
     else:

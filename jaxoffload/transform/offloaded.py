@@ -326,20 +326,18 @@ class Offloaded:
         return program
 
     def _make_program(self, call: Call, traced: Traced | None) -> Program:
-        options, asked = self._options, self._options.device_memory != "auto"
-        if not asked:
+        options = self._options
+        if options.device_memory == "auto":
             free = backends.current().free_memory()
             margin = int(free * AUTO_MARGIN)
             if self._unseen_bytes:
                 margin = int(free * KNOWN_MARGIN) + self._unseen_bytes
             budget = _rounded(max(1, free - margin))
-            options = dataclasses.replace(options, device_memory=budget)
+            options = dataclasses.replace(options, device_memory=budget, is_auto=True)
         body = self._spec.caller(self._function, call.signature)
         names = self._spec.names_of(call.signature)
         profile = self.profile
-        return Program(
-            self._spec.name, body, call.signature, options, asked, profile, names, traced
-        )
+        return Program(self._spec.name, body, call.signature, options, profile, names, traced)
 
     def _run(self, program: Program, call: Call, kept: list[Again | None]) -> list[Any]:
         for leaf in call.leaves:

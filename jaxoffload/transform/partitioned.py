@@ -27,6 +27,7 @@ from jaxoffload.search.whole import Whole, is_always_cut, may_run_whole
 from jaxoffload.transform.devices_call import Asked, call_of_each
 from jaxoffload.transform.held import Held
 from jaxoffload.transform.primitive import lower, offload_p
+from jaxoffload.transform.shards import options_of_each
 
 
 def _lower(context: Any, *operands: Any, **params: Any) -> Any:
@@ -108,11 +109,16 @@ def _parts(
         params["name"],
         (*params["kinds"], *[TensorKind.BATCH] * len(made.places)),
         (*params["donated"], *[False] * len(made.places)),
-        params["options"],
+        options_of_each(params["options"], made.devices),
         argument_names=params["argument_names"],
     )
     request = dataclasses.replace(request, num_devices=made.num_devices)
-    part = call_of_each(made, Asked(request, made.devices, kept), params["derived"])
+    of_each = call_of_each(made, Asked(request, made.devices, kept), params["derived"])
+
+    def part(*local: Any) -> list[Any]:
+        with compat.no_mesh():  # no type says how one device's part is cut
+            return of_each(*local)
+
     out_shardings = [NamedSharding(mesh, spec) for spec in made.out_specs]
     return mesh, part, out_shardings, tuple(NamedSharding(mesh, spec) for spec in made.in_specs)
 

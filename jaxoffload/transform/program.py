@@ -44,7 +44,7 @@ from jaxoffload.transform.devices_call import call_of_all
 from jaxoffload.transform.loops import LoopPlan, sweeps_of
 from jaxoffload.transform.primitive import Derived, plan_request
 from jaxoffload.transform.queued import QueuedCalls
-from jaxoffload.transform.shards import Shards, check_budgets, refuse_options
+from jaxoffload.transform.shards import Shards, check_budgets, options_of_each, refuse_options
 from jaxoffload.transform.signature import Signature, shapes_of
 
 
@@ -52,7 +52,6 @@ class Program:
     """One signature of an offloaded function: traced once, planned once.
 
     Args:
-      asked: whether the user named the budget.
       profile: takes what calls measure.
       argument_names: what the user calls each leaf.
       traced: the function, where that is known.
@@ -64,7 +63,6 @@ class Program:
         call: Callable[..., Any],
         signature: Signature,
         options: Options,
-        asked: bool,
         profile: Profile,
         argument_names: tuple[str, ...],
         traced: Traced | None = None,
@@ -104,13 +102,9 @@ class Program:
             refuse_options(name, options)
             results = [tuple(aval.shape) for aval in self.traced.out_avals]
             self._shards = Shards(self._spread, results)
-            # Devices of a CPU have one memory.
-            if not asked and not backends.several(self._spread.devices).has_own_memory:
-                assert isinstance(options.device_memory, int)
-                share = max(1, options.device_memory // self._spread.num_devices)
-                options = dataclasses.replace(options, device_memory=share)
+            options = options_of_each(options, self._spread.devices)
         check_budgets(name, options, self._spread)
-        self.options, self._asked = options, asked
+        self.options = options
         self._name, self._signature = name, signature
         self._first = Once()
         self._whole: Whole | None = None
@@ -362,7 +356,7 @@ class Program:
         ]
 
     def _say_if_idle(self, plan: Plan) -> None:
-        if plan.resident and plan.budget is not None and self._asked:
+        if plan.resident and plan.budget is not None and not self.options.is_auto:
             # What a function that runs whole needs is known once it is compiled, and it is not yet.
             peak = plan.carried.total if plan.carried is not None else None
             needs = (

@@ -6,6 +6,7 @@ plan has them, and after the run global arrays with the shardings that jit would
 What a device has of an array that is on one device, or in host memory, is read in host memory.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from jaxoffload.capture.spread import Spread
 from jaxoffload.options import Options
+from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.run import Run, run_plan
@@ -121,6 +123,15 @@ def refuse_options(name: str, options: Options) -> None:
             f"offload({name}): results={options.results!r} for a function over several devices, "
             "whose results are spread over them. Leave it out."
         )
+
+
+def options_of_each(options: Options, devices: Sequence[Any]) -> Options:
+    """The options of each device: those of a CPU have one memory, and share what is free of it."""
+    if not options.is_auto or backends.several(devices).has_own_memory:
+        return options
+    assert isinstance(options.device_memory, int)
+    share = max(1, options.device_memory // len(devices))
+    return dataclasses.replace(options, device_memory=share)
 
 
 def check_budgets(name: str, options: Options, made: Spread | None) -> None:

@@ -67,9 +67,19 @@ def convolutions(draw):
 @hypothesis.given(convolutions(), st.booleans())
 def test_equals_jax_in_any_order_of_dimensions(case, x64):
     operands, params = case
-    both = jax.jit(
-        lambda *xs: (convolution(*xs, **params), lax.conv_general_dilated(*xs, **params))
-    )
+
+    def padded_first(x, kernel):
+        """Jaxlib 0.10 reads beside what a batch in groups is cut off by padding below zero."""
+        order, config = params["dimension_numbers"].lhs_spec, [(0, 0, 0)] * x.ndim
+        for d, (low, high), e in zip(
+            order[2:], params["padding"], params["lhs_dilation"], strict=True
+        ):
+            config[d] = (low, high, e - 1)
+        none = {"padding": [(0, 0)] * len(params["padding"]), "lhs_dilation": None}
+        x = lax.pad(x, np.float32(0), config)
+        return lax.conv_general_dilated(x, kernel, **{**params, **none})
+
+    both = jax.jit(lambda *xs: (convolution(*xs, **params), padded_first(*xs)))
     with jax.enable_x64(x64):  # of numbers without a dtype, such as indices
         np.testing.assert_array_equal(*both(*operands))
 
