@@ -62,8 +62,8 @@ ffi::ErrorOr<std::unique_ptr<DevicesCall>> InstantiateOnDevices(std::string_view
   }
 }
 
-// The ends of one call. XLA may go on with a device's program on the thread that is told of its end,
-// and wait there for the other devices in a collective: each has a thread.
+// The ends of one call. XLA may go on with a device's program on the thread that is told of its
+// end, and wait there for the other devices in a collective: each has a thread.
 class Ends {
  public:
   // Throws std::runtime_error: no thread can be started.

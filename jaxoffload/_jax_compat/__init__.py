@@ -46,6 +46,7 @@ from jaxoffload._jax_compat.lowering import (
     is_to_be_partitioned,
     keep_alive,
     lower,
+    lower_partitioned,
     needs_devices_to_be_lowered,
     one_ir_context,
     operation_named,

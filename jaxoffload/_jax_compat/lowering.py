@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -38,6 +39,18 @@ def is_to_be_partitioned(lowering_context: Any) -> bool:
 def needs_devices_to_be_lowered(primitive: Any) -> None:
     """Has JAX tell lowerings of a primitive which devices they are for."""
     _dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def lower_partitioned(lowering_context: Any, call: Any, *operands: Any) -> Any:
+    """Lowers a `custom_partitioning`. What JAX keeps for its callbacks would lead back to itself,
+    and so keep what lives as long as the program until the garbage is collected."""
+    made = _mlir.lower_fun(call, multiple_results=True)(lowering_context, *operands)
+    module = lowering_context.module_context
+    needed = types.SimpleNamespace(platforms=module.platforms, backend=module.backend)
+    for kept in module.keepalives:
+        if getattr(kept, "module_context", None) is module:
+            kept.module_context = needed
+    return made
 
 
 class LoweringSettings:

@@ -61,6 +61,17 @@ def is_spread(jaxpr: Any) -> bool:
     return any(eqn.primitive.name == "shard_map" for eqn in every_equation(jaxpr))
 
 
+def wanted_mesh(jaxpr: Any) -> Any:
+    """The mesh, with its devices, over which a constraint in a closed jaxpr spreads work; None: no
+    constraint does, or it names axes alone."""
+    for eqn in every_equation(jaxpr):
+        if compat.devices_of_constraint(eqn) > 1:
+            mesh = getattr(compat.wanted_sharding(eqn), "mesh", None)
+            if isinstance(getattr(mesh, "devices", None), np.ndarray):
+                return mesh
+    return None
+
+
 def spread(
     closed: Any,
     meshes: Sequence[Any] = (),

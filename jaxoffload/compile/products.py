@@ -22,6 +22,7 @@ from jax import lax
 from jaxoffload.capture.sums import converted, wider
 from jaxoffload.compile import matrices
 from jaxoffload.compile.reductions import SHORTEST_ROW, block_sum
+
 SMALL_BYTES = 4096
 """Of two bfloat16 factors that are converted to float32, whose product costs nothing either way. A
 loop of less than 1 KiB the compiler makes one function, and has no product of bfloat16 there."""

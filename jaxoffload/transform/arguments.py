@@ -51,10 +51,14 @@ def placed(spec: ArgumentSpec, call: Call) -> tuple[int | None, Any]:
     return None, device
 
 
-def with_cuts(call: Call) -> Call | None:
+def with_cuts(call: Call, wanted: Any = None) -> Call | None:
     """The call, with how its leaves are spread over the devices of one mesh; None where none is and
-    no mesh is set, or some are in a way that no mesh describes. A leaf that is not spread is what
-    every device has."""
+    no mesh is set or wanted, or some are in a way that no mesh describes. A leaf that is not spread
+    is what every device has.
+
+    Args:
+      wanted: the mesh over which the function itself spreads work, or None.
+    """
     found: list[PartitionSpec] = []
     context = jax.sharding.get_mesh()
     first: Any = context if not context.empty and context.size > 1 else None
@@ -70,6 +74,7 @@ def with_cuts(call: Call) -> Call | None:
         if not is_same_mesh(mesh, first):
             return None
         found.append(partition(spec_of(sharding.spec, leaf.ndim)))
+    first = first or wanted
     if first is None:
         return None
     cuts = tuple(NamedSharding(first, spec) for spec in found)

@@ -35,15 +35,10 @@ offload_devices_p.multiple_results = True
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Asked:
-    """What is planned, as a param of the primitive: the same where it is the same object.
-
-    Attributes:
-      kept: takes what is to live as long as the program, where XLA asks for a part of that alone.
-    """
+    """What is planned, as a param of the primitive: the same where it is the same object."""
 
     request: Request
     devices: tuple[Any, ...]
-    kept: list[Any] | None = None
 
     def __repr__(self) -> str:
         return f"Asked({self.request.name})"
@@ -114,8 +109,6 @@ def _lower(context: Any, *operands: Any, asked: Asked, derived: Link) -> Any:
     make = lambda: (request.jaxpr, make_plan(request, None, backend))  # noqa: E731
     plan: Any = derived.get().plans.get(key, make)[1]
     registration = _native.PlanRegistration(plan.native)
-    if asked.kept is not None:
-        asked.kept.append(registration)
     pairs = set(plan.taskgraph.donated)
     # XLA copies an argument that is needed afterwards. The first operand is the device's number.
     aliases = {

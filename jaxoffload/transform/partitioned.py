@@ -7,17 +7,23 @@ device's program has its part of the one custom call (devices_call.py).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
+import jax
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.collectives import Axes
 from jaxoffload.capture.placing import Spec
-from jaxoffload.capture.spread import Spread, partition, spread
+from jaxoffload.capture.spread import Spread, partition, spread, wanted_mesh
 from jaxoffload.capture.spread_factors import likenesses
 from jaxoffload.capture.spread_hints import part_of, spec_of
 from jaxoffload.errors import CaptureError
@@ -28,6 +34,7 @@ from jaxoffload.transform.devices_call import Asked, call_of_each
 from jaxoffload.transform.held import Held
 from jaxoffload.transform.primitive import lower, offload_p
 from jaxoffload.transform.shards import options_of_each
+from jaxoffload.transform.targets import kept_by
 
 
 def _lower(context: Any, *operands: Any, **params: Any) -> Any:
@@ -38,10 +45,10 @@ def _lower(context: Any, *operands: Any, **params: Any) -> Any:
     call = custom_partitioning(lambda *operands: offload_p.bind(*operands, **params))
 
     def parts(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
-        return _parts(params, kept, call.fun, mesh, arguments, results)
+        return _parts(params, kept, mesh, arguments, results)
 
     call.def_partition(parts, sharding_rule=_rule(params))
-    return mlir.lower_fun(call, multiple_results=True)(context, *operands)
+    return compat.lower_partitioned(context, call, *operands)
 
 
 def _is_over_devices(context: Any, params: dict[str, Any]) -> bool:
@@ -65,7 +72,8 @@ def _rule(params: dict[str, Any]) -> SdyShardingRule:
     jaxpr = params["jaxpr"]
     pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, params["donated"])
     inputs = [
-        tuple(f"a{i}_{d}" for d in range(len(aval.shape))) for i, aval in enumerate(jaxpr.in_avals)
+        ArrayMapping(*[f"a{i}_{d}" for d in range(len(aval.shape))])
+        for i, aval in enumerate(jaxpr.in_avals)
     ]
     outputs = []
     for j, (aval, likeness) in enumerate(
@@ -74,53 +82,83 @@ def _rule(params: dict[str, Any]) -> SdyShardingRule:
         own = [f"r{j}_{d}" for d in range(len(aval.shape))]
         if likeness is not None:
             source, dims = likeness
-            own = [
-                n if d is None else inputs[source][d] for n, d in zip(own, dims, strict=True)
-            ]
-        outputs.append(tuple(own))
+            own = [n if d is None else inputs[source][d] for n, d in zip(own, dims, strict=True)]
+        outputs.append(ArrayMapping(*own))
     return SdyShardingRule(tuple(inputs), tuple(outputs))
 
 
 def _parts(
     params: dict[str, Any],
     kept: list[Any],
-    whole: Callable[..., Any],
     mesh: Any,
     arguments: Sequence[Any],
     results: Sequence[Any],
 ) -> Any:
-    """What XLA's partitioner is told: how operands are to be cut, what each device does of them, and
-    how results are cut then.
+    """What XLA's partitioner is told: how operands are to be cut, what each device does of them,
+    and how results are cut then.
 
     Args:
       kept: takes what lives as long as the program.
-      whole: what a device does with all of every operand.
       arguments, results: shapes, with the shardings that XLA would give them.
     """
-    in_specs, out_specs = _specs(arguments, mesh), _specs(results, mesh)
-    made = None
-    if any(any(spec) for spec in in_specs):
-        made = _spread(params, mesh, in_specs, out_specs)
+    cut, wanted = _specs(arguments, mesh), _specs(results, mesh)
+    is_cut = any(map(any, cut)) or wanted_mesh(params["jaxpr"]) is not None
+    made = _spread(params, mesh, cut, wanted) if is_cut else None
     if made is None:
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        return mesh, whole, [everywhere] * len(results), (everywhere,) * len(arguments)
-    request = make_request(
-        made.jaxpr,
-        params["name"],
-        (*params["kinds"], *[TensorKind.BATCH] * len(made.places)),
-        (*params["donated"], *[False] * len(made.places)),
-        options_of_each(params["options"], made.devices),
-        argument_names=params["argument_names"],
-    )
-    request = dataclasses.replace(request, num_devices=made.num_devices)
-    of_each = call_of_each(made, Asked(request, made.devices, kept), params["derived"])
+        function = functools.partial(offload_p.bind, **params)
+        in_specs, out_specs = ([PartitionSpec()] * len(each) for each in (arguments, results))
+    else:
+        function = call_of_each(made, _asked(params, made), params["derived"])
+        in_specs, out_specs = made.in_specs, made.out_specs
+    of_each = _Part(function, kept)
 
     def part(*local: Any) -> list[Any]:
         with compat.no_mesh():  # no type says how one device's part is cut
-            return of_each(*local)
+            return list(part_p.bind(*local, of_each=of_each))
 
-    out_shardings = [NamedSharding(mesh, spec) for spec in made.out_specs]
-    return mesh, part, out_shardings, tuple(NamedSharding(mesh, spec) for spec in made.in_specs)
+    there = [[NamedSharding(mesh, spec) for spec in each] for each in (in_specs, out_specs)]
+    return mesh, part, there[1], tuple(there[0])
+
+
+def _asked(params: dict[str, Any], made: Spread) -> Asked:
+    """What is planned."""
+    places = len(made.places)
+    request = make_request(
+        made.jaxpr,
+        params["name"],
+        (*params["kinds"], *[TensorKind.BATCH] * places),
+        (*params["donated"], *[False] * places),
+        options_of_each(params["options"], made.devices),
+        argument_names=params["argument_names"],
+    )
+    return Asked(dataclasses.replace(request, num_devices=made.num_devices), made.devices)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Part:
+    """What a device does, as a param: a part of a program, which keeps nothing alive by itself.
+
+    Attributes:
+      kept: takes what is to live as long as the program.
+    """
+
+    function: Callable[..., Any]
+    kept: list[Any]
+
+
+part_p = compat.Primitive("jaxoffload_part")
+part_p.multiple_results = True
+
+
+@part_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, of_each: _Part) -> tuple[list[Any], Any]:
+    made = jax.make_jaxpr(of_each.function)(*avals)
+    return list(made.out_avals), made.effects
+
+
+def _lower_part(context: Any, *operands: Any, of_each: _Part) -> Any:
+    with kept_by(of_each.kept):
+        return mlir.lower_fun(of_each.function, multiple_results=True)(context, *operands)
 
 
 def _spread(
@@ -160,4 +198,5 @@ def _specs(shapes: Sequence[Any], mesh: Any) -> list[Spec]:
 def register() -> None:
     """Tells JAX of it."""
     compat.needs_devices_to_be_lowered(offload_p)
+    mlir.register_lowering(part_p, _lower_part, platform="cpu", cacheable=False)
     mlir.register_lowering(offload_p, _lower, platform="cpu", cacheable=False)

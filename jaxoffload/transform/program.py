@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.parts import has_loops
-from jaxoffload.capture.spread import Spread, is_spread, spread
+from jaxoffload.capture.spread import Spread, is_spread, spread, wanted_mesh
 from jaxoffload.capture.trace import Traced, trace
 from jaxoffload.capture.whole import must_run_whole
 from jaxoffload.errors import CaptureError, PlanError, warn
@@ -159,6 +159,11 @@ class Program:
         # What else is in a lower tier is read in parts, of which nobody knows whether they change.
         lasting = request.lasting.intersection(self._signature.in_parts)
         return dataclasses.replace(request, num_devices=made.num_devices, lasting=lasting)
+
+    @functools.cached_property
+    def wanted_mesh(self) -> Any:
+        """The mesh over which constraints in the function spread work; None if none does."""
+        return wanted_mesh(self.as_written)
 
     @property
     def is_over_devices(self) -> bool:

@@ -1,7 +1,9 @@
 """The custom calls that XLA programs make of us, registered with JAX (custom_calls/ffi.h)."""
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,7 +68,11 @@ def lower_call(
       has_effect: whether it is called although nobody reads its results.
       attributes: further ones.
     """
-    compat.keep_alive(context, Held(name, registration))
+    owner = getattr(_owners, "owner", None)
+    if owner is None:
+        compat.keep_alive(context, Held(name, registration))
+    else:
+        owner.append(registration)
     at = len(operands) if constants_at is None else constants_at
     operands = [*operands[:at], *map(mlir.ir_constant, constants), *operands[at:]]
     extra = [compat.ShapedArray(c.shape, c.dtype) for c in constants]
@@ -95,6 +101,20 @@ def lower_call(
             **{key: np.int64(value) for key, value in attributes.items()},
         )
     return results
+
+
+_owners = threading.local()
+
+
+@contextlib.contextmanager
+def kept_by(owner: list[Any]) -> Iterator[None]:
+    """Calls that this thread lowers within it are kept alive by `owner`, and not by the program:
+    what is lowered is a part of one."""
+    _owners.owner = owner
+    try:
+        yield
+    finally:
+        _owners.owner = None
 
 
 def new_stamps(operands: Sequence[Any]) -> Any:

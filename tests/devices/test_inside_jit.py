@@ -69,6 +69,20 @@ def test_loops_and_work_around_the_call():
     np.testing.assert_allclose(got_params, params, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.timeout(120)
+def test_what_comes_after_may_exchange():
+    """XLA goes on with each device's program where it is told of the end, and waits there."""
+    offloaded = jo.offload(mapped(product), device_memory=BUDGET)
+    w, x = (jax.device_put(each, NamedSharding(MESH, P("x"))) for each in (W, X))
+
+    def around(call):
+        return jax.jit(lambda w, x: (call(w, x) @ w).sum(0))
+
+    step, want = around(offloaded), around(mapped(product))(w, x)
+    for _ in range(10):
+        np.testing.assert_allclose(step(w, x), want, rtol=1e-4, atol=1e-4)
+
+
 def test_donated_memory_is_written_again():
     step, (params, x, y) = fsdp(4)
     kept = jo.offload(step, device_memory="40KiB")

@@ -128,11 +128,18 @@ def test_functions_that_spread_work_run_whole(mesh):
             assert got.sharding.is_equivalent_to(want.sharding, got.ndim)
 
 
-def test_functions_that_spread_work_are_refused_where_a_budget_demands_a_cut(mesh):
-    with pytest.raises(jo.CaptureError, match="constraint.*spreads work.*shard_map\\(offload"):
-        jo.offload(constrained(mesh), device_memory=64)(X)
-    with pytest.raises(jo.PlanError, match="device_memory=64 .*below the smallest feasible"):
-        jo.offload(mapped(mesh, collective), device_memory=64)(X)
+def test_functions_that_spread_work_are_cut_where_a_budget_demands_it(mesh):
+    for f in (constrained(mesh), mapped(mesh, collective)):
+        with pytest.raises(jo.PlanError, match="device_memory=64 .*below the smallest feasible"):
+            jo.offload(f, device_memory=64)(X)
+        least = jo.offload(f, device_memory=None).plan(X).min_device_memory
+        for how in (lambda f: f, jax.jit):
+            offloaded = jo.offload(f, device_memory=least)
+            got = jax.block_until_ready(how(offloaded)(X))
+            np.testing.assert_allclose(got, jax.jit(f)(X), rtol=1e-6)
+            run = offloaded.last_run  # None: inside jit the constraint fits as it is
+            assert run is None or len(run.memgraph.capacity) == 2
+        assert len(jo.offload(f, device_memory=least).plan(X).memgraph.capacity) == 2
 
 
 def test_shard_map_of_an_offloaded_function(mesh):
