@@ -59,6 +59,28 @@ def test_bfloat16_products_are_rounded_once(sides, wide):
     assert (np.abs(np.asarray(found, np.float64) - exact) <= allowed).all()
 
 
+@pytest.mark.parametrize("rows", [4, 8, 32])
+@pytest.mark.parametrize("equation", ["ri,rj->ij", "abi,abj->ij", "ir,rj->ij"])
+def test_small_products_of_bfloat16_in_a_small_loop(rows, equation):
+    """Such a loop the compiler makes one function, for which it has no product of bfloat16."""
+    x, y = operands((rows, 16), (rows, 4))
+
+    def f(x, y):
+        def step(k, total):
+            a = lax.dynamic_slice(x, (0, 2 * k), (rows, 2))
+            a = a.T if equation[0] == "i" else a
+            pairs = [v.reshape(2, -1, v.shape[1]) if equation[0] == "a" else v for v in (a, y)]
+            made = jnp.einsum(equation, *pairs, preferred_element_type=jnp.float32)
+            return lax.dynamic_update_slice(total, made, (2 * k, 0))
+
+        return lax.fori_loop(0, 8, step, jnp.zeros((16, 4), jnp.float32))
+
+    got = jo.offload(f, device_memory=None)(x, y)
+    with jax.enable_x64(True):
+        exact = np.asarray(x, np.float64).T @ np.asarray(y, np.float64)
+    np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
+
+
 def test_bfloat16_products_ask_for_float32():
     x, y = operands((64, 96), (96, 48))
     code = compat.lower(jax.jit(jnp.dot).trace(x, y), "cpu", RULES).as_text()
