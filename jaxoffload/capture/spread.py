@@ -67,7 +67,7 @@ def wanted_mesh(jaxpr: Any) -> Any:
     for eqn in every_equation(jaxpr):
         if compat.devices_of_constraint(eqn) > 1:
             mesh = getattr(compat.wanted_sharding(eqn), "mesh", None)
-            if isinstance(getattr(mesh, "devices", None), np.ndarray):
+            if isinstance(mesh, jax.sharding.Mesh):
                 return mesh
     return None
 

@@ -144,9 +144,7 @@ def mesh_of(steps: Sequence[Step], meshes: Sequence[Any]) -> Any:
                 f"({sorted(set(mesh.axis_names) - set(eqn.params['newly_manual_axes']))}). Give "
                 "all of them in axis_names, and write what each device does with collectives."
             )
-        if not hasattr(mesh, "devices") or not isinstance(
-            getattr(mesh, "devices", None), np.ndarray
-        ):
+        if not isinstance(mesh, jax.sharding.Mesh):
             same = (m for m in meshes if m.abstract_mesh == mesh or m.shape == mesh.shape)
             mesh = next(same, None)
             if mesh is None:
