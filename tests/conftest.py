@@ -74,7 +74,7 @@ def pytest_addoption(parser):
     group.addoption(
         "--all-harnesses",
         action="store_true",
-        help="tests/foreign: all of JAX's cases for its primitives (half an hour), not a twentieth",
+        help="tests/foreign: all of JAX's cases for its primitives (half an hour), not one of 25",
     )
     group.addoption("--foreign-seed", type=int, default=0, help="tests/foreign: draws other cases")
 

@@ -53,18 +53,11 @@ def test_nothing_grows_with_calls_and_what_a_function_takes_ends_with_it(tmp_pat
 
 
 def test_the_gpu_picture_is_drawn_section_by_section(tmp_path, monkeypatch):
-    """On CPU, small; what cannot be had there is said, not left out. Other sections than these run
+    """On CPU, small; what cannot be had there is said, not left out. Other sections than this run
     in tests/cuda/test_rehearsal.py."""
     monkeypatch.setenv("JAXOFFLOAD_CACHE", str(tmp_path / "kept"))
-    sections = "launch,llama"
-    found = gpu_run.main(["--small", "--only", sections, "--out", str(tmp_path)])
+    found = gpu_run.main(["--small", "--only", "launch", "--out", str(tmp_path)])
     assert found == json.loads((tmp_path / "gpu.json").read_text())
-    assert list(found["sections"]) == sections.split(",")
+    assert list(found["sections"]) == ["launch"]
     assert not any("failed" in section for section in found["sections"].values())
-    cases = {k: v for k, v in found["sections"]["llama"].items() if k != "link"}
-    for row in cases.values():
-        (ours,) = (v for k, v in row.items() if k.isdigit())
-        assert ours["bytes_reloaded"] > 0 and ours["copied_outputs"] == 0
-        assert row["jax_host_offload"]["seconds"] > 0
-    text = (tmp_path / "gpu.md").read_text()
-    assert all(case in text for case in cases) and "of bound" in text
+    assert (tmp_path / "gpu.md").read_text()
