@@ -294,6 +294,28 @@ def slice_(equation: Equation) -> Iterator[Way]:
             yield Way((d,), (d,), changes)
 
 
+def dynamic_slice(equation: Equation) -> Iterator[Way]:
+    """Along what is taken whole: there it starts at 0, whatever it is told."""
+    sizes, origin = equation.operation.params["slice_sizes"], _shape(equation.inputs[0])
+    rest = (None,) * (len(equation.inputs) - 1)
+    for d, (size, whole) in enumerate(zip(sizes, origin, strict=True)):
+        if size == whole:
+
+            def changes(size: int | None, d: int = d) -> Changes | None:
+                return None if size is None else {"slice_sizes": _with_size(sizes, d, size)}
+
+            yield Way((d, *rest), (d,), changes)
+
+
+def dynamic_update_slice(equation: Equation) -> Iterator[Way]:
+    """Along what is written whole."""
+    rest = (None,) * (len(equation.inputs) - 2)
+    sizes = zip(_shape(equation.inputs[0]), _shape(equation.inputs[1]), strict=True)
+    for d, (whole, size) in enumerate(sizes):
+        if size == whole:
+            yield Way((d, d, *rest), (d,))
+
+
 def pad(equation: Equation) -> Iterator[Way]:
     for d in _dims(equation.outputs[0]):
         if tuple(equation.operation.params["padding_config"][d]) == (0, 0, 0):

@@ -163,11 +163,10 @@ TABLE: dict[str, Known] = {
     "pad": Known(is_priced=True, ways=along.pad),
     "split": _along("axis", is_priced=True, has_several=True),
     "gather": Known(is_priced=True, takes_rows=True, ways=along.gather),
-    "dynamic_slice": Known(is_priced=True, takes_rows=True),
+    "dynamic_slice": Known(is_priced=True, takes_rows=True, ways=along.dynamic_slice),
     "random_bits": Known(is_priced=True),
-    **dict.fromkeys(
-        "dynamic_update_slice scatter scatter-mul scatter-min scatter-max".split(), _UPDATE
-    ),
+    "dynamic_update_slice": dataclasses.replace(_UPDATE, ways=along.dynamic_update_slice),
+    **dict.fromkeys("scatter scatter-mul scatter-min scatter-max".split(), _UPDATE),
     **dict.fromkeys(
         ("scatter-add", "scatter-sub"), dataclasses.replace(_UPDATE, ways=along.scatter)
     ),

@@ -101,6 +101,8 @@ STACKED = {
     "transpose": lambda x, y: lax.transpose(x.reshape(6, 2, 2), (0, 2, 1)),
     "squeeze": lambda x, y: lax.squeeze(x.reshape(6, 4, 1), (2,)),
     "words": lambda x, y: lax.bitcast_convert_type(x, jnp.int32),
+    "window": lambda x, y: lax.dynamic_slice(3.0 * x, (7, 1), (6, 2)),
+    "written": lambda x, y: lax.dynamic_update_slice(3.0 * x, y[:, :2], (7, 1)),
     "bytes": lambda x, y: lax.bitcast_convert_type(x, jnp.uint8),
 }
 

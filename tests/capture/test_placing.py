@@ -69,6 +69,20 @@ def test_both_at_once_over_two_axes():
     assert sorted(counts["sum"]) == [W1.nbytes // 2] * 2 + [rows] * (len(counts["sum"]) - 2)
 
 
+def test_what_is_written_somewhere_stays_cut_along_what_is_written_whole():
+    """A cache of keys, whose rows each device has, or whose heads."""
+
+    def f(cache, new, at):
+        cache = lax.dynamic_update_slice(cache, new, (0, at, 0))
+        return cache, lax.dynamic_slice(cache, (0, at - 1, 0), (8, 2, 4)) * 2
+
+    cache, new = np.arange(8 * 16 * 4, dtype=np.float32).reshape(8, 16, 4), np.ones((8, 1, 4))
+    for spec in (P("x"), P(None, None, "x")):
+        specs = [spec, spec, P()]
+        found = same(f, LINE, specs, cache, new.astype(np.float32), np.int32(5), pairs=[(0, 0)])
+        assert found == ((spec, spec), {})
+
+
 def test_gradients_are_cut_as_what_they_are_of():
     def f(w, x):
         return jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
