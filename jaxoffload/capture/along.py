@@ -362,7 +362,7 @@ def gather(equation: Equation) -> Iterator[Way]:
 
 def scatter(equation: Equation) -> Iterator[Way]:
     """Along dimensions that table, indices and updates have in common, along those that are updated
-    whole, or along the updates, one part after the other."""
+    whole, or, where updates are added, along these, one part after the other."""
     numbers = equation.operation.params["dimension_numbers"]
     shape, updates = _shape(equation.outputs[0]), _shape(equation.inputs[2])
     batch = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
@@ -374,9 +374,10 @@ def scatter(equation: Equation) -> Iterator[Way]:
     for k, d in zip(window, numbers.update_window_dims, strict=True):
         if updates[d] == shape[k]:
             yield Way((k, None, d), (k,))
+    adds = equation.operation.name in ("scatter-add", "scatter-sub")
     for indices, d in enumerate(batch):
         is_more = indices not in numbers.scatter_indices_batching_dims
-        if is_more and isinstance(equation.inputs[0], Value):
+        if is_more and adds and isinstance(equation.inputs[0], Value):
             yield Way((None, indices, d), (None,), combine=_later, folds=0)
 
 

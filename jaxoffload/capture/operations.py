@@ -166,9 +166,9 @@ TABLE: dict[str, Known] = {
     "dynamic_slice": Known(is_priced=True, takes_rows=True, ways=along.dynamic_slice),
     "random_bits": Known(is_priced=True),
     "dynamic_update_slice": dataclasses.replace(_UPDATE, ways=along.dynamic_update_slice),
-    **dict.fromkeys("scatter scatter-mul scatter-min scatter-max".split(), _UPDATE),
     **dict.fromkeys(
-        ("scatter-add", "scatter-sub"), dataclasses.replace(_UPDATE, ways=along.scatter)
+        "scatter scatter-mul scatter-min scatter-max scatter-add scatter-sub".split(),
+        dataclasses.replace(_UPDATE, ways=along.scatter),
     ),
     # Made by capture itself: see slicing.py, rows_on_disk.py, row_updates.py.
     "read rows": Known(takes_rows=True),

@@ -7,14 +7,14 @@ device computes all of it.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax import lax
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture import along, operations
+from jaxoffload.capture import along, operations, spread_rows
 from jaxoffload.capture.collectives import Axes
 from jaxoffload.capture.flat import Equation, Operation, Value
 from jaxoffload.capture.spread_steps import Step
@@ -75,6 +75,7 @@ class Placing:
       joined: axes over which the output is the sum, or the extreme, of what devices have.
       kind: "sum", "max" or "min".
       starts: axes along which only the first device takes the operand to which the others add.
+      rows: axes along which each device reads, or writes, the rows that it has (spread_rows.py).
     """
 
     inputs: tuple[Spec, ...]
@@ -83,6 +84,7 @@ class Placing:
     joined: tuple[Any, ...] = ()
     kind: str = "sum"
     starts: tuple[Any, ...] = ()
+    rows: tuple[Any, ...] = ()
 
 
 def nowhere(operand: Any) -> Spec:
@@ -110,7 +112,7 @@ def place(step: Step, specs: Sequence[Spec], wanted: Spec | None, axes: Axes) ->
     part = equation_of(step)
     needed = [list(nowhere(x)) for x in part.inputs]
     made = [list(nowhere(v)) for v in part.outputs]
-    joined, starts, kind = [], [], "sum"
+    joined, starts, rows, kind = [], [], [], "sum"
     for name, count in axes.sizes.items():
         where = [axis_of(spec, name) for spec in specs]
         target = None if wanted is None else axis_of(wanted, name)
@@ -123,6 +125,8 @@ def place(step: Step, specs: Sequence[Spec], wanted: Spec | None, axes: Axes) ->
             for spec, d in zip(found, dims, strict=True):
                 if d is not None:
                     spec[d] = (*spec[d], name)
+        if isinstance(way, spread_rows.OfOwnRows):
+            rows.append(name)
         if way.combine is not None:
             joined.append(name)
         if way.folds is not None:
@@ -137,6 +141,7 @@ def place(step: Step, specs: Sequence[Spec], wanted: Spec | None, axes: Axes) ->
         tuple(joined),
         kind,
         tuple(starts),
+        tuple(rows),
     )
 
 
@@ -157,7 +162,8 @@ def _best(
     read = [compat.byte_count(x.aval) for x in part.inputs]
     made = sum(v.num_bytes() for v in part.outputs)
     best, least = None, (float("inf"), 0)
-    for way in operations.tilings(part, count):
+    own = list(_own_rows(part, count))
+    for way in (*operations.tilings(part, count), *own):
         if way.numbered is not None or not _is_joined(way, part):
             continue
         cut = zip(read, where, way.inputs, strict=True)
@@ -166,9 +172,17 @@ def _best(
         if is_wanted and not is_sum and way.outputs[0] != target:
             moved += made
         summed = 0 if not is_sum else made if target is not None else 2 * made
+        if own:  # sums of few rows, or of a table that is large, in place of moving the other
+            moved, summed = moved + summed, 0
         if (moved, summed) < least:
             best, least = way, (moved, summed)
     return best
+
+
+def _own_rows(part: Equation, count: int) -> Iterator[spread_rows.OfOwnRows]:
+    for way in spread_rows.ways(part):
+        if not any(size % count for _, size in way.cut(part)):
+            yield way
 
 
 def _is_joined(way: along.Way, part: Equation) -> bool:
@@ -176,7 +190,7 @@ def _is_joined(way: along.Way, part: Equation) -> bool:
     if way.combine is None:
         return True
     if way.folds is not None:
-        return part.operation.name in ("scatter-add", "scatter-sub")
+        return True
     if way.combine in _BITWISE and part.outputs[0].aval.dtype != np.bool_:
         return False
     return way.combine in _KINDS
