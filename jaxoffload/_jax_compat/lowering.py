@@ -23,7 +23,8 @@ def is_export(lowering_context: Any) -> bool:
 
 
 def is_to_be_partitioned(lowering_context: Any) -> bool:
-    """Whether XLA divides what is lowered among the devices of one mesh, and can be asked how."""
+    """Whether XLA divides what is lowered among the devices of one mesh, all of this process, and
+    can be asked how."""
     axes = lowering_context.module_context.axis_context
     if not isinstance(axes, _ShardingContext) or axes.device_assignment is None:
         return False
@@ -32,6 +33,7 @@ def is_to_be_partitioned(lowering_context: Any) -> bool:
         axes.num_devices > 1
         and mesh is not None
         and mesh.size == axes.num_devices
+        and not {d.process_index for d in axes.device_assignment} - {jax.process_index()}
         and _config.use_shardy_partitioner.value
     )
 

@@ -55,7 +55,7 @@ def _is_over_devices(context: Any, params: dict[str, Any]) -> bool:
     """Whether XLA is to be asked how arguments are cut."""
     if not compat.is_to_be_partitioned(context) or params["tier_leaves"] or params["fixed"]:
         return False
-    if compat.is_lowering_kernels() or params["jaxpr"].effects:
+    if compat.is_export(context) or compat.is_lowering_kernels() or params["jaxpr"].effects:
         return False
     budget, options = params["options"].device_memory, params["options"]
     if options.memory is not None or options.results != "device":

@@ -205,6 +205,12 @@ def test_a_budget_that_is_too_small_is_refused_when_it_is_compiled():
     jax.block_until_ready(jax.jit(lambda w, x: larger(w, x))(W[0], X))
 
 
+def test_what_is_exported_is_refused_as_it_is_for_one_device():
+    step = jax.jit(jo.offload(layer, device_memory=BUDGET))
+    with pytest.raises(NotImplementedError, match="is exported with a budget"):
+        jax.export.export(step)(W[0], X)
+
+
 def test_plans_end_with_their_programs():
     jax.clear_caches()
     before = _native.num_registered_plans()

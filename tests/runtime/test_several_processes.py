@@ -85,3 +85,49 @@ def test_a_killed_process_ends_the_other_and_both_go_on(alone, tmp_path):
     np.testing.assert_allclose(
         [again[0][i] for i in shared], [alone[0][i] for i in shared], rtol=1e-5
     )
+
+
+IN_PLAIN_JIT = """
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jaxoffload as jo
+
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]))
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+source = np.random.default_rng(0)
+
+def spread(*spec):
+    array = source.standard_normal((64, 64)).astype(np.float32) / 8
+    made = NamedSharding(mesh, P(*spec))
+    return array, jax.make_array_from_callback(array.shape, made, lambda index: array[index])
+
+(w, of_all), (x, mine) = spread(), spread("x")
+f = jax.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2))
+step = jo.offload(f, device_memory="60KiB")
+value, grad = jax.jit(lambda w, x: step(w, x))(of_all, mine)
+want = f(w, x)
+np.testing.assert_allclose(float(value), float(want[0]), rtol=1e-5)
+np.testing.assert_allclose(grad, want[1], rtol=1e-4, atol=1e-7)
+print("peak", step.last_run.peak_device_bytes)
+"""
+
+
+def test_what_is_spread_over_processes_each_computes_whole():
+    """No plan is over devices of other processes: XLA brings each what it needs."""
+    port = free_port()
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", IN_PLAIN_JIT, str(rank), str(port)], env=environment,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for text in ended(processes):
+        assert 0 < int(text.split("peak ")[1]) <= 60 << 10
