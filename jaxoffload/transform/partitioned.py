@@ -44,8 +44,11 @@ def _lower(context: Any, *operands: Any, **params: Any) -> Any:
     compat.keep_alive(context, Held(params["name"], kept))
     call = custom_partitioning(lambda *operands: offload_p.bind(*operands, **params))
 
+    settings = compat.LoweringSettings()  # a program may be compiled elsewhere
+
     def parts(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
-        return _parts(params, kept, mesh, arguments, results)
+        with settings.restored():
+            return _parts(params, kept, settings, mesh, arguments, results)
 
     call.def_partition(parts, sharding_rule=_rule(params))
     return compat.lower_partitioned(context, call, *operands)
@@ -90,6 +93,7 @@ def _rule(params: dict[str, Any]) -> SdyShardingRule:
 def _parts(
     params: dict[str, Any],
     kept: list[Any],
+    settings: compat.LoweringSettings,
     mesh: Any,
     arguments: Sequence[Any],
     results: Sequence[Any],
@@ -99,6 +103,7 @@ def _parts(
 
     Args:
       kept: takes what lives as long as the program.
+      settings: of the place where it was lowered.
       arguments, results: shapes, with the shardings that XLA would give them.
     """
     cut, wanted = _specs(arguments, mesh), _specs(results, mesh)
@@ -110,10 +115,10 @@ def _parts(
     else:
         function = call_of_each(made, _asked(params, made), params["derived"])
         in_specs, out_specs = made.in_specs, made.out_specs
-    of_each = _Part(function, kept)
+    of_each = _Part(function, kept, settings)
 
     def part(*local: Any) -> list[Any]:
-        with compat.no_mesh():  # no type says how one device's part is cut
+        with settings.restored(), compat.no_mesh():  # no type says how one device's part is cut
             return list(part_p.bind(*local, of_each=of_each))
 
     there = [[NamedSharding(mesh, spec) for spec in each] for each in (in_specs, out_specs)]
@@ -140,10 +145,12 @@ class _Part:
 
     Attributes:
       kept: takes what is to live as long as the program.
+      settings: in which it is lowered.
     """
 
     function: Callable[..., Any]
     kept: list[Any]
+    settings: compat.LoweringSettings
 
 
 part_p = compat.Primitive("jaxoffload_part")
@@ -157,7 +164,7 @@ def _abstract_eval(*avals: Any, of_each: _Part) -> tuple[list[Any], Any]:
 
 
 def _lower_part(context: Any, *operands: Any, of_each: _Part) -> Any:
-    with kept_by(of_each.kept):
+    with of_each.settings.restored(), kept_by(of_each.kept):
         return mlir.lower_fun(of_each.function, multiple_results=True)(context, *operands)
 
 

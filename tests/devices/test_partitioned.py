@@ -205,6 +205,17 @@ def test_a_budget_that_is_too_small_is_refused_when_it_is_compiled():
     jax.block_until_ready(jax.jit(lambda w, x: larger(w, x))(W[0], X))
 
 
+def test_it_may_be_compiled_where_it_was_not_lowered():
+    with jax.enable_x64(True):
+        w, x = (put(np.asarray(y, np.float64), *y.sharding.spec) for y in (W[0], X))
+        offloaded = jo.offload(layer, device_memory="20KiB")
+        lowered = jax.jit(lambda w, x: offloaded(w, x)).lower(w, x)
+        want = np.asarray(jax.jit(layer)(w, x))
+    got = lowered.compile()(w, x)
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
 def test_what_is_exported_is_refused_as_it_is_for_one_device():
     step = jax.jit(jo.offload(layer, device_memory=BUDGET))
     with pytest.raises(NotImplementedError, match="is exported with a budget"):
