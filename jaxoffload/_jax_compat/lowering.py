@@ -46,10 +46,11 @@ def needs_devices_to_be_lowered(primitive: Any) -> None:
 def lower_partitioned(lowering_context: Any, call: Any, *operands: Any) -> Any:
     """Lowers a `custom_partitioning`. What JAX keeps for its callbacks would lead back to itself,
     and so keep what lives as long as the program until the garbage is collected."""
-    made = _mlir.lower_fun(call, multiple_results=True)(lowering_context, *operands)
     module = lowering_context.module_context
+    before = len(module.keepalives)
+    made = _mlir.lower_fun(call, multiple_results=True)(lowering_context, *operands)
     needed = types.SimpleNamespace(platforms=module.platforms, backend=module.backend)
-    for kept in module.keepalives:
+    for kept in module.keepalives[before:]:
         if getattr(kept, "module_context", None) is module:
             kept.module_context = needed
     return made

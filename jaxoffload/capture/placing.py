@@ -75,7 +75,8 @@ class Placing:
       joined: axes over which the output is the sum, or the extreme, of what devices have.
       kind: "sum", "max" or "min".
       starts: axes along which only the first device takes the operand to which the others add.
-      rows: axes along which each device reads, or writes, the rows that it has (spread_rows.py).
+      rows: dimensions of the first operand, of which each device reads, or writes, the rows that it
+        has (spread_rows.py).
     """
 
     inputs: tuple[Spec, ...]
@@ -84,7 +85,7 @@ class Placing:
     joined: tuple[Any, ...] = ()
     kind: str = "sum"
     starts: tuple[Any, ...] = ()
-    rows: tuple[Any, ...] = ()
+    rows: tuple[int, ...] = ()
 
 
 def nowhere(operand: Any) -> Spec:
@@ -112,7 +113,8 @@ def place(step: Step, specs: Sequence[Spec], wanted: Spec | None, axes: Axes) ->
     part = equation_of(step)
     needed = [list(nowhere(x)) for x in part.inputs]
     made = [list(nowhere(v)) for v in part.outputs]
-    joined, starts, rows, kind = [], [], [], "sum"
+    joined, starts, kind = [], [], "sum"
+    rows: dict[int, None] = {}
     for name, count in axes.sizes.items():
         where = [axis_of(spec, name) for spec in specs]
         target = None if wanted is None else axis_of(wanted, name)
@@ -125,8 +127,8 @@ def place(step: Step, specs: Sequence[Spec], wanted: Spec | None, axes: Axes) ->
             for spec, d in zip(found, dims, strict=True):
                 if d is not None:
                     spec[d] = (*spec[d], name)
-        if isinstance(way, spread_rows.OfOwnRows):
-            rows.append(name)
+        if isinstance(way, spread_rows.OfOwnRows) and way.inputs[0] is not None:
+            rows[way.inputs[0]] = None
         if way.combine is not None:
             joined.append(name)
         if way.folds is not None:
@@ -187,9 +189,7 @@ def _own_rows(part: Equation, count: int) -> Iterator[spread_rows.OfOwnRows]:
 
 def _is_joined(way: along.Way, part: Equation) -> bool:
     """Whether there is a collective that joins what devices make."""
-    if way.combine is None:
-        return True
-    if way.folds is not None:
+    if way.combine is None or way.folds is not None:
         return True
     if way.combine in _BITWISE and part.outputs[0].aval.dtype != np.bool_:
         return False

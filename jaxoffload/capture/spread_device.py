@@ -19,7 +19,7 @@ from jaxoffload.capture import collectives, spread_loops, spread_rows
 from jaxoffload.capture.collectives import Axes, Exchange
 from jaxoffload.capture.device_body import DeviceBody, line_of, typed
 from jaxoffload.capture.flat import Value
-from jaxoffload.capture.placing import Cut, Part, Spec, axis_of, equation_of, nowhere, place
+from jaxoffload.capture.placing import Cut, Part, Spec, axis_of, nowhere, place
 from jaxoffload.capture.spread_hints import constraint, spec_of
 from jaxoffload.capture.spread_steps import Held, Step
 from jaxoffload.errors import CaptureError
@@ -44,7 +44,7 @@ class Device:
 
     def __init__(self, axes: Axes, places: dict[Any, Any], known: dict[Value, Spec]):
         self.axes, self.known, self._places = axes, known, places
-        self.settled: dict[Any, Any] = {}
+        self.settled: dict[Any, tuple[list[Cut], list[Cut], int]] = {}
         self._body = DeviceBody(axes, places)
 
     def where(self, known: dict[Value, Spec]) -> "Device":
@@ -130,7 +130,7 @@ class Device:
                 moved[0] = self._on_first(moved[0], found.starts)
         if found.rows:
             with compat.at_line_of(eqn):
-                own = self._own_rows(step, found.inputs[0])
+                own = {k: self._own_rows(step, k, found.inputs[0][k]) for k in found.rows}
                 outs = spread_rows.apply(eqn, moved, own, self._body.apply)
         else:
             outs = self._body.apply(eqn, moved)
@@ -142,18 +142,12 @@ class Device:
         sums = tuple(name for name in self.axes.sizes if name in names)
         return [Part(x, Cut(spec, sums), eqn) for x, spec in zip(outs, found.outputs, strict=True)]
 
-    def _own_rows(self, step: Step, spec: Spec) -> dict[int, spread_rows.Own]:
-        """Which rows the device has of the table that a step reads or writes."""
-        found = {}
-        for way in spread_rows.ways(equation_of(step)):
-            k = way.inputs[0]
-            assert k is not None
-            if spec[k]:
-                rank = collectives.place_along(spec[k], self._places, self.axes)
-                whole = step.inputs[0].aval.shape[k]
-                size = whole // len(self.axes.groups(spec[k])[0])
-                found[k] = spread_rows.Own(rank, rank * np.int32(size), size, whole)
-        return found
+    def _own_rows(self, step: Step, k: int, names: Sequence[Any]) -> spread_rows.Own:
+        """Which rows the device has of dimension k of the table that a step reads or writes."""
+        rank = collectives.place_along(names, self._places, self.axes)
+        whole = step.inputs[0].aval.shape[k]
+        size = whole // len(self.axes.groups(names)[0])
+        return spread_rows.Own(rank, rank * np.int32(size), size, whole)
 
     def _on_first(self, x: Any, names: Sequence[Any]) -> Any:
         """What is added to on the first device, and zeros on others."""

@@ -190,17 +190,8 @@ class _Body:
           wanted, others: how carried and other results had best be.
         """
         key = self._closed, tuple(cuts), carry.start, tuple(wanted), tuple(others)
-        if key not in self._device.settled:
-            self._device.settled[key] = self._settle(cuts, carry, wanted, others)
-        return self._device.settled[key]
-
-    def _settle(
-        self,
-        cuts: Sequence[Cut],
-        carry: slice,
-        wanted: Sequence[Spec | None],
-        others: Sequence[Spec | None],
-    ) -> tuple[list[Cut], list[Cut], int]:
+        if key in self._device.settled:
+            return self._device.settled[key]
         cuts = list(cuts)
         cuts[carry] = [
             cut if any(cut.spec) or w is None else Cut(w)
@@ -218,12 +209,14 @@ class _Body:
                 break
             cuts[carry] = after
         made, count = self.made(cuts, [*_specs(cuts[carry]), *others])
+        found = cuts, made, count
         if count:
             summed = self._with_sums(cuts, carry, others)
             later, fewer = self.made(summed, [*_specs(summed[carry]), *others])
             if later[:num_carry] == summed[carry] and fewer < count:
-                return summed, later, fewer
-        return cuts, made, count
+                found = summed, later, fewer
+        self._device.settled[key] = found
+        return found
 
     def _with_sums(
         self, cuts: Sequence[Cut], carry: slice, others: Sequence[Spec | None]

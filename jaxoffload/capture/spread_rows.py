@@ -75,15 +75,15 @@ def apply(
     for k, rows in own.items():
         column = columns[dims.index(k)]
         last = min(rows.whole - 1, jnp.iinfo(column.dtype).max)
-        inside = (column >= 0) & (column <= last)
         # Out of bounds jit takes the nearest row, where it is told so or may do anything.
         if mode == _CLIP or (reads and mode != _DROP):
-            column, inside = jnp.clip(column, 0, last), True
+            column = jnp.clip(column, 0, last)
+        inside = (column >= 0) & (column <= last)
         column = column.astype(jnp.int64 if column.dtype.itemsize == 8 else jnp.int32)
         local = column - rows.first.astype(column.dtype)
         here = inside & (local >= 0) & (local < rows.size)
         # What is filled in for a row that nobody has the first device fills in.
-        is_mine = is_mine & (here | (~inside & (rows.rank == 0)) if inside is not True else here)
+        is_mine = is_mine & (here | (~inside & (rows.rank == 0)))
         # Nobody's row: beyond the last of mine.
         columns[dims.index(k)] = jnp.where(here, local, rows.size)
     dtype = jnp.result_type(*columns)

@@ -310,9 +310,8 @@ class Offloaded:
         program = self._program_of(call)
         if compat.is_tracing() or program.is_over_devices or program.traced.captured:
             return program
-        cut = with_cuts(
-            call, program.wanted_mesh
-        )  # no shard_maps say how it takes arguments: they do
+        # No shard_maps say how it takes arguments: they do.
+        cut = with_cuts(call, program.wanted_mesh)
         return program if cut is None else self._program_of(cut, program.as_traced)
 
     def _program_of(self, call: Call, traced: Traced | None = None) -> Program:

@@ -27,13 +27,12 @@ from jaxoffload.capture.spread import Spread, partition, spread, wanted_mesh
 from jaxoffload.capture.spread_factors import likenesses
 from jaxoffload.capture.spread_hints import part_of, spec_of
 from jaxoffload.errors import CaptureError
-from jaxoffload.graphs.taskgraph import TensorKind
-from jaxoffload.runtime.request import make_request, pair_donated
+from jaxoffload.runtime.request import pair_donated
 from jaxoffload.search.whole import Whole, is_always_cut, may_run_whole
 from jaxoffload.transform.devices_call import Asked, call_of_each
 from jaxoffload.transform.held import Held
 from jaxoffload.transform.primitive import lower, offload_p
-from jaxoffload.transform.shards import options_of_each
+from jaxoffload.transform.shards import options_of_each, request_of_each
 from jaxoffload.transform.targets import kept_by
 
 
@@ -43,7 +42,6 @@ def _lower(context: Any, *operands: Any, **params: Any) -> Any:
     kept: list[Any] = []  # by the program
     compat.keep_alive(context, Held(params["name"], kept))
     call = custom_partitioning(lambda *operands: offload_p.bind(*operands, **params))
-
     settings = compat.LoweringSettings()  # a program may be compiled elsewhere
 
     def parts(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
@@ -60,13 +58,14 @@ def _is_over_devices(context: Any, params: dict[str, Any]) -> bool:
         return False
     if compat.is_export(context) or compat.is_lowering_kernels() or params["jaxpr"].effects:
         return False
-    budget, options = params["options"].device_memory, params["options"]
-    if options.memory is not None or options.results != "device":
+    options = params["options"]
+    if options.memory is not None or not may_run_whole(options, ()):
         return False
-    if not may_run_whole(options, ()) or is_always_cut(options):
+    if is_always_cut(options):
         return True
     # What fits one device as it is XLA may divide.
-    return not Whole(params["jaxpr"], params["donated"], params["name"]).surely_fits(budget)
+    whole = Whole(params["jaxpr"], params["donated"], params["name"])
+    return not whole.surely_fits(options.device_memory)
 
 
 def _rule(params: dict[str, Any]) -> SdyShardingRule:
@@ -127,16 +126,15 @@ def _parts(
 
 def _asked(params: dict[str, Any], made: Spread) -> Asked:
     """What is planned."""
-    places = len(made.places)
-    request = make_request(
-        made.jaxpr,
+    request = request_of_each(
+        made,
         params["name"],
-        (*params["kinds"], *[TensorKind.BATCH] * places),
-        (*params["donated"], *[False] * places),
+        params["kinds"],
+        params["donated"],
         options_of_each(params["options"], made.devices),
         argument_names=params["argument_names"],
     )
-    return Asked(dataclasses.replace(request, num_devices=made.num_devices), made.devices)
+    return Asked(request, made.devices)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

@@ -44,7 +44,13 @@ from jaxoffload.transform.devices_call import call_of_all
 from jaxoffload.transform.loops import LoopPlan, sweeps_of
 from jaxoffload.transform.primitive import Derived, plan_request
 from jaxoffload.transform.queued import QueuedCalls
-from jaxoffload.transform.shards import Shards, check_budgets, options_of_each, refuse_options
+from jaxoffload.transform.shards import (
+    Shards,
+    check_budgets,
+    options_of_each,
+    refuse_options,
+    request_of_each,
+)
 from jaxoffload.transform.signature import Signature, shapes_of
 
 
@@ -142,23 +148,14 @@ class Program:
 
     def request(self) -> Request:
         """What is planned for direct calls."""
-        params, made = self.params(), self._spread
-        places = 0 if made is None else len(made.places)  # of a device in the mesh
-        request = make_request(
-            self.traced.jaxpr if made is None else made.jaxpr,
-            self._name,
-            (*params["kinds"], *[TensorKind.BATCH] * places),
-            (*params["donated"], *[False] * places),
-            self.options,
-            self._signature.tiers,
-            self._argument_names,
-            has_spaces=made is None,
-        )
-        if made is None:
-            return request
+        params, tiers = self.params(), self._signature.tiers
+        rest = params["kinds"], params["donated"], self.options, tiers, self._argument_names
+        if self._spread is None:
+            return make_request(self.traced.jaxpr, self._name, *rest, has_spaces=True)
+        request = request_of_each(self._spread, self._name, *rest)
         # What else is in a lower tier is read in parts, of which nobody knows whether they change.
         lasting = request.lasting.intersection(self._signature.in_parts)
-        return dataclasses.replace(request, num_devices=made.num_devices, lasting=lasting)
+        return dataclasses.replace(request, lasting=lasting)
 
     @functools.cached_property
     def wanted_mesh(self) -> Any:

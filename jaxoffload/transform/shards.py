@@ -15,10 +15,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxoffload.capture.spread import Spread
+from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.options import Options
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.plan import Plan
+from jaxoffload.runtime.request import Request, make_request
 from jaxoffload.runtime.run import Run, run_plan
 from jaxoffload.runtime.sharded import ShardedArray, of_parts
 
@@ -123,6 +125,29 @@ def refuse_options(name: str, options: Options) -> None:
             f"offload({name}): results={options.results!r} for a function over several devices, "
             "whose results are spread over them. Leave it out."
         )
+
+
+def request_of_each(
+    made: Spread,
+    name: str,
+    kinds: Sequence[TensorKind],
+    donated: Sequence[bool],
+    options: Options,
+    tiers: Sequence[str] = (),
+    argument_names: tuple[str, ...] = (),
+) -> Request:
+    """What is planned of a function over several devices; the rest is of its own arguments."""
+    places = len(made.places)  # of a device in the mesh
+    request = make_request(
+        made.jaxpr,
+        name,
+        (*kinds, *[TensorKind.BATCH] * places),
+        (*donated, *[False] * places),
+        options,
+        tiers,
+        argument_names,
+    )
+    return dataclasses.replace(request, num_devices=made.num_devices)
 
 
 def options_of_each(options: Options, devices: Sequence[Any]) -> Options:

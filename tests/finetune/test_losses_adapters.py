@@ -25,9 +25,9 @@ def lora_losses(params, adapters):
     return plain_training(adapters, functools.partial(with_updates, params, 2.0))
 
 
-def test_lora_losses_equal_plain_training(params, adapters, lora_losses):
-    """In two parts of each batch; of all weights it is one, and four (test_losses_full.py)."""
-    recipe = train.Recipe(5e-3, 50, warmup_steps=5, weight_decay=0.1, accumulate=2)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_lora_losses_equal_plain_training(params, adapters, lora_losses, accumulate):
+    recipe = train.Recipe(5e-3, 50, warmup_steps=5, weight_decay=0.1, accumulate=accumulate)
     step = train.make_step(CONFIG, LORA, recipe)
     state = recipe.optimizer().init(adapters)
     assert_same(our_losses(jax.jit(step), params, adapters, state)[0], lora_losses)
