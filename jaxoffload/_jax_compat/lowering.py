@@ -107,32 +107,56 @@ def operation_named(context: Any, name: str) -> Any:
 
 make_ir_context = _mlir.make_ir_context
 """JAX's own, whatever `one_ir_context` has put in its place."""
-_lowering = threading.local()
+_USES = 10
+"""How often a thread lowers in one context before it makes another: what programs leave in it,
+constants among that, goes with it. JAX 0.12 does the same."""
+
+
+class _Lowering(threading.local):
+    """What this thread lowers in: `make` gives the context where kernels are lowered, else it is
+    None; `kept` is that of the kernels before, and how often it may still be used."""
+
+    make: Callable[[], Any] | None = None
+    kept: tuple[Any, int] | None = None
+
+
+_lowering = _Lowering()
 
 
 @contextlib.contextmanager
 def one_ir_context() -> Iterator[None]:
-    """Within it what this thread lowers shares one MLIR context: to make one for each function
-    takes JAX 5 ms, most of what lowering a small one takes. Constants live as long as it does."""
+    """Within it what this thread lowers shares one MLIR context, and so do the next few times: to
+    make one takes JAX 5 ms, most of what lowering a small function takes."""
     _mlir.make_ir_context = _context_of_this_thread
-    outer = getattr(_lowering, "make", None)
-    _lowering.make = functools.cache(make_ir_context)
+    outer, kept = _lowering.make, _lowering.kept
+    _lowering.kept = None  # what is begun within this is in another
+
+    @functools.cache
+    def make() -> Any:
+        return kept[0] if kept else make_ir_context()
+
+    _lowering.make = make
     try:
         yield
     finally:
-        if outer is None:
-            del _lowering.make
+        _lowering.make = outer
+        uses = kept[1] if kept else _USES
+        if make.cache_info().currsize:
+            _lowering.kept = (make(), uses - 1) if uses > 1 else None
         else:
-            _lowering.make = outer
+            _lowering.kept = kept
 
 
 def is_lowering_kernels() -> bool:
     """Whether what this thread lowers is part of a kernel: it is within `one_ir_context`."""
-    return hasattr(_lowering, "make")
+    return _lowering.make is not None
 
 
 def _context_of_this_thread() -> Any:
-    return getattr(_lowering, "make", make_ir_context)()
+    found = (_lowering.make or make_ir_context)()
+    # What is lowered while something else is gets one of its own: in the other's, JAX 0.10 would
+    # put copies of it where the other goes on.
+    return make_ir_context() if found is _mlir.ir.Context.current else found
 
 
 def portable_stablehlo(lowered: Any, version: str) -> bytes:

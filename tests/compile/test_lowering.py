@@ -15,7 +15,8 @@ from jaxoffload._jax_compat import lowering
 
 @pytest.fixture
 def contexts(monkeypatch):
-    """The MLIR contexts that JAX has made, in order."""
+    """The MLIR contexts that JAX has made, in order; this thread has none from before."""
+    lowering._lowering.kept = None
     made, make = [], lowering.make_ir_context
     monkeypatch.setattr(lowering, "make_ir_context", lambda: made.append(make()) or made[-1])
     return made
@@ -54,6 +55,47 @@ def test_context_ends_with_an_error(contexts):
     assert len(contexts) == 2
 
 
+def test_context_is_used_ten_times(contexts):
+    for i in range(21):
+        with compat.one_ir_context():
+            first, second = (lowered(i + part).compiler_ir("stablehlo") for part in (0.0, 0.5))
+            assert first.context is second.context and str(first) != str(second)
+    assert len(contexts) == 3
+
+
+def test_context_that_nothing_was_lowered_in_is_none(contexts):
+    for _ in range(30):
+        with compat.one_ir_context():
+            pass
+    assert not contexts
+
+
+def test_context_of_a_thread_is_kept_for_it_alone(contexts):
+    with compat.one_ir_context():
+        lowered(11)
+
+    def work():
+        with compat.one_ir_context():
+            lowered(12)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    with compat.one_ir_context():
+        lowered(13)
+    assert len(contexts) == 2
+
+
+def test_what_is_lowered_meanwhile_has_a_context_of_its_own(contexts):
+    """JAX 0.10 puts copies of a module where another one in the same context goes on."""
+    with compat.one_ir_context():
+        outer = lowered(14).compiler_ir("stablehlo")
+        with outer.context:
+            inner = lowered(15).compiler_ir("stablehlo")
+        assert inner.context is not outer.context
+        assert lowered(16).compiler_ir("stablehlo").context is outer.context
+
+
 def test_plan_lowers_its_kernels_in_one_context(contexts):
     jo.clear_caches()
 
@@ -84,11 +126,14 @@ def test_artifact_is_the_same_whichever_way_it_is_written(function):
 
 def test_contexts_within_one_another_come_back(monkeypatch):
     monkeypatch.setattr(lowering, "make_ir_context", object)  # JAX 0.12 gives each ten times
+    monkeypatch.setattr(lowering._lowering, "kept", None)
     with compat.one_ir_context():
         outer = lowering._mlir.make_ir_context()
         with compat.one_ir_context():
             inner = lowering._mlir.make_ir_context()
             assert inner is not outer and lowering._mlir.make_ir_context() is inner
+        assert lowering._mlir.make_ir_context() is outer
+    with compat.one_ir_context():
         assert lowering._mlir.make_ir_context() is outer
     assert lowering._mlir.make_ir_context() is not lowering._mlir.make_ir_context()
 
