@@ -334,6 +334,52 @@ class DiskSource:
           IndexError: an id is none of the rows. OSError: the disk failed.
         """
 
+    def keep_rows_in(self, cache: RowCache) -> bool:
+        """Has rows that a cache keeps come from there, for as long as there is the cache. False
+        where there is another one."""
+
+class RowCache:
+    """Rows of a table on disk that are in memory, and how often each was taken. Thread-safe.
+
+    Args:
+      bytes, row_bytes: of the table, and of each of its rows.
+      room: most rows that are kept.
+
+    Raises:
+      ValueError: there is no room for one, or more than the table has. MemoryError: there is not as
+      much memory.
+    """
+
+    def __init__(self, bytes: int, row_bytes: int, room: int) -> None: ...
+    @property
+    def hits(self) -> int:
+        """Rows that were taken from memory, each once a call."""
+
+    @property
+    def misses(self) -> int:
+        """Rows that were taken from disk, likewise."""
+
+    def keep(self, source: DiskSource, ids: np.ndarray) -> None:
+        """Keeps these rows and no others, but for those that are written meanwhile; reads those
+        that are not there yet, without the GIL.
+
+        Args:
+          ids: int64[N], ascending, no row twice, no more than there is room for.
+
+        Raises:
+          IndexError: an id is none of the rows. ValueError: they are not in order, or too many.
+          OSError: the disk failed; then fewer are kept.
+        """
+
+    def taken(self) -> np.ndarray:
+        """How often each row was taken, older times counting less: float32[rows]."""
+
+    def age(self, by: float) -> None:
+        """Multiplies what was taken until now."""
+
+    def kept(self) -> np.ndarray:
+        """Numbers of the rows that are there, int64, ascending."""
+
 class DiskExtent(DiskSource):
     """Space in a store; given back when the object goes. Every 16 KiB carry a CRC32C."""
 

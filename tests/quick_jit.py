@@ -32,19 +32,22 @@ compiler.get_compile_options = _options
 
 _USES = 50
 _make_context = lowering.make_ir_context
-_kept = threading.local()
+_kept, _left = None, 0
 
 
 def _context():
-    """One that this thread has, a few dozen times; another for what is lowered meanwhile."""
-    left = getattr(_kept, "left", 0)
-    if not left or _kept.context is mlir.ir.Context.current:
-        _kept.context, left = _make_context(), _USES
-    _kept.left = left - 1
-    return _kept.context
+    """One that the main thread has, a few dozen times; another for what is lowered meanwhile."""
+    global _kept, _left
+    if threading.current_thread() is not threading.main_thread():
+        return _make_context()
+    if not _left or _kept is mlir.ir.Context.current:
+        _kept, _left = _make_context(), _USES
+    _left -= 1
+    return _kept
 
 
-lowering.make_ir_context = mlir.make_ir_context = _context
+if not hasattr(mlir, "_create_ir_context"):  # of JAX 0.12
+    lowering.make_ir_context = mlir.make_ir_context = _context
 
 
 @functools.cache

@@ -8,6 +8,7 @@
 #include "tiers/disk_file.h"
 #include "tiers/disk_rows.h"
 #include "tiers/disk_store.h"
+#include "tiers/row_cache.h"
 
 namespace jaxoffload {
 namespace {
@@ -92,14 +93,34 @@ void WriteRows(DiskExtent& extent, const Bytes<const uint8_t>& buffer, const Arr
   });
 }
 
+void KeepRows(RowCache& cache, const DiskSource& source, const Array<int64_t>& ids) {
+  const std::vector<int64_t> rows = ToVector(ids);
+  RequireRows(ids.data(), ids.size(), cache.num_rows());
+  Transfer(source, 0, 0, [&](const std::atomic<bool>& abort, std::string* error) {
+    return cache.Keep(source, rows, abort, error);
+  });
+}
+
 }  // namespace
 
 void BindDisk(nb::module_& m) {
+  nb::class_<RowCache>(m, "RowCache", nb::type_slots(only_made))
+      .def(nb::new_([](int64_t bytes, int64_t row_bytes, int64_t room) {
+             return std::make_shared<RowCache>(bytes, row_bytes, room);
+           }),
+           "bytes"_a, "row_bytes"_a, "room"_a)
+      .def("keep", &KeepRows, "source"_a, "ids"_a)
+      .def("taken", [](const RowCache& cache) { return Owned(cache.taken()); })
+      .def("age", &RowCache::Age, "by"_a)
+      .def("kept", [](const RowCache& cache) { return Owned(cache.kept()); })
+      .def_prop_ro("hits", [](const RowCache& cache) { return cache.counts().hits; })
+      .def_prop_ro("misses", [](const RowCache& cache) { return cache.counts().misses; });
   nb::class_<DiskSource>(m, "DiskSource", nb::is_weak_referenceable())
       .def_prop_ro("stamp", &DiskSource::stamp)
       .def_prop_ro("bytes", &DiskSource::bytes)
       .def("read_into", &ReadInto, "buffer"_a, "offset"_a = 0)
-      .def("read_rows", &ReadRows, "buffer"_a, "ids"_a, "row_bytes"_a);
+      .def("read_rows", &ReadRows, "buffer"_a, "ids"_a, "row_bytes"_a)
+      .def("keep_rows_in", &DiskSource::KeepRowsIn, "cache"_a);
   nb::class_<DiskExtent, DiskSource>(m, "DiskExtent")
       .def("write", &WriteFrom, "buffer"_a, "offset"_a = 0)
       .def("write_rows", &WriteRows, "buffer"_a, "ids"_a, "row_bytes"_a);

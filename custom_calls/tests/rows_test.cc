@@ -17,6 +17,7 @@
 #include "tiers/disk_rows.h"
 #include "tiers/disk_store.h"
 #include "tiers/host_rows.h"
+#include "tiers/row_cache.h"
 
 namespace jaxoffload::testing {
 namespace {
@@ -112,6 +113,103 @@ TEST(RowsOnDiskWhileOthersReadAndWriteTheirNeighbours) {
     const std::atomic<bool> stop{true};
     const int64_t first = 0;
     CHECK(!extent->ReadRows({&first, 1, kRow}, found.data(), stop, &error));
+  }
+  CHECK_EQ(rmdir(folder.c_str()), 0);
+}
+
+// Every row has one value in all of its bytes, whoever wrote it.
+TEST(RowsInMemoryAreThoseOnDiskWhoeverWritesAndWhateverIsKept) {
+  std::string folder = "/tmp/jaxoffload-test-XXXXXX";
+  CHECK(mkdtemp(folder.data()) != nullptr);
+  {
+    const std::shared_ptr<DiskStore> store = DiskStore::Open({folder}, DiskOptions());
+    constexpr int64_t kRow = 300, kCount = 600, kRoom = 200;
+    const std::shared_ptr<DiskExtent> extent = store->Reserve(kRow * kCount);
+    const auto cache = std::make_shared<RowCache>(kRow * kCount, kRow, kRoom);
+    CHECK(extent->KeepRowsIn(cache));
+    CHECK(!extent->KeepRowsIn(std::make_shared<RowCache>(kRow * kCount, kRow, 1)));
+    std::string error;
+    std::vector<char> table(kRow * kCount, 1);
+    CHECK(extent->Write(0, table.data(), kRow * kCount, kGoOn, &error));
+    std::vector<std::thread> threads;
+    std::atomic<int> wrong{0}, writing{2};
+    for (int t = 0; t < 2; ++t) {
+      threads.emplace_back([&, t] {
+        std::vector<int64_t> ids;  // every third row is written by both, others by one
+        for (int64_t i = 0; i < kCount; ++i)
+          if (i % 3 == 0 || i % 3 == 1 + t) ids.push_back(i);
+        const Rows rows{ids.data(), static_cast<int64_t>(ids.size()), kRow};
+        std::vector<char> mine(rows.count * kRow);
+        std::string failure;
+        for (int turn = 0; turn < 20; ++turn) {
+          std::memset(mine.data(), 100 * t + turn, mine.size());
+          if (!extent->WriteRows(rows, mine.data(), kGoOn, &failure)) ++wrong;
+        }
+        --writing;
+      });
+    }
+    threads.emplace_back([&] {
+      std::string failure;
+      for (int64_t turn = 0; writing > 0; ++turn) {
+        std::vector<int64_t> ids;
+        for (int64_t i = 0; i < kRoom; ++i) ids.push_back(i * 3 + turn % 2);
+        if (!cache->Keep(*extent, ids, kGoOn, &failure)) ++wrong;
+      }
+    });
+    for (int t = 0; t < 2; ++t) {
+      threads.emplace_back([&] {
+        std::vector<int64_t> ids;
+        for (int64_t i = 0; i < kCount; i += 7) ids.push_back(i);
+        const Rows rows{ids.data(), static_cast<int64_t>(ids.size()), kRow};
+        std::vector<char> found(rows.count * kRow);
+        std::string failure;
+        while (writing > 0) {
+          if (!extent->ReadRows(rows, found.data(), kGoOn, &failure)) ++wrong;
+          for (int64_t i = 0; i < rows.count; ++i)
+            for (int64_t k = 1; k < kRow; ++k)
+              if (found[i * kRow + k] != found[i * kRow]) ++wrong;
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    CHECK_EQ(wrong.load(), 0);
+
+    std::vector<int64_t> all, some;
+    for (int64_t i = 0; i < kCount; ++i) all.push_back(i);
+    for (int64_t i = 0; i < kRoom; ++i) some.push_back(i * 2);
+    std::vector<char> found(kRow * kCount);
+    int64_t read = 0;
+    const auto as_on_disk = [&] {
+      CHECK(extent->Read(0, table.data(), kRow * kCount, kGoOn, &error));
+      CHECK(extent->ReadRows({all.data(), kCount, kRow}, found.data(), kGoOn, &error, &read));
+      CHECK(found == table);
+    };
+    as_on_disk();
+    CHECK(cache->Keep(*extent, some, kGoOn, &error));
+    CHECK(cache->kept() == some);
+    as_on_disk();
+    CHECK_EQ(read, kCount - kRoom);
+
+    // A write that fails, and rows of another length: what is kept of those goes.
+    const std::atomic<bool> stop{true};
+    std::memset(found.data(), 7, found.size());
+    CHECK(!extent->WriteRows({some.data(), 3, kRow}, found.data(), stop, &error));
+    CHECK_EQ(cache->kept().size(), static_cast<size_t>(kRoom - 3));
+    as_on_disk();
+    const int64_t half = 2 * some[5] + 1;  // the second half of a row that is kept
+    std::memset(found.data(), 8, found.size());
+    CHECK(extent->WriteRows({&half, 1, kRow / 2}, found.data(), kGoOn, &error));
+    CHECK_EQ(cache->kept().size(), static_cast<size_t>(kRoom - 4));
+    as_on_disk();
+    CHECK_EQ(read, kCount - kRoom + 4);
+    CHECK(!cache->Keep(*extent, all = {1, 3}, stop, &error));
+    CHECK(cache->kept().empty());
+    CHECK_THROWS(cache->Keep(*extent, all = {3, 1}, kGoOn, &error), "ascend");
+    CHECK_THROWS(cache->Keep(*extent, all = {1, 1}, kGoOn, &error), "twice");
+    for (int64_t i = 0; i < kRoom; ++i) some.push_back(kRoom * 2 + i);
+    CHECK_THROWS(cache->Keep(*extent, some, kGoOn, &error), "400 ids are more than the 200");
+    CHECK_THROWS(RowCache(10, 4, 3), "no 3 rows");
+    CHECK_THROWS(RowCache(10, 0, 1), "rows of 0");
   }
   CHECK_EQ(rmdir(folder.c_str()), 0);
 }

@@ -7,6 +7,7 @@
 #include "base/pages.h"
 #include "tiers/crc32c.h"
 #include "tiers/disk_store.h"
+#include "tiers/row_cache.h"
 
 namespace jaxoffload {
 namespace {
@@ -128,8 +129,8 @@ bool DiskExtent::WriteBlocks(int64_t offset, const char* from, int64_t bytes,
   return WriteSpans({{offset, const_cast<char*>(from), bytes}}, abort, error);
 }
 
-bool DiskExtent::ReadRows(const Rows& rows, char* to, const std::atomic<bool>& abort,
-                          std::string* error) const {
+bool DiskExtent::ReadRowsFromDisk(const Rows& rows, char* to, const std::atomic<bool>& abort,
+                                  std::string* error) const {
   const auto read = [&](const std::vector<DiskSpan>& spans, const std::vector<DiskSpan>&,
                         const std::vector<RowPiece>& pieces) {
     if (store_->home_.IsForked()) {
@@ -156,7 +157,9 @@ bool DiskExtent::WriteRows(const Rows& rows, const char* from, const std::atomic
       std::memcpy(piece.inside, from + piece.outside, piece.bytes);
     return WriteSpans(spans, abort, error);
   };
+  RowCache::Write kept(row_cache(), rows);
   const bool is_done = ForEachWindow(rows, 0, kDiskBlock, write);
+  if (is_done) kept.Succeeded(from);
   MayChange();
   return is_done;
 }
@@ -195,6 +198,7 @@ bool DiskExtent::Write(int64_t offset, const char* from, int64_t bytes,
     std::memcpy(buffer, from + at, length);
     return WriteBlocks(offset + at, buffer, length, abort, error);
   };
+  const RowCache::Write kept(row_cache(), offset, bytes);
   const bool is_done = InBlocks(offset, from, bytes, part, blocks);
   MayChange();  // who has read meanwhile has read something in between
   return is_done;

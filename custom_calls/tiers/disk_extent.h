@@ -31,8 +31,8 @@ class DiskExtent : public DiskSource {
   // checked first.
   bool Write(int64_t offset, const char* from, int64_t bytes, const std::atomic<bool>& abort,
              std::string* error);
-  bool ReadRows(const Rows& rows, char* to, const std::atomic<bool>& abort,
-                std::string* error) const override;
+  bool ReadRowsFromDisk(const Rows& rows, char* to, const std::atomic<bool>& abort,
+                        std::string* error) const override;
   // Likewise. Blocks of which rows are a part are read and checked first.
   bool WriteRows(const Rows& rows, const char* from, const std::atomic<bool>& abort,
                  std::string* error);

@@ -136,8 +136,8 @@ bool FileRange::Read(int64_t offset, char* to, int64_t bytes, const std::atomic<
   return file_->IsUnchanged(error);
 }
 
-bool FileRange::ReadRows(const Rows& rows, char* to, const std::atomic<bool>& abort,
-                         std::string* error) const {
+bool FileRange::ReadRowsFromDisk(const Rows& rows, char* to, const std::atomic<bool>& abort,
+                                 std::string* error) const {
   if (!file_->IsUnchanged(error)) return false;
   const auto nothing = [](size_t, std::string*) { return true; };
   const auto read = [&](const std::vector<DiskSpan>& spans, const std::vector<DiskSpan>&,

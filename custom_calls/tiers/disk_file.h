@@ -53,8 +53,8 @@ class FileRange : public DiskSource {
   int64_t bytes() const override { return bytes_; }
   bool Read(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
             std::string* error) const override;
-  bool ReadRows(const Rows& rows, char* to, const std::atomic<bool>& abort,
-                std::string* error) const override;
+  bool ReadRowsFromDisk(const Rows& rows, char* to, const std::atomic<bool>& abort,
+                        std::string* error) const override;
   uint64_t stamp() const override;
 
  private:

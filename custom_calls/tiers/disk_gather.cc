@@ -50,7 +50,8 @@ int64_t GatherFromDisk(const DiskSource& source, const Gather& gather, char* to,
   if (gather.count == 0 || size == 0) return 0;
   Wanted wanted;
   if (!wanted.Order(gather, source.bytes(), error)) return -1;
-  if (!source.ReadRows(wanted.Each(size), to, abort, error)) return -1;
+  int64_t read = 0;
+  if (!source.ReadRows(wanted.Each(size), to, abort, error, &read)) return -1;
   const char* from = nullptr;  // where the row came that the ones before were
   for (size_t i = 0; i < wanted.all.size(); ++i) {
     char* const place = to + wanted.all[i].second * size;
@@ -60,7 +61,7 @@ int64_t GatherFromDisk(const DiskSource& source, const Gather& gather, char* to,
       std::memcpy(place, from, size);
     }
   }
-  return static_cast<int64_t>(wanted.rows.size());
+  return read;
 }
 
 int64_t ScatterToDisk(DiskExtent& extent, const Gather& scatter, const char* from,

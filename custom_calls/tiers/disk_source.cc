@@ -5,6 +5,7 @@
 #include <new>
 
 #include "base/pages.h"
+#include "tiers/row_cache.h"
 
 namespace jaxoffload {
 namespace {
@@ -22,6 +23,33 @@ void ThrowDiskError(int code, const std::string& what) {
 }
 
 DiskSource::DiskSource(int64_t bytes) : tag_(NextTag(bytes)) {}
+
+bool DiskSource::ReadRows(const Rows& rows, char* to, const std::atomic<bool>& abort,
+                          std::string* error, int64_t* read) const {
+  const std::shared_ptr<RowCache> cache = row_cache();
+  Rows left = rows;
+  std::vector<int64_t> ids, places;
+  if (cache != nullptr) {
+    cache->Take(rows, to, &ids, &places);
+    left = {ids.data(), static_cast<int64_t>(ids.size()), rows.bytes, places.data()};
+  }
+  if (read != nullptr) *read = left.count;
+  return ReadRowsFromDisk(left, to, abort, error);  // none, too: a file may have changed
+}
+
+bool DiskSource::KeepRowsIn(const std::shared_ptr<RowCache>& cache) {
+  const MutexLock lock(cache_mutex_);
+  if (!cache_.expired()) return false;
+  cache_ = cache;
+  has_cache_ = true;
+  return true;
+}
+
+std::shared_ptr<RowCache> DiskSource::row_cache() const {
+  if (!has_cache_ || home_.IsForked()) return nullptr;
+  const MutexLock lock(cache_mutex_);
+  return cache_.lock();
+}
 
 DiskBuffer::DiskBuffer(int64_t bytes)
     : data_(static_cast<char*>(

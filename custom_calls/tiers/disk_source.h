@@ -6,14 +6,18 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <memory>
 #include <stdexcept>
 #include <string>
 
+#include "base/mutex.h"
+#include "base/process.h"
 #include "base/stamp.h"
 
 namespace jaxoffload {
 
-struct Rows;  // tiers/disk_rows.h
+struct Rows;     // tiers/disk_rows.h
+class RowCache;  // tiers/row_cache.h
 
 // What could not be done with a folder or a file, and errno.
 class DiskError : public std::runtime_error {
@@ -37,10 +41,17 @@ class DiskSource {
   // `offset` to a block. False, with *error set, on failure. Any number of threads at once.
   virtual bool Read(int64_t offset, char* to, int64_t bytes, const std::atomic<bool>& abort,
                     std::string* error) const = 0;
-  // Reads rows to memory, to their places; they must be inside. Neighbours share requests, and
-  // many are in flight. False, with *error set, on failure. Any number of threads at once.
-  virtual bool ReadRows(const Rows& rows, char* to, const std::atomic<bool>& abort,
-                        std::string* error) const = 0;
+  // Reads rows to memory, to their places; they must be inside. Those that a cache keeps come from
+  // there; of the others neighbours share requests, and many are in flight. False, with *error set,
+  // on failure; else `*read` is how many came from disk. Any number of threads at once.
+  bool ReadRows(const Rows& rows, char* to, const std::atomic<bool>& abort, std::string* error,
+                int64_t* read = nullptr) const;
+  // Likewise, all of them from disk.
+  virtual bool ReadRowsFromDisk(const Rows& rows, char* to, const std::atomic<bool>& abort,
+                                std::string* error) const = 0;
+  // Has a cache keep rows of this source for as long as there is the cache. False where there is
+  // another one.
+  bool KeepRowsIn(const std::shared_ptr<RowCache>& cache);
   // Start of a range of numbers, as long as the source, that no other source has: what the live
   // range checker takes for an address.
   char* tag() const { return tag_; }
@@ -52,8 +63,14 @@ class DiskSource {
 
  protected:
   explicit DiskSource(int64_t bytes);
+  // Null in a forked child, too: its parent may have been at it.
+  std::shared_ptr<RowCache> row_cache() const;
 
  private:
+  const HomeProcess home_;
+  std::atomic<bool> has_cache_{false};  // or had one
+  mutable Mutex cache_mutex_;
+  std::weak_ptr<RowCache> cache_ GUARDED_BY(cache_mutex_);
   Stamp stamp_;
   char* const tag_;
 };

@@ -107,17 +107,23 @@ def operation_named(context: Any, name: str) -> Any:
 
 make_ir_context = _mlir.make_ir_context
 """JAX's own, whatever `one_ir_context` has put in its place."""
+_new_ir_context = getattr(_mlir, "_create_ir_context", make_ir_context)
+"""One that JAX uses for nothing else: it may be compiling what it has lowered in one of its own
+while it asks for kernels (custom_partitioning). JAX 0.12 gives each of those several times."""
 _USES = 10
-"""How often a thread lowers in one context before it makes another: what programs leave in it,
+"""How often kernels are lowered in one context before there is another: what programs leave in it,
 constants among that, goes with it. JAX 0.12 does the same."""
+_KEPT = 4
+"""Contexts that wait to be used again: as many threads lower kernels at once."""
+_kept: list[tuple[Any, int]] = []
+"""Contexts that no thread uses now, and how often each may still be used. Not by thread: what is in
+the locals of a thread that Python did not start cannot be let go with them (Python 3.11)."""
 
 
 class _Lowering(threading.local):
-    """What this thread lowers in: `make` gives the context where kernels are lowered, else it is
-    None; `kept` is that of the kernels before, and how often it may still be used."""
+    """What gives this thread its context while it lowers kernels."""
 
     make: Callable[[], Any] | None = None
-    kept: tuple[Any, int] | None = None
 
 
 _lowering = _Lowering()
@@ -125,26 +131,26 @@ _lowering = _Lowering()
 
 @contextlib.contextmanager
 def one_ir_context() -> Iterator[None]:
-    """Within it what this thread lowers shares one MLIR context, and so do the next few times: to
-    make one takes JAX 5 ms, most of what lowering a small function takes."""
+    """Within it what this thread lowers shares one MLIR context, in which other kernels may have
+    been lowered before: to make one takes JAX 5 ms, most of what a small function takes."""
     _mlir.make_ir_context = _context_of_this_thread
-    outer, kept = _lowering.make, _lowering.kept
-    _lowering.kept = None  # what is begun within this is in another
+    outer, used = _lowering.make, []
 
-    @functools.cache
     def make() -> Any:
-        return kept[0] if kept else make_ir_context()
+        if not used:
+            try:
+                used.append(_kept.pop())
+            except IndexError:
+                used.append((_new_ir_context(), _USES))
+        return used[0][0]
 
     _lowering.make = make
     try:
         yield
     finally:
         _lowering.make = outer
-        uses = kept[1] if kept else _USES
-        if make.cache_info().currsize:
-            _lowering.kept = (make(), uses - 1) if uses > 1 else None
-        else:
-            _lowering.kept = kept
+        _kept.extend((context, uses - 1) for context, uses in used if uses > 1)
+        del _kept[_KEPT:]
 
 
 def is_lowering_kernels() -> bool:
@@ -156,7 +162,7 @@ def _context_of_this_thread() -> Any:
     found = (_lowering.make or make_ir_context)()
     # What is lowered while something else is gets one of its own: in the other's, JAX 0.10 would
     # put copies of it where the other goes on.
-    return make_ir_context() if found is _mlir.ir.Context.current else found
+    return _new_ir_context() if found is _mlir.ir.Context.current else found
 
 
 def portable_stablehlo(lowered: Any, version: str) -> bytes:

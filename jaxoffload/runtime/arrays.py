@@ -227,21 +227,21 @@ class DiskArray(TierArray):
     def _read_bytes(self, offset: int, count: int) -> np.ndarray:
         words = np.empty(count, np.uint8)
         if count:
-            with _disk_errors():
+            with disk_errors():
                 self.source.read_into(words, offset)
         return words
 
     def _write_bytes(self, words: np.ndarray) -> None:
         if words.size:
-            with _disk_errors():
+            with disk_errors():
                 self.source.write(words, 0)
 
     def _read_rows(self, ids: np.ndarray, to: np.ndarray) -> None:
-        with _disk_errors():
+        with disk_errors():
             rows.take_disk(self.source, ids, self._row_bytes(), to)
 
     def _write_rows(self, ids: np.ndarray, values: np.ndarray) -> None:
-        with _disk_errors():
+        with disk_errors():
             rows.put_disk(self.source, ids, self._row_bytes(), values)
 
     def _where(self) -> str:
@@ -266,7 +266,7 @@ def disk_store(disk: Disk) -> Any:
     key = os.getpid(), disk
     with _stores.lock:
         if key not in _stores.known:
-            with _disk_errors():
+            with disk_errors():
                 _stores.known[key] = _native.DiskStore(list(disk))
         return _stores.known[key]
 
@@ -278,12 +278,12 @@ def reserve(disk: Disk, count: int) -> Any:
       DiskError: there is not enough.
     """
     store = disk_store(disk)
-    with _disk_errors():
+    with disk_errors():
         return store.reserve(min(count, _MOST_BYTES))
 
 
 @contextlib.contextmanager
-def _disk_errors() -> Iterator[None]:
+def disk_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -348,7 +348,7 @@ def to_disk(leaf: Any, disk: Disk) -> DiskArray:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         zeros = np.zeros(min(count, _PIECE), np.uint8)
         for start in range(0, count, _PIECE):
-            with _disk_errors():
+            with disk_errors():
                 extent.write(zeros[: count - start], start)
     else:
         array.write(np.asarray(leaf, dtype))

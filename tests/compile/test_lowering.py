@@ -1,5 +1,6 @@
 """What lowering many kernels shares, and what it leaves as it was."""
 
+import ctypes
 import threading
 
 import jax
@@ -15,10 +16,12 @@ from jaxoffload._jax_compat import lowering
 
 @pytest.fixture
 def contexts(monkeypatch):
-    """The MLIR contexts that JAX has made, in order; this thread has none from before."""
-    lowering._lowering.kept = None
-    made, make = [], lowering.make_ir_context
-    monkeypatch.setattr(lowering, "make_ir_context", lambda: made.append(make()) or made[-1])
+    """The MLIR contexts that were asked for, in order; there are none from before."""
+    monkeypatch.setattr(lowering, "_kept", [])
+    made = []
+    for name in ("make_ir_context", "_new_ir_context"):
+        make = getattr(lowering, name)
+        monkeypatch.setattr(lowering, name, lambda make=make: made.append(make()) or made[-1])
     return made
 
 
@@ -70,20 +73,48 @@ def test_context_that_nothing_was_lowered_in_is_none(contexts):
     assert not contexts
 
 
-def test_context_of_a_thread_is_kept_for_it_alone(contexts):
-    with compat.one_ir_context():
-        lowered(11)
+def test_threads_take_turns_with_contexts(contexts):
+    def work(number):
+        with compat.one_ir_context():
+            lowered(number)
+
+    def threads(count):
+        ready = threading.Barrier(count)
+
+        def each(number):
+            ready.wait()
+            with compat.one_ir_context():
+                lowered(number)
+                ready.wait()
+
+        started = [threading.Thread(target=each, args=(11 + i,)) for i in range(count)]
+        for thread in started:
+            thread.start()
+        for thread in started:
+            thread.join()
+
+    threads(2)
+    assert len(contexts) == 2
+    work(13), work(14)
+    assert len(contexts) == 2
+    threads(9)
+    assert len(contexts) == 9 and len(lowering._kept) == lowering._KEPT
+
+
+def test_threads_that_python_did_not_start_let_go_of_nothing():
+    """XLA's own, that ask for kernels while a program is divided: Python 3.11 ended there when a
+    context went with the locals of such a thread."""
+    call = ctypes.CFUNCTYPE(None)(lambda: work())
 
     def work():
         with compat.one_ir_context():
-            lowered(12)
+            lowered(15)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    with compat.one_ir_context():
-        lowered(13)
-    assert len(contexts) == 2
+    started = ctypes.c_ulong()
+    libc = ctypes.CDLL(None)
+    for _ in range(3):
+        assert libc.pthread_create(ctypes.byref(started), None, call, None) == 0
+        assert libc.pthread_join(started, None) == 0
 
 
 def test_what_is_lowered_meanwhile_has_a_context_of_its_own(contexts):
@@ -125,8 +156,9 @@ def test_artifact_is_the_same_whichever_way_it_is_written(function):
 
 
 def test_contexts_within_one_another_come_back(monkeypatch):
-    monkeypatch.setattr(lowering, "make_ir_context", object)  # JAX 0.12 gives each ten times
-    monkeypatch.setattr(lowering._lowering, "kept", None)
+    for name in ("make_ir_context", "_new_ir_context"):  # of which JAX 0.12 gives each ten times
+        monkeypatch.setattr(lowering, name, object)
+    monkeypatch.setattr(lowering, "_kept", [])
     with compat.one_ir_context():
         outer = lowering._mlir.make_ir_context()
         with compat.one_ir_context():

@@ -141,6 +141,34 @@ def test_parent_and_child_read_a_checkpoint_side_by_side(tmp_path):
     )
 
 
+def test_child_reads_rows_from_disk_that_its_parent_has_in_memory(tmp_path):
+    """Another thread of the parent may be at them in the moment of the fork."""
+    passes(
+        """
+        import threading
+        rows = X.reshape(1 << 10, 1 << 10)
+        d = jo.disk_put(rows, folder)
+        hot = jo.graph.HotRows(d, "1MiB", np.arange(1 << 10))
+        stop = threading.Event()
+
+        def take():
+            while not stop.is_set():
+                d.take(np.arange(800, 1024))
+
+        def child():
+            assert np.array_equal(d.take([1023, 1000]), rows[[1023, 1000]])
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        codes = [fork(child) for _ in range(2)]
+        stop.set()
+        thread.join()
+        assert codes == [0] * 2 and hot.hits
+        """,
+        tmp_path,
+    )
+
+
 RUN = {
     "exits": "lambda: None",
     "calls what ran before": "lambda: told(RuntimeError, 'forked', lambda: step(X))",
