@@ -5,9 +5,12 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <memory>
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/in_parallel.h"
@@ -212,6 +215,97 @@ TEST(RowsInMemoryAreThoseOnDiskWhoeverWritesAndWhateverIsKept) {
     CHECK_THROWS(RowCache(10, 0, 1), "rows of 0");
   }
   CHECK_EQ(rmdir(folder.c_str()), 0);
+}
+
+// A table whose rows are written, by whoever is told to, while they are read.
+class Busy : public DiskSource {
+ public:
+  explicit Busy(std::vector<char> bytes) : DiskSource(bytes.size()), all(std::move(bytes)) {}
+  int64_t bytes() const override { return static_cast<int64_t>(all.size()); }
+  bool Read(int64_t, char*, int64_t, const std::atomic<bool>&, std::string*) const override {
+    return false;
+  }
+  bool ReadRowsFromDisk(const Rows& rows, char* to, const std::atomic<bool>&,
+                        std::string*) const override {
+    for (int64_t i = 0; i < rows.count; ++i)
+      std::memcpy(to + (rows.places == nullptr ? i : rows.places[i]) * rows.bytes,
+                  all.data() + rows.ids[i] * rows.bytes, rows.bytes);
+    if (meanwhile) meanwhile();
+    return true;
+  }
+  std::vector<char> all;
+  std::function<void()> meanwhile;
+};
+
+TEST(RowsInMemoryThatAreWrittenAtOnceAreLetGo) {
+  constexpr int64_t kRow = 4, kCount = 10;
+  Busy source(std::vector<char>(kRow * kCount, 1));
+  const auto cache = std::make_shared<RowCache>(kRow * kCount, kRow, 6);
+  const std::vector<int64_t> ids = {2, 3, 5};
+  const Rows rows{ids.data(), 3, kRow}, first{ids.data(), 1, kRow};
+  std::string error;
+  const auto kept = [&](std::vector<int64_t> want) { return cache->kept() == want; };
+  const std::vector<char> two(kRow * kCount, 2), three(kRow * kCount, 3);
+  CHECK(cache->Keep(source, ids, kGoOn, &error));
+  {
+    RowCache::Write one(cache, rows), other(cache, first);
+    CHECK(kept({}));  // while they are written, they are not taken
+    one.Succeeded(two.data());
+    other.Succeeded(three.data());
+  }
+  CHECK(kept({3, 5}));  // nobody knows whose bytes are in row 2
+  {
+    RowCache::Write one(cache, rows);
+    one.Succeeded(two.data());
+    RowCache::Write other(cache, 2 * kRow + 1, 1);
+  }
+  CHECK(kept({3, 5}));
+  CHECK(cache->Keep(source, ids, kGoOn, &error));
+  CHECK(kept({2, 3, 5}));
+  {
+    RowCache::Write one(cache, rows);
+    one.Succeeded(two.data());
+  }
+  CHECK(kept({2, 3, 5}));  // as if no two had met
+  {
+    const RowCache::Write range(cache, 3 * kRow - 1, 2);
+  }
+  CHECK(kept({5}));
+  {
+    const RowCache::Write range(cache, 3 * kRow, 0);
+    CHECK(kept({5}));
+  }
+
+  // What is read while, or before, it is written is not kept.
+  {
+    const RowCache::Write range(cache, 0, 1);
+    CHECK(cache->Keep(source, {2, 5}, kGoOn, &error));
+    CHECK(kept({5}));
+  }
+  const int64_t fourth = 4;
+  source.meanwhile = [&] {
+    RowCache::Write one(cache, {&fourth, 1, kRow});
+    std::memset(source.all.data() + 4 * kRow, 9, kRow);
+    one.Succeeded(source.all.data() + 4 * kRow);
+  };
+  CHECK(cache->Keep(source, {4, 5}, kGoOn, &error));
+  CHECK(kept({5}));
+  source.meanwhile = nullptr;
+  CHECK(cache->Keep(source, {4, 7}, kGoOn, &error));
+  CHECK(kept({4, 7}));
+  std::vector<char> found(2 * kRow, 'x');
+  std::vector<int64_t> left, places;
+  const std::vector<int64_t> wanted = {4, 5}, turned = {1, 0};
+  cache->Take({wanted.data(), 2, kRow, turned.data()}, found.data(), &left, &places);
+  CHECK(left == std::vector<int64_t>{5});
+  CHECK(places == std::vector<int64_t>{0});
+  CHECK_EQ(found[kRow], 9);
+  CHECK_EQ(found[kRow - 1], 'x');
+  CHECK_EQ(cache->taken()[5], 1.0f);
+  cache->Age(0.5f);
+  CHECK_EQ(cache->taken()[4], 0.5f);
+  CHECK_EQ(cache->counts().hits, 1);
+  CHECK_EQ(cache->counts().misses, 1);
 }
 
 TEST(RowsOnDiskInAnyOrderAreReadOnceEach) {

@@ -81,12 +81,9 @@ void RowCache::End(const Write& write) {
 }
 
 void RowCache::EndOf(Slot& slot, char* kept, const char* bytes) {
-  if (--slot.num_writing > 0) return;
-  if (!slot.is_torn && bytes != nullptr) {
-    std::memcpy(kept, bytes, row_bytes_);
-    slot.is_valid = true;
-  }
-  slot.is_torn = false;
+  if (--slot.num_writing > 0 || slot.is_torn || bytes == nullptr) return;
+  std::memcpy(kept, bytes, row_bytes_);
+  slot.is_valid = true;
 }
 
 RowCache::Write::Write(std::shared_ptr<RowCache> cache, const Rows& rows)
