@@ -177,8 +177,8 @@ def hot(folder: str, small: bool, rounds: int) -> list[dict[str, Any]]:
         })  # fmt: skip
         print(
             f"Zipf, {count} rows of {size} B on disk, {rows[-1]['rows']:.0f} a call: {share:.0%} "
-            f"in memory: {read / 2**20:.1f} MiB read, {1e3 * seconds['taken'] / calls:.1f} ms a call, "
-            f"{1e3 * seconds['inside'] / calls:.1f} ms in an offloaded function"
+            f"in memory: {read / 2**20:.1f} MiB read, {1e3 * seconds['taken'] / calls:.1f} ms "
+            f"a call, {1e3 * seconds['inside'] / calls:.1f} ms in an offloaded function"
         )
         del kept  # a table has rows in memory by one at a time
     return rows

@@ -360,8 +360,7 @@ class RowCache:
         """Rows that were taken from disk, likewise."""
 
     def keep(self, source: DiskSource, ids: np.ndarray) -> None:
-        """Keeps these rows and no others, but for those that are written meanwhile; reads those
-        that are not there yet, without the GIL.
+        """Keeps these rows and no others; reads those that are not there yet, without the GIL.
 
         Args:
           ids: int64[N], ascending, no row twice, no more than there is room for.

@@ -61,19 +61,17 @@ void RowCache::ForEachWritten(const Write& write, const Visit& visit) {
 
 void RowCache::Begin(const Write& write) {
   const MutexLock lock(mutex_);
-  ++writes_;
-  ++num_writing_;
+  writes_.push_back(&write);
   ForEachWritten(write, [this](int32_t slot, int64_t) NO_THREAD_SAFETY_ANALYSIS {
     Slot& found = slots_[slot];
-    found.is_valid = false;
+    found.is_valid = found.is_read = false;
     found.is_torn = found.num_writing++ > 0;
   });
 }
 
 void RowCache::End(const Write& write) {
   const MutexLock lock(mutex_);
-  ++writes_;
-  --num_writing_;
+  writes_.erase(std::find(writes_.begin(), writes_.end(), &write));
   ForEachWritten(write, [&](int32_t slot, int64_t place) NO_THREAD_SAFETY_ANALYSIS {
     const bool is_known = write.from_ != nullptr && place >= 0;
     EndOf(slots_[slot], At(slot), is_known ? write.from_ + place * row_bytes_ : nullptr);
@@ -100,7 +98,7 @@ RowCache::Write::~Write() {
   if (cache_ != nullptr) cache_->End(*this);
 }
 
-std::vector<int64_t> RowCache::Missing(const std::vector<int64_t>& ids) {
+std::vector<int64_t> RowCache::MakeRoom(const std::vector<int64_t>& ids) {
   std::vector<int64_t> missing;
   const MutexLock lock(mutex_);
   for (int32_t slot = 0; slot < static_cast<int32_t>(slots_.size()); ++slot) {
@@ -110,26 +108,36 @@ std::vector<int64_t> RowCache::Missing(const std::vector<int64_t>& ids) {
     slots_[slot] = {};
     free_.push_back(slot);
   }
+  std::vector<bool> is_new(slots_.size());
   for (const int64_t row : ids) {
-    const int32_t slot = SlotOf(row);
-    if (slot < 0 || !slots_[slot].is_valid) missing.push_back(row);
+    if (SlotOf(row) >= 0) continue;
+    const int32_t slot = free_.back();
+    free_.pop_back();
+    slot_of_[row] = slot;
+    slots_[slot].row = row;
+    is_new[slot] = true;
+  }
+  for (const Write* const write : writes_) {
+    ForEachWritten(*write, [&](int32_t slot, int64_t) NO_THREAD_SAFETY_ANALYSIS {
+      if (is_new[slot]) slots_[slot].is_torn = slots_[slot].num_writing++ > 0;
+    });
+  }
+  for (const int64_t row : ids) {
+    Slot& slot = slots_[SlotOf(row)];
+    slot.is_read = !slot.is_valid && slot.num_writing == 0;
+    if (slot.is_read) missing.push_back(row);
   }
   return missing;
 }
 
-void RowCache::Put(const Rows& rows, const char* from, uint64_t writes) {
+void RowCache::Put(const Rows& rows, const char* from) {
   const MutexLock lock(mutex_);
-  if (writes != writes_) return;
   for (int64_t i = 0; i < rows.count; ++i) {
-    int32_t slot = SlotOf(rows.ids[i]);
-    if (slot < 0) {
-      slot = free_.back();
-      free_.pop_back();
-      slot_of_[rows.ids[i]] = slot;
-      slots_[slot].row = rows.ids[i];
-    }
+    const int32_t slot = SlotOf(rows.ids[i]);
+    if (!slots_[slot].is_read) continue;
     std::memcpy(At(slot), from + i * row_bytes_, row_bytes_);
     slots_[slot].is_valid = true;
+    slots_[slot].is_read = false;
   }
 }
 
@@ -142,20 +150,14 @@ bool RowCache::Keep(const DiskSource& source, const std::vector<int64_t>& ids,
   if (static_cast<int64_t>(ids.size()) > room_)
     throw std::invalid_argument(std::to_string(ids.size()) + " ids are more than the " +
                                 std::to_string(room_) + " rows that there is room for.");
-  const std::vector<int64_t> missing = Missing(ids);
+  const std::vector<int64_t> missing = MakeRoom(ids);
   const int64_t step = std::max<int64_t>(1, kDiskWindow / row_bytes_);
   std::vector<char> window(std::min<int64_t>(step, missing.size()) * row_bytes_);
   for (int64_t at = 0; at < static_cast<int64_t>(missing.size()); at += step) {
     const int64_t count = std::min<int64_t>(step, missing.size() - at);
     const Rows rows{missing.data() + at, count, row_bytes_};
-    uint64_t writes;
-    {
-      const MutexLock lock(mutex_);
-      if (num_writing_ > 0) continue;
-      writes = writes_;
-    }
     if (!source.ReadRowsFromDisk(rows, window.data(), abort, error)) return false;
-    Put(rows, window.data(), writes);
+    Put(rows, window.data());
   }
   return true;
 }

@@ -54,8 +54,8 @@ class RowCache : public std::enable_shared_from_this<RowCache> {
   };
 
   // Keeps these rows of `source`, ascending and no more than there is room for, and no others;
-  // reads those that are not here, but for rows that are written meanwhile. False, with *error set,
-  // where the disk fails: then fewer are kept. Throws std::invalid_argument, std::bad_alloc.
+  // reads those that are neither here nor written meanwhile. False, with *error set, where the disk
+  // fails: then fewer are kept. Throws std::invalid_argument, std::bad_alloc.
   bool Keep(const DiskSource& source, const std::vector<int64_t>& ids,
             const std::atomic<bool>& abort, std::string* error);
 
@@ -70,6 +70,7 @@ class RowCache : public std::enable_shared_from_this<RowCache> {
   struct Slot {
     int64_t row = -1;         // none
     bool is_valid = false;    // the bytes are those on disk
+    bool is_read = false;     // from disk, for here, and not written since
     bool is_torn = false;     // two wrote it at once
     int32_t num_writing = 0;  // that write it now
   };
@@ -85,9 +86,10 @@ class RowCache : public std::enable_shared_from_this<RowCache> {
   // is where in the writer's memory its bytes are, counted in rows, -1 where not all are.
   template <typename Visit>
   void ForEachWritten(const Write& write, const Visit& visit) REQUIRES(mutex_);
-  // Forgets rows that are not among `ids`; returns those of them that are not here.
-  std::vector<int64_t> Missing(const std::vector<int64_t>& ids);
-  void Put(const Rows& rows, const char* from, uint64_t writes);
+  // Gives slots to `ids` alone; returns those of them that are to be read.
+  std::vector<int64_t> MakeRoom(const std::vector<int64_t>& ids);
+  // What has been read, as far as it has not been written since.
+  void Put(const Rows& rows, const char* from);
 
   const int64_t row_bytes_, num_rows_, room_;
   Mutex keeping_;  // for as long as one keeps others
@@ -98,8 +100,7 @@ class RowCache : public std::enable_shared_from_this<RowCache> {
   std::vector<int32_t> slot_of_ GUARDED_BY(mutex_);  // by row
   std::vector<float> taken_ GUARDED_BY(mutex_);      // by row
   Counts counts_ GUARDED_BY(mutex_);
-  uint64_t writes_ GUARDED_BY(mutex_) = 0;  // begun and ended
-  int32_t num_writing_ GUARDED_BY(mutex_) = 0;
+  std::vector<const Write*> writes_ GUARDED_BY(mutex_);  // under way
 };
 
 }  // namespace jaxoffload
