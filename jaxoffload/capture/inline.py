@@ -9,7 +9,8 @@ in program order, so it is never merged back into the forward pass.
 `device_put` between JAX's memory spaces does nothing here: where a tensor is, the plan decides.
 
 JAX 0.12 moves data by three operations that older ones wrote in others (`SPELLED_OUT`). They are
-written so here, too: then one row of an unstacked argument is read without the rest.
+written so here, too: then one row of an unstacked argument is read without the rest. So is what
+solves linear equations by a function that the program gives.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend
 import numpy as np
 from jax import lax
 
@@ -59,8 +61,21 @@ def _tile(x: Any, *, reps: Sequence[int]) -> Any:
     return lax.reshape(spread, [r * n for r, n in zip(reps, x.shape, strict=True)])
 
 
-SPELLED_OUT: dict[str, Callable[..., Any]] = {"stack": _stack, "unstack": _unstack, "tile": _tile}
-"""Operations that only move data, and how older ones do the same."""
+def _solve(*operands: Any, const_lengths: Any, jaxprs: Any) -> Any:
+    counts = const_lengths
+    begin = counts.matvec + counts.vecmat
+    given = operands[begin : begin + counts.solve]
+    return jax.extend.core.jaxpr_as_fun(jaxprs.solve)(*given, *operands[sum(counts) :])
+
+
+SPELLED_OUT: dict[str, Callable[..., Any]] = {
+    "stack": _stack,
+    "unstack": _unstack,
+    "tile": _tile,
+    "custom_linear_solve": _solve,
+}
+"""Operations that older ones do as well: those that only move data, and a solver, whose other
+functions are for its derivatives."""
 IDENTITIES = compat.CONSTRAINTS | {"name", "copy", "stop_gradient"}
 """Operations whose result is their operand."""
 

@@ -14,7 +14,7 @@ from typing import Any
 from jax import lax
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture import along
+from jaxoffload.capture import along, along_batches
 from jaxoffload.capture.flat import Equation, Operation
 
 
@@ -144,11 +144,15 @@ TABLE: dict[str, Known] = {
     "reduce_prod": _reduction(lax.mul),
     "reduce_and": _reduction(lax.bitwise_and),
     "reduce_or": _reduction(lax.bitwise_or),
+    "reduce_xor": dataclasses.replace(_LIGHT, fuses_operand=True),
     **dict.fromkeys(
-        """
-        reduce_xor reduce_window reduce_window_sum reduce_window_max reduce_window_min
-        """.split(),
-        dataclasses.replace(_LIGHT, fuses_operand=True),
+        "reduce_window reduce_window_sum reduce_window_max reduce_window_min".split(),
+        dataclasses.replace(
+            _LIGHT, fuses_operand=True, has_several=True, ways=along_batches.windows
+        ),
+    ),
+    **dict.fromkeys(
+        "select_and_scatter_add select_and_gather_add".split(), Known(ways=along_batches.windows)
     ),
     **dict.fromkeys(("argmax", "argmin"), Known(ways=along.reduction(None))),
     **dict.fromkeys("cumsum cumprod cummax cummin cumlogsumexp".split(), _along("axis")),
@@ -157,6 +161,17 @@ TABLE: dict[str, Known] = {
     # Products.
     "dot_general": Known(is_priced=True, flops=_product_flops, ways=along.dot_general),
     "conv_general_dilated": Known(is_priced=True, flops=_convolution_flops, ways=along.convolution),
+    # Of each matrix of a batch.
+    **dict.fromkeys(
+        """
+        cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd triangular_solve
+        tridiagonal
+        """.split(),
+        Known(has_several=True, ways=along_batches.matrices(2)),
+    ),
+    **dict.fromkeys(
+        ("lu_pivots_to_permutation", "tridiagonal_solve"), Known(ways=along_batches.matrices(1))
+    ),
     # Parts, rows, updates.
     "concatenate": Known(is_priced=True, ways=along.concatenate),
     "slice": Known(is_priced=True, ways=along.slice_),

@@ -211,8 +211,8 @@ def _keeps_sums(step: Step, operands: Sequence[Part]) -> bool:
     if not any(sums):
         return True
     name = step.eqn.primitive.name
-    if name in _LINEAR:
-        return True
+    if name in _LINEAR:  # the sum of the smaller one is had for less
+        return step.outputs[0].num_bytes() <= compat.byte_count(step.inputs[0].aval)
     if name in _SUMS:
         return sums[0] == sums[1]
     if name == "convert_element_type":

@@ -83,11 +83,13 @@ def hinted(steps: Sequence[Step], told: dict[Value, Spec], axes: Axes) -> dict[V
 def _tie(step: Step) -> Tie | None:
     name = step.eqn.primitive.name
     known = operations.known(name)
-    if known.ways is None or not (known.is_elementwise or name in _TIES):
+    is_gather = name == "gather"
+    if known.ways is None or not (known.is_elementwise or name in _TIES or is_gather):
         return None
-    ways = known.ways(equation_of(step))
-    dims = [(*way.inputs, *way.outputs) for way in ways if way.numbered is None]
-    return (*step.inputs, *step.outputs), dims
+    ways = [way for way in known.ways(equation_of(step)) if way.numbered is None]
+    if is_gather:  # rows go where they are asked for, whatever becomes of the table
+        ways = [way for way in ways if way.inputs[0] is None]
+    return (*step.inputs, *step.outputs), [(*way.inputs, *way.outputs) for way in ways]
 
 
 def _follow(tie: Tie, known: dict[Value, Spec], axes: Axes) -> None:

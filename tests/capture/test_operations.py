@@ -17,7 +17,9 @@ from jaxoffload.capture.scan import unroll
 from jaxoffload.plan.cost.machines import SMALL_SERVER
 
 OWN = {"start", "slice[", "combine[", "read rows", "write rows"}
-UNLISTED = {"split", "scatter-sub", "random_wrap", "random_unwrap"}
+UNLISTED = {
+    "split", "scatter-sub", "random_wrap", "random_unwrap", "geqrf", "lu_pivots_to_permutation"
+}  # fmt: skip
 """JAX's, though not among those that it shows."""
 SINCE_JAX_0_12 = {"log2", "one_minus_square", "polynomial"}
 ELEMENTWISE = [name for name, known in operations.TABLE.items() if known.is_elementwise]
