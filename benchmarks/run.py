@@ -6,7 +6,8 @@ import importlib
 
 NAMES = ("ratios", "first_call", "restart", "steady", "split", "accuracy", "overhead", "planner",
          "plans", "gpu_plans", "disk", "ram", "host", "cycle", "loops", "graphs", "rows",
-         "simulated", "devices", "bus", "sharded", "throttled", "finetune", "soak")  # fmt: skip
+         "simulated", "devices", "bus", "sharded", "mesh", "throttled", "finetune",
+         "soak")  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:

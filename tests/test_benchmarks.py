@@ -8,7 +8,7 @@ from benchmarks import run
 from benchmarks.gpu import run as gpu_run
 from jaxoffload.compile import cache
 
-ELSEWHERE = ("soak", "plans", "gpu_plans")
+ELSEWHERE = ("soak", "plans", "gpu_plans", "mesh")
 """Those that have tests of their own."""
 pytestmark = [pytest.mark.plain_runs, pytest.mark.usefixtures("little_is_optimized")]
 

@@ -103,12 +103,15 @@ def equation_of(step: Step) -> Equation:
     return Equation(Operation(step.eqn), step.inputs, step.outputs)
 
 
-def place(step: Step, specs: Sequence[Spec], wanted: Spec | None, axes: Axes) -> Placing:
+def place(
+    step: Step, specs: Sequence[Spec], wanted: Spec | None, is_told: bool, axes: Axes
+) -> Placing:
     """How to compute a step whose operands are cut.
 
     Args:
       specs: of its operands.
       wanted: how the first output had best be cut, if that is known.
+      is_told: whether it is to be cut along no other axes.
     """
     part = equation_of(step)
     needed = [list(nowhere(x)) for x in part.inputs]
@@ -120,7 +123,8 @@ def place(step: Step, specs: Sequence[Spec], wanted: Spec | None, axes: Axes) ->
         target = None if wanted is None else axis_of(wanted, name)
         if target is None and all(d is None for d in where):
             continue
-        way = _best(part, where, target, wanted is not None, count)
+        how = "not" if wanted is None else "told" if is_told or target is not None else "hinted"
+        way = _best(part, where, target, how, count)
         if way is None:
             continue
         for found, dims in ((needed, way.inputs), (made, way.outputs)):
@@ -151,7 +155,7 @@ def _best(
     part: Equation,
     where: Sequence[int | None],
     target: int | None,
-    is_wanted: bool,
+    wanted: str,
     count: int,
 ) -> along.Way | None:
     """The way that brings the fewest bytes from device to device; None: every device does all.
@@ -159,7 +163,9 @@ def _best(
     Args:
       where: for each operand, the dimension that is cut along the axis in question.
       target: of the output.
-      is_wanted: whether the output is to be cut so; otherwise it does not matter.
+      wanted: whether the output is to be cut so ("told"), or nobody knows why not ("hinted"): then
+        it may be cut otherwise where nothing has to be moved for that; or it does not matter
+        ("not").
     """
     read = [compat.byte_count(x.aval) for x in part.inputs]
     made = sum(v.num_bytes() for v in part.outputs)
@@ -171,7 +177,8 @@ def _best(
         cut = zip(read, where, way.inputs, strict=True)
         moved = sum(num for num, at, d in cut if at is not None and at != d)
         is_sum = way.combine is not None
-        if is_wanted and not is_sum and way.outputs[0] != target:
+        is_other = wanted == "told" or wanted == "hinted" and moved > 0
+        if is_other and not is_sum and way.outputs[0] != target:
             moved += made
         summed = 0 if not is_sum else made if target is not None else 2 * made
         if own:  # sums of few rows, or of a table that is large, in place of moving the other

@@ -114,7 +114,7 @@ def spread(
 
     def device(*operands: Any) -> list[Any]:
         local, places = operands[: len(arguments)], operands[len(arguments) :]
-        device = Device(axes, dict(zip(axes.sizes, places, strict=True)), known)
+        device = Device(axes, dict(zip(axes.sizes, places, strict=True)), known, told)
         parts = {v: Part(x, Cut(known[v])) for v, x in zip(arguments, local, strict=True)}
         outs = device.run(steps, parts, results)
         out_specs[:] = [

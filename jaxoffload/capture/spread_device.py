@@ -7,7 +7,7 @@ devices where something reads them that is not linear.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ class Device:
 
     Args:
       places: the device's place along each axis.
+      told: the values of `known` that are to be cut just so; others may be cut along more axes.
 
     Attributes:
       axes: of the mesh.
@@ -42,14 +43,20 @@ class Device:
         each trace of these.
     """
 
-    def __init__(self, axes: Axes, places: dict[Any, Any], known: dict[Value, Spec]):
-        self.axes, self.known, self._places = axes, known, places
+    def __init__(
+        self,
+        axes: Axes,
+        places: dict[Any, Any],
+        known: dict[Value, Spec],
+        told: Collection[Value],
+    ):
+        self.axes, self.known, self._places, self._told = axes, known, places, frozenset(told)
         self.settled: dict[Any, tuple[list[Cut], list[Cut], int]] = {}
         self._body = DeviceBody(axes, places)
 
-    def where(self, known: dict[Value, Spec]) -> "Device":
+    def where(self, known: dict[Value, Spec], told: Collection[Value]) -> "Device":
         """The same for other values."""
-        found = Device(self.axes, self._places, known)
+        found = Device(self.axes, self._places, known, told)
         found.settled = self.settled
         return found
 
@@ -121,7 +128,8 @@ class Device:
         names = {name for part in operands for name in part.sums}
         if wanted is not None:  # a part of a sum is had once it is complete
             wanted = tuple(tuple(n for n in of if n not in names) for of in wanted)
-        found = place(step, [part.spec for part in operands], wanted, self.axes)
+        is_told = bool(step.outputs) and step.outputs[0] in self._told
+        found = place(step, [part.spec for part in operands], wanted, is_told, self.axes)
         cuts = [Cut(spec, part.sums) for spec, part in zip(found.inputs, operands, strict=True)]
         moved = self.moved(operands, cuts, step.eqn)
         eqn = step.eqn.replace(params=found.params)

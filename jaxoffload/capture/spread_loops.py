@@ -150,7 +150,7 @@ class _Body:
         for result, spec in zip(self._results, wanted, strict=True):
             if isinstance(result, Value) and spec is not None:
                 told.setdefault(result, spec)
-        device = self._device.where(hinted(self._steps, told, self._device.axes))
+        device = self._device.where(hinted(self._steps, told, self._device.axes), told)
         parts = map(Part, local, cuts)
         outs = device.run(self._steps, dict(zip(self._inputs, parts, strict=True)), self._results)
         return [

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.lax import linalg
 
 import jaxoffload as jo
 from jaxoffload.capture import operations
@@ -106,6 +107,18 @@ STACKED = {
     "window": lambda x, y: lax.dynamic_slice(3.0 * x, (7, 1), (6, 2)),
     "written": lambda x, y: lax.dynamic_update_slice(3.0 * x, y[:, :2], (7, 1)),
     "bytes": lambda x, y: lax.bitcast_convert_type(x, jnp.uint8),
+    "largest of windows": lambda x, y: lax.reduce_window(
+        x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID", None, (1, 1)
+    ),
+    "sums of windows": lambda x, y: lax.reduce_window(
+        x, 0.0, lax.add, (1, 2), (1, 1), ((0, 0), (1, 0)), (1, 2), (1, 1)
+    ),
+    "products of windows": lambda x, y: lax.reduce_window(
+        x, 1.0, lambda a, b: a * b, (1, 3), (1, 1), "SAME"
+    ),
+    "scattered to the largest": lambda x, y: jax.grad(
+        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID").sum()
+    )(x),
 }
 
 
@@ -136,6 +149,74 @@ def test_an_operation_works_on_a_stack_piece_by_piece(name, rows):
             got = np.stack(pieces) if rows is None else np.concatenate(pieces)
         np.testing.assert_allclose(got, whole, rtol=1e-6)
     assert checked
+
+
+SQUARES = np.random.default_rng(1).uniform(1, 2, (6, 2, 3, 3)).astype(np.float32)
+SQUARES += SQUARES.swapaxes(-1, -2) + 4 * np.eye(3, dtype=np.float32)
+MATRICES = {
+    "cholesky": lambda x: jnp.linalg.cholesky(x, symmetrize_input=False),
+    "eig": jnp.linalg.eig,
+    "eigh": jnp.linalg.eigh,
+    "geqrf": lambda x: jnp.linalg.qr(x, mode="raw"),
+    "hessenberg": linalg.hessenberg,
+    "householder_product": lambda x: linalg.householder_product(x, x[..., 0]),
+    "lu": linalg.lu,
+    "lu_pivots_to_permutation": lambda x: linalg.lu_pivots_to_permutation(
+        x[..., 0].astype(jnp.int32) % 3, 5
+    ),
+    "qr": linalg.qr,
+    "schur": linalg.schur,
+    "svd": jnp.linalg.svd,
+    "triangular_solve": lambda x: linalg.triangular_solve(x, x + 1, lower=True),
+    "tridiagonal": linalg.tridiagonal,
+    "tridiagonal_solve": lambda x: linalg.tridiagonal_solve(x[..., 0], x[..., 0] + 9, x[..., 0], x),
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_what_is_done_with_matrices_is_done_with_parts_of_a_batch(name):
+    program = unroll(jax.make_jaxpr(MATRICES[name])(SQUARES), rates=SMALL_SERVER)
+    values, checked = dict(zip(program.arguments, [SQUARES], strict=True)), set()
+    for equation in order_program(program).equations:
+        read = [v.val if is_literal(v) else values[v] for v in equation.inputs]
+        whole = equation.operation.apply(read)
+        values.update(zip(equation.outputs, whole, strict=True))
+        if equation.operation.name != name:
+            continue
+        ways = operations.tilings(equation, 2)
+        assert {way.inputs[0] for way in ways} == {0, 1}, "all of the batch, nothing of a matrix"
+        for way in ways:
+            parts = [
+                way.apply(equation, [
+                    x if d is None else np.split(np.asarray(x), 2, axis=d)[part]
+                    for x, d in zip(read, way.inputs, strict=True)
+                ], part, 2)
+                for part in range(2)
+            ]  # fmt: skip
+            for k, d in enumerate(way.outputs):
+                got = np.concatenate([np.asarray(part[k]) for part in parts], axis=d)
+                np.testing.assert_array_equal(got, whole[k])
+                checked.add(k)
+    assert checked
+
+
+@pytest.mark.parametrize("what", ["window", "stride", "padding", "dilation"])
+def test_windows_that_reach_over_a_dimension_are_not_cut_along_it(what):
+    x = np.random.default_rng(2).normal(size=(4, 4, 4)).astype(np.float32)
+
+    def f(x):
+        return lax.reduce_window(
+            x, 0.0, lax.add,
+            (1, 2 if what == "window" else 1, 2),
+            (1, 2 if what == "stride" else 1, 2),
+            ((0, 0), (1, 1) if what == "padding" else (0, 0), (0, 0)),
+            (1, 2 if what == "dilation" else 1, 1),
+        )  # fmt: skip
+
+    program = unroll(jax.make_jaxpr(f)(x), rates=SMALL_SERVER)
+    equation = order_program(program).equations[-1]
+    assert equation.operation.name == "reduce_window_sum"
+    assert [way.outputs for way in operations.tilings(equation, 2)] == [(0,)]
 
 
 ROWS = np.array([3, 1, 3, 5])
