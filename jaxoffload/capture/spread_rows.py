@@ -89,6 +89,10 @@ def apply(
     dtype = jnp.result_type(*columns)
     indices = jnp.stack([column.astype(dtype) for column in columns], -1)
     if not reads:
+        if indices.size == len(dims):
+            # Of a part of a table XLA (of jaxlib 0.10.2) reads another one in place of a single row
+            # that is out of bounds.
+            table = lax.optimization_barrier(table)
         return run(eqn.replace(params={**eqn.params, "mode": _DROP}), [table, indices, *updates])
     mode = _DROP if mode == _DROP else _CLIP
     (rows_read,) = run(eqn.replace(params={**eqn.params, "mode": mode}), [table, indices])

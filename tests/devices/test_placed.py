@@ -214,3 +214,17 @@ def test_a_function_is_traced_once():
     for _ in range(2):
         offloaded(put(X[:16], "x"))
     assert len(count) == 1
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("how", ["max", "add", "multiply"])
+def test_one_row_is_written_where_it_is(how):
+    """XLA of jaxlib 0.10.2 wrote another row over one of a device that has not the row."""
+    x, u = np.arange(24, dtype=np.float32).reshape(4, 2, 3), np.array([9, 7], np.float32)
+
+    def f(x, u):
+        return getattr(x.at[3, :, 2], how)(u)
+
+    args = put(x, None, "y"), put(u, "x")
+    got = jo.offload(f, device_memory=None, cut="always")(*args)
+    np.testing.assert_array_equal(got, jax.jit(f)(x, u))
