@@ -120,7 +120,13 @@ void BindDisk(nb::module_& m) {
       .def_prop_ro("bytes", &DiskSource::bytes)
       .def("read_into", &ReadInto, "buffer"_a, "offset"_a = 0)
       .def("read_rows", &ReadRows, "buffer"_a, "ids"_a, "row_bytes"_a)
-      .def("keep_rows_in", &DiskSource::KeepRowsIn, "cache"_a);
+      .def(
+          "keep_rows_in",
+          [](DiskSource& source, const std::shared_ptr<RowCache>& cache) {
+            const WithoutGil without_gil;
+            return source.KeepRowsIn(cache);
+          },
+          "cache"_a);
   nb::class_<DiskExtent, DiskSource>(m, "DiskExtent")
       .def("write", &WriteFrom, "buffer"_a, "offset"_a = 0)
       .def("write_rows", &WriteRows, "buffer"_a, "ids"_a, "row_bytes"_a);

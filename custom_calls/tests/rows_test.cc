@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -233,9 +234,31 @@ class Busy : public DiskSource {
     if (meanwhile) meanwhile();
     return true;
   }
+  using DiskSource::Writing;
   std::vector<char> all;
   std::function<void()> meanwhile;
 };
+
+TEST(RowsAreKeptOnceWritesThatTheCacheHasNotSeenHaveEnded) {
+  Busy source(std::vector<char>(40, 1));
+  const auto cache = std::make_shared<RowCache>(40, 4, 6);
+  std::atomic<bool> is_attached{false};
+  std::thread other;
+  {
+    const Busy::Writing one(source), two(source);
+    CHECK(one.cache() == nullptr);
+    other = std::thread([&] {
+      source.KeepRowsIn(cache);
+      is_attached = true;
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    CHECK(!is_attached);
+  }
+  other.join();
+  CHECK(is_attached);
+  const Busy::Writing seen(source);
+  CHECK(seen.cache() == cache);
+}
 
 TEST(RowsInMemoryThatAreWrittenAtOnceAreLetGo) {
   constexpr int64_t kRow = 4, kCount = 10;

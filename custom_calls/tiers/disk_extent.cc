@@ -157,7 +157,8 @@ bool DiskExtent::WriteRows(const Rows& rows, const char* from, const std::atomic
       std::memcpy(piece.inside, from + piece.outside, piece.bytes);
     return WriteSpans(spans, abort, error);
   };
-  RowCache::Write kept(row_cache(), rows);
+  const Writing seen(*this);
+  RowCache::Write kept(seen.cache(), rows);
   const bool is_done = ForEachWindow(rows, 0, kDiskBlock, write);
   if (is_done) kept.Succeeded(from);
   MayChange();
@@ -198,7 +199,8 @@ bool DiskExtent::Write(int64_t offset, const char* from, int64_t bytes,
     std::memcpy(buffer, from + at, length);
     return WriteBlocks(offset + at, buffer, length, abort, error);
   };
-  const RowCache::Write kept(row_cache(), offset, bytes);
+  const Writing seen(*this);
+  const RowCache::Write kept(seen.cache(), offset, bytes);
   const bool is_done = InBlocks(offset, from, bytes, part, blocks);
   MayChange();  // who has read meanwhile has read something in between
   return is_done;

@@ -42,7 +42,20 @@ bool DiskSource::KeepRowsIn(const std::shared_ptr<RowCache>& cache) {
   if (!cache_.expired()) return false;
   cache_ = cache;
   has_cache_ = true;
+  while (num_unseen_ > 0) unseen_ended_.Wait(cache_mutex_);
   return true;
+}
+
+DiskSource::Writing::Writing(DiskSource& source) : source_(source) {
+  const MutexLock lock(source.cache_mutex_);
+  cache_ = source.cache_.lock();
+  if (cache_ == nullptr) ++source.num_unseen_;
+}
+
+DiskSource::Writing::~Writing() {
+  if (cache_ != nullptr) return;
+  const MutexLock lock(source_.cache_mutex_);
+  if (--source_.num_unseen_ == 0) source_.unseen_ended_.NotifyAll();
 }
 
 std::shared_ptr<RowCache> DiskSource::row_cache() const {

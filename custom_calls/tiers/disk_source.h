@@ -50,7 +50,7 @@ class DiskSource {
   virtual bool ReadRowsFromDisk(const Rows& rows, char* to, const std::atomic<bool>& abort,
                                 std::string* error) const = 0;
   // Has a cache keep rows of this source for as long as there is the cache. False where there is
-  // another one.
+  // another one. Waits for writes that are under way, of which the cache knows nothing.
   bool KeepRowsIn(const std::shared_ptr<RowCache>& cache);
   // Start of a range of numbers, as long as the source, that no other source has: what the live
   // range checker takes for an address.
@@ -63,14 +63,30 @@ class DiskSource {
 
  protected:
   explicit DiskSource(int64_t bytes);
+  // Around every write: which cache is to know of it, if any.
+  class Writing {
+   public:
+    explicit Writing(DiskSource& source);
+    ~Writing();
+    Writing(const Writing&) = delete;
+    Writing& operator=(const Writing&) = delete;
+    const std::shared_ptr<RowCache>& cache() const { return cache_; }
+
+   private:
+    DiskSource& source_;
+    std::shared_ptr<RowCache> cache_;
+  };
+
+ private:
   // Null in a forked child, too: its parent may have been at it.
   std::shared_ptr<RowCache> row_cache() const;
 
- private:
   const HomeProcess home_;
   std::atomic<bool> has_cache_{false};  // or had one
   mutable Mutex cache_mutex_;
   std::weak_ptr<RowCache> cache_ GUARDED_BY(cache_mutex_);
+  int num_unseen_ GUARDED_BY(cache_mutex_) = 0;  // writes under way without a cache
+  CondVar unseen_ended_;
   Stamp stamp_;
   char* const tag_;
 };
