@@ -6,8 +6,9 @@ operands are moved where they are cut otherwise. Sums of what devices have are a
 devices where something reads them that is not linear.
 """
 
+import collections
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -76,9 +77,12 @@ class Device:
             x = operand.array if isinstance(operand, Held) else typed(operand)
             return Part(x, Cut(nowhere(operand)))
 
+        readers: collections.Counter[Value] = collections.Counter()
+        for read_by_one in (*(step.inputs for step in steps), results):
+            readers.update({x for x in read_by_one if type(x) is Value})
         for step in steps:
             operands = list(map(read, step.inputs))
-            if not _keeps_sums(step, operands):
+            if not _keeps_sums(step, operands, readers):
                 for value, part in zip(step.inputs, operands, strict=True):
                     if part.sums:
                         here[value] = self.summed(here[value], self._wanted(step, value))
@@ -213,14 +217,22 @@ class Device:
         return x
 
 
-def _keeps_sums(step: Step, operands: Sequence[Part]) -> bool:
-    """Whether a step may be done with sums of what devices have, or has none."""
+def _keeps_sums(step: Step, operands: Sequence[Part], readers: Mapping[Value, int]) -> bool:
+    """Whether a step may be done with sums of what devices have, or has none.
+
+    Args:
+      readers: how many steps, and results, read a value: for several its sum is had for less, but
+        by those that make it smaller.
+    """
     sums = [part.sums for part in operands]
     if not any(sums):
         return True
-    name = step.eqn.primitive.name
+    name, made = step.eqn.primitive.name, step.outputs[0].num_bytes() if step.outputs else 0
+    for of, x in zip(sums, step.inputs, strict=True):
+        if of and readers[x] > 1 and made >= compat.byte_count(x.aval):
+            return False
     if name in _LINEAR:  # the sum of the smaller one is had for less
-        return step.outputs[0].num_bytes() <= compat.byte_count(step.inputs[0].aval)
+        return made <= compat.byte_count(step.inputs[0].aval)
     if name in _SUMS:
         return sums[0] == sums[1]
     if name == "convert_element_type":

@@ -350,3 +350,15 @@ def test_any_program_over_any_cut_has_the_results_of_the_whole(program):
 
     args = [normal(8, 8, seed=i) for i in range(num_args)]
     same(both if is_gradient else f, SQUARE, specs, *args, rtol=2e-4)
+
+
+def test_a_sum_that_several_read_is_taken_once():
+    """The mean is of the sum, or its own sum is small; either way what is large crosses once."""
+
+    def f(x, w):
+        y = x @ w
+        return (y - y.mean(-1, keepdims=True)) ** 2, jnp.tanh(y - y.mean(-1, keepdims=True))
+
+    x, w = np.ones((8, 16), np.float32), np.linspace(-1, 1, 512, dtype=np.float32).reshape(16, 32)
+    _, counts = same(f, LINE, [P(None, "x"), P("x")], x, w)
+    assert sorted(counts["sum"])[-1] == 8 * 32 * 4 and sum(n > 64 for n in counts["sum"]) == 1
