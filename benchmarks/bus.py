@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoffload as jo
 from benchmarks.devices import ONE_ORDER, Size, in_one_order, prefill
-from benchmarks.measure import interleaved, machine, save
+from benchmarks.measure import interleaved, machine, need_devices, save
 from benchmarks.throttled import arrays, levelwise
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.options import format_bytes
@@ -153,11 +153,7 @@ def measure(
 
 def run(small: bool = False, out: str | None = None) -> None:
     """Each workload behind each kind of link."""
-    if len(jax.devices()) < COUNT:
-        raise SystemExit(
-            f"benchmarks.run bus: JAX has one device. Set XLA_FLAGS="
-            f"--xla_force_host_platform_device_count={COUNT}."
-        )
+    need_devices("bus", COUNT)
     layers, width, rows_of_x, rounds = (3, 64, 8, 1) if small else (64, 256, 8, 5)
     unit = 1e-3 if small else UNIT
     model = Size(64, 3, 4, 128, 256) if small else MODEL

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxoffload as jo
-from benchmarks.measure import machine, save
+from benchmarks.measure import machine, need_devices, save
 from jaxoffload.graphs.memgraph import EdgeKind, Kind, MemGraph
 from jaxoffload.options import format_bytes
 from jaxoffload.plan.cost.machines import A100_SERVER_40, P100_SERVER, Machine
@@ -162,11 +162,7 @@ def run(small: bool = False, out: str | None = None) -> None:
         two = dataclasses.replace(P100_SERVER, num_devices=2)
         cases = [(two, "tiny", 2, 32, fsdp) for fsdp in (False, True)]
     most = max(on.num_devices for on, *_ in cases)
-    if len(jax.devices()) < most:
-        raise SystemExit(
-            f"benchmarks.run devices: JAX has {len(jax.devices())} devices, the servers up to "
-            f"{most}. Set XLA_FLAGS=--xla_force_host_platform_device_count={most}."
-        )
+    need_devices("devices", most)
     print(machine())
     rows = []
     for on, name, batch, length, fsdp in cases:

@@ -60,6 +60,15 @@ def interleaved(
     }
 
 
+def need_devices(name: str, count: int) -> None:
+    """Ends the benchmark of that name, with what to set, where JAX has fewer devices."""
+    if len(jax.devices()) < count:
+        raise SystemExit(
+            f"benchmarks.run {name}: JAX has {len(jax.devices())} of the {count} devices that it "
+            f"takes. Set XLA_FLAGS=--xla_force_host_platform_device_count={count}."
+        )
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     model = ""

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoffload as jo
-from benchmarks.measure import machine, save
+from benchmarks.measure import machine, need_devices, save
 from jaxoffload.graphs.taskgraph import VertexKind
 from jaxoffload.options import format_bytes
 
@@ -230,11 +230,7 @@ def measure(name: str) -> dict[str, Any]:
 
 def run(small: bool = False, out: str | None = None) -> None:
     """Measures and prints."""
-    if len(jax.devices()) < COUNT:
-        raise SystemExit(
-            f"benchmarks.run mesh: JAX has {len(jax.devices())} devices. Set XLA_FLAGS="
-            f"--xla_force_host_platform_device_count={COUNT}."
-        )
+    need_devices("mesh", COUNT)
     print(machine())
     rows = []
     for name in ("solvers",) if small else CASES:

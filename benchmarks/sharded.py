@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoffload as jo
 from benchmarks.bus import COUNT, slow_links
-from benchmarks.measure import machine, save
+from benchmarks.measure import machine, need_devices, save
 from benchmarks.ratios import difference
 from benchmarks.throttled import RATE
 from jaxoffload.options import format_bytes
@@ -145,11 +145,7 @@ def measure(training: Training, way: str, share: float, rounds: int) -> dict[str
 
 def run(small: bool = False, out: str | None = None) -> None:
     """Measures and prints."""
-    if len(jax.devices()) < COUNT:
-        raise SystemExit(
-            f"benchmarks.run sharded: JAX has one device. Set XLA_FLAGS="
-            f"--xla_force_host_platform_device_count={COUNT}."
-        )
+    need_devices("sharded", COUNT)
     training = Training(3, 64, 16) if small else Training(12, 768, 768)
     print(machine())
     rows = []

@@ -336,7 +336,11 @@ class DiskSource:
 
     def keep_rows_in(self, cache: RowCache) -> bool:
         """Has rows that a cache keeps come from there, for as long as there is the cache. False
-        where there is another one. Waits for writes that are under way, without the GIL."""
+        where there is another one. Waits for writes that are under way, without the GIL.
+
+        Raises:
+          RuntimeError: this is a forked child.
+        """
 
 class RowCache:
     """Rows of a table on disk that are in memory, and how often each was taken. Thread-safe.

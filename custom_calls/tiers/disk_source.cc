@@ -38,6 +38,7 @@ bool DiskSource::ReadRows(const Rows& rows, char* to, const std::atomic<bool>& a
 }
 
 bool DiskSource::KeepRowsIn(const std::shared_ptr<RowCache>& cache) {
+  home_.CheckNotForked();  // it would wait for its parent's writes
   const MutexLock lock(cache_mutex_);
   if (!cache_.expired()) return false;
   cache_ = cache;

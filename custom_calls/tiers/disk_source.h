@@ -50,7 +50,8 @@ class DiskSource {
   virtual bool ReadRowsFromDisk(const Rows& rows, char* to, const std::atomic<bool>& abort,
                                 std::string* error) const = 0;
   // Has a cache keep rows of this source for as long as there is the cache. False where there is
-  // another one. Waits for writes that are under way, of which the cache knows nothing.
+  // another one. Waits for writes that are under way, of which the cache knows nothing. Throws
+  // std::runtime_error in a forked child.
   bool KeepRowsIn(const std::shared_ptr<RowCache>& cache);
   // Start of a range of numbers, as long as the source, that no other source has: what the live
   // range checker takes for an address.

@@ -29,7 +29,8 @@ Changes = dict[str, Any]
 """Params of an operation that differ from the whole's."""
 
 
-def _unchanged(size: int | None) -> Changes | None:
+def unchanged(size: int | None) -> Changes | None:
+    """The changes of a way whose parts have the same params, whatever their size."""
     return {}
 
 
@@ -136,7 +137,7 @@ def elementwise(equation: Equation) -> Iterator[Way]:
         inputs = tuple(d if _shape(x)[d : d + 1] == shape[d : d + 1] else None
                        for x in equation.inputs)  # fmt: skip
         uncut = any(_shape(x) and k is None for x, k in zip(equation.inputs, inputs, strict=True))
-        yield Way(inputs, (d,), _needs_dimension if uncut else _unchanged)
+        yield Way(inputs, (d,), _needs_dimension if uncut else unchanged)
 
 
 def broadcast(equation: Equation) -> Iterator[Way]:
@@ -204,7 +205,7 @@ def bitcast(equation: Equation) -> Iterator[Way]:
     """Where widths differ the last dimension is one element's parts."""
     ranks = [len(_shape(x)) for x in (*equation.inputs, *equation.outputs)]
     for d in range(min(ranks)):
-        yield Way((d,), (d,), _unchanged)
+        yield Way((d,), (d,), unchanged)
 
 
 def transpose(equation: Equation) -> Iterator[Way]:

@@ -5,9 +5,8 @@ neighbours, and nothing that is done with one matrix of a batch is of another.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
-from jaxoffload.capture.along import Changes, Rule, Way
+from jaxoffload.capture.along import Changes, Rule, Way, unchanged
 from jaxoffload.capture.flat import Equation
 
 _OF_WINDOWS = "window_dimensions window_strides padding base_dilation window_dilation".split()
@@ -44,10 +43,6 @@ def matrices(dims: int) -> Rule:
 
     def rule(equation: Equation) -> Iterator[Way]:
         for d in range(len(equation.inputs[0].aval.shape) - dims):
-            yield Way((d,) * len(equation.inputs), (d,) * len(equation.outputs), _any_size)
+            yield Way((d,) * len(equation.inputs), (d,) * len(equation.outputs), unchanged)
 
     return rule
-
-
-def _any_size(size: Any) -> Changes | None:
-    return {}

@@ -37,7 +37,8 @@ class HotRows:
 
     Raises:
       TypeError: the table is on no disk. ValueError: the memory has no room for one row, weights
-      are not one for each row, or the table has rows in memory by another one.
+      are not one for each row, or the table has rows in memory by another one. RuntimeError: this
+      is a forked child.
 
     >>> import jaxoffload as jo, numpy as np, tempfile
     >>> table = jo.disk_put(np.arange(40.0, dtype=np.float32).reshape(10, 4), tempfile.mkdtemp())

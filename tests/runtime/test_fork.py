@@ -157,6 +157,7 @@ def test_child_reads_rows_from_disk_that_its_parent_has_in_memory(tmp_path):
 
         def child():
             assert np.array_equal(d.take([1023, 1000]), rows[[1023, 1000]])
+            told(RuntimeError, "'spawn'", lambda: jo.graph.HotRows(d, "1MiB"))
 
         thread = threading.Thread(target=take)
         thread.start()
