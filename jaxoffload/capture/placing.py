@@ -123,8 +123,8 @@ def place(
         target = None if wanted is None else axis_of(wanted, name)
         if target is None and all(d is None for d in where):
             continue
-        how = "not" if wanted is None else "told" if is_told or target is not None else "hinted"
-        way = _best(part, where, target, how, count)
+        is_strict = is_told or target is not None
+        way = _best(part, where, target, wanted is not None, is_strict, count)
         if way is None:
             continue
         for found, dims in ((needed, way.inputs), (made, way.outputs)):
@@ -155,7 +155,8 @@ def _best(
     part: Equation,
     where: Sequence[int | None],
     target: int | None,
-    wanted: str,
+    is_wanted: bool,
+    is_strict: bool,
     count: int,
 ) -> along.Way | None:
     """The way that brings the fewest bytes from device to device; None: every device does all.
@@ -163,9 +164,9 @@ def _best(
     Args:
       where: for each operand, the dimension that is cut along the axis in question.
       target: of the output.
-      wanted: whether the output is to be cut so ("told"), or nobody knows why not ("hinted"): then
-        it may be cut otherwise where nothing has to be moved for that; or it does not matter
-        ("not").
+      is_wanted: whether the output is to be cut so; otherwise it does not matter.
+      is_strict: whether that holds in any case, or where something has to be moved to cut it
+        otherwise.
     """
     read = [compat.byte_count(x.aval) for x in part.inputs]
     made = sum(v.num_bytes() for v in part.outputs)
@@ -177,8 +178,8 @@ def _best(
         cut = zip(read, where, way.inputs, strict=True)
         moved = sum(num for num, at, d in cut if at is not None and at != d)
         is_sum = way.combine is not None
-        is_other = wanted == "told" or wanted == "hinted" and moved > 0
-        if is_other and not is_sum and way.outputs[0] != target:
+        matters = is_wanted and (is_strict or moved > 0)
+        if matters and not is_sum and way.outputs[0] != target:
             moved += made
         summed = 0 if not is_sum else made if target is not None else 2 * made
         if own:  # sums of few rows, or of a table that is large, in place of moving the other
