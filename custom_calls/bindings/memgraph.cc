@@ -40,10 +40,8 @@ class Columns {
     c.outputs = Get<int32_t>("outputs", c.output_offsets[c.num_vertices]);
     c.overwrite_offsets = Offsets("overwrite_offsets", c.num_vertices);
     c.overwrites = Get<int32_t>("overwrites", 2 * c.overwrite_offsets[c.num_vertices]);
-    const std::vector<int32_t> donated = ToVector(Column<int32_t>("donated"));
-    for (size_t k = 0; k + 1 < donated.size(); k += 2) {
-      c.donated.emplace_back(donated[k], donated[k + 1]);
-    }
+    c.donated = Pairs("donated");
+    c.replicas = Pairs("replicas");
     c.disk_arguments = ToVector(Column<int32_t>("disk_arguments"));
     c.disk_results = ToVector(Column<int32_t>("disk_results"));
     c.device_arguments = ToVector(Column<int32_t>("device_arguments"));
@@ -66,6 +64,13 @@ class Columns {
     const Array<T> column = Column<T>(name);
     if (static_cast<int64_t>(column.size()) != size) RefuseColumn(name);
     return column.data();
+  }
+
+  std::vector<std::pair<int32_t, int32_t>> Pairs(const char* name) {
+    const std::vector<int32_t> flat = ToVector(Column<int32_t>(name));
+    std::vector<std::pair<int32_t, int32_t>> found;
+    for (size_t k = 0; k + 1 < flat.size(); k += 2) found.emplace_back(flat[k], flat[k + 1]);
+    return found;
   }
 
   const int64_t* Offsets(const char* name, int64_t num_rows) {

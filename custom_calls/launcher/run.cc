@@ -235,7 +235,7 @@ void Run::End() {
     }
     if (plan_->kind(v) == Kind::kOffload) report->bytes_offloaded += bytes;
     if (plan_->kind(v) == Kind::kReload) report->bytes_reloaded += bytes;
-    if (plan_->kind(v) == Kind::kTransfer) report->bytes_transferred += bytes;
+    if (IsBetweenDevices(plan_->kind(v))) report->bytes_transferred += bytes;
     if (plan_->kind(v) == Kind::kLoad) report->bytes_loaded += bytes;
     if (plan_->kind(v) == Kind::kStore) report->bytes_stored += bytes;
   }

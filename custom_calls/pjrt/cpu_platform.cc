@@ -65,7 +65,8 @@ bool CpuPlatform::Copy(int32_t lane, const CopySpec& copy, const std::atomic<boo
     whole = std::chrono::duration_cast<std::chrono::steady_clock::duration>(
         std::chrono::duration<double>(static_cast<double>(copy.bytes) / rate));
     const bool is_devices = lane < static_cast<int32_t>(devices_.size()) * kDeviceLanes;
-    if (is_devices && has_bus_.load(std::memory_order_relaxed)) {
+    const bool is_peers = copy.to_device >= 0 && copy.from_device >= 0;
+    if (is_devices && !is_peers && has_bus_.load(std::memory_order_relaxed)) {
       MutexLock lock(bus_mutex_);
       auto& free = bus_free_[lane % kDeviceLanes];
       start = std::max(start, free);  // first come, first served

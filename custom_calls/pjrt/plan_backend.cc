@@ -159,6 +159,7 @@ bool PlanBackend::IsQuick(int32_t vertex_id) const {
     case Kind::kOffload:
     case Kind::kReload:
     case Kind::kTransfer:
+    case Kind::kPeerReload:
       return plan_->bytes(plan_->output(plan_->outputs(vertex_id).begin)) <=
              platform_.quick_bytes();
     default:

@@ -26,12 +26,17 @@ enum class Kind : uint8_t {
   kStore = 6,
   kHostKernel = 7,
   kLoadRows = 8,
-  kStoreRows = 9
+  kStoreRows = 9,
+  kPeerReload = 10
 };
-constexpr int kNumKinds = 10;
+constexpr int kNumKinds = 11;
 
 // Whether a vertex reads or writes rows of a table on disk, its first operand.
 constexpr bool MovesRows(Kind kind) { return kind == Kind::kLoadRows || kind == Kind::kStoreRows; }
+// Whether a vertex copies from a device to another.
+constexpr bool IsBetweenDevices(Kind kind) {
+  return kind == Kind::kTransfer || kind == Kind::kPeerReload;
+}
 // Whether a vertex runs an executable.
 constexpr bool IsKernel(Kind kind) { return kind == Kind::kKernel || kind == Kind::kHostKernel; }
 
@@ -69,6 +74,7 @@ class Lanes {
     switch (kind) {
       case Kind::kReload:
       case Kind::kTransfer:  // of the device that it goes to
+      case Kind::kPeerReload:
         return device * kDeviceLanes + 1;
       case Kind::kOffload:
         return device * kDeviceLanes + 2;

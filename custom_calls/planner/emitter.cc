@@ -9,6 +9,7 @@ namespace {
 bool IsCopy(uint8_t kind) {
   switch (static_cast<Kind>(kind)) {
     case Kind::kReload:
+    case Kind::kPeerReload:
     case Kind::kOffload:
     case Kind::kLoad:
     case Kind::kStore:

@@ -156,12 +156,39 @@ bool SimulatedMemory::PlaceAll(int64_t vertex, const std::vector<int32_t>& reloa
     }
     std::vector<int32_t> after;
     for (const Piece& piece : place.pieces) emitter_.AppendTo(&after, piece.after);
-    const int32_t source = lower_.Fetch(tensor, vertex);
-    emitter_.Vertex(Kind::kReload, vertex, device(tensor), {source}, {version}, after);
+    Reload(tensor, version, vertex, after);
     UpdateVictim(tensor);
   }
   for (const int32_t t : reloads) is_reload_[t] = is_still_there_[t] = false;
   return found;
+}
+
+void SimulatedMemory::Reload(int32_t tensor, int32_t version, int64_t vertex,
+                             const std::vector<int32_t>& after) {
+  const int32_t peer = PeerOf(tensor);
+  if (peer < 0) {
+    const int32_t source = lower_.Fetch(tensor, vertex);
+    emitter_.Vertex(Kind::kReload, vertex, device(tensor), {source}, {version}, after);
+    return;
+  }
+  const bool has_left = !placed_[peer];
+  if (has_left) {  // whoever has its place next waits for this reader too
+    arena(device(peer)).space.TakeAt(left_[peer].start, size(peer));
+    Hold(peer, version_[peer], left_[peer].start);
+  }
+  emitter_.Vertex(Kind::kPeerReload, vertex, device(tensor), {version_[peer]}, {version}, after);
+  if (has_left) Leave(peer);
+}
+
+int32_t SimulatedMemory::PeerOf(int32_t tensor) const {
+  const Row peers = table_.peers(tensor);
+  for (const int32_t t : peers) {
+    if (placed_[t]) return t;
+  }
+  for (const int32_t t : peers) {
+    if (IsStillThere(t)) return t;
+  }
+  return kNone;
 }
 
 bool SimulatedMemory::TryToPlace(int64_t vertex, std::vector<int32_t> wanted, bool stay,
@@ -198,6 +225,7 @@ bool SimulatedMemory::IsStillThere(int32_t tensor) const {
 void SimulatedMemory::Hold(int32_t tensor, int32_t version, int64_t start) {
   version_[tensor] = version;
   placed_[tensor] = true;
+  left_[tensor] = {};
   Occupy(tensor, start);
 }
 

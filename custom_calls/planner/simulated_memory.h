@@ -123,6 +123,11 @@ class SimulatedMemory : public Occupancy {
                   std::vector<Taken>* taken);
   // Takes the places of residents, from the end of each arena down. Throws std::invalid_argument.
   void PlaceResidents(const std::vector<int32_t>& residents);
+  // Copies a tensor to its place: from another device that has the same bytes, or else from where
+  // it is below.
+  void Reload(int32_t tensor, int32_t version, int64_t vertex, const std::vector<int32_t>& after);
+  // A tensor of another device with the same bytes that are, or still are, in its place; or kNone.
+  int32_t PeerOf(int32_t tensor) const;
   // Brings those that a vertex reads first.
   void BringResidents(int64_t vertex);
   // Whether nothing has taken the place of an evicted tensor since: its bytes are there as they

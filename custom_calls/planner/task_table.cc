@@ -1,9 +1,13 @@
 #include "planner/task_table.h"
 
 #include <algorithm>
+#include <map>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace jaxoffload {
 namespace {
@@ -64,6 +68,36 @@ TaskTable::TaskTable(TaskColumns columns) : columns_(std::move(columns)) {
   disk_result_ = SetOf(columns_.disk_results);
   device_argument_ = SetOf(columns_.device_arguments);
   device_result_ = SetOf(columns_.device_results);
+  if (!columns_.replicas.empty()) FindPeers();
+}
+
+void TaskTable::FindPeers() {
+  std::unordered_map<int32_t, int32_t> first;  // of arguments that have replicas
+  for (const auto& [argument, of] : columns_.replicas) first[argument] = first[of] = of;
+  std::map<std::tuple<int32_t, int64_t, int64_t>, std::vector<int32_t>> groups;
+  for (int32_t t = 0; t < num_tensors(); ++t) {
+    const auto found = first.find(columns_.argument[t]);
+    if (!is_argument(t) || found == first.end()) continue;
+    groups[{found->second, columns_.argument_offset[t], columns_.bytes[t]}].push_back(t);
+  }
+  std::vector<std::vector<int32_t>> peers(num_tensors());
+  for (const auto& [part, members] : groups) {
+    for (const int32_t t : members) {
+      const int32_t own = columns_.tensor_device[t];
+      std::vector<std::pair<int32_t, int32_t>> others;  // (how many devices before, tensor)
+      for (const int32_t other : members) {
+        const int32_t before = (own - columns_.tensor_device[other] + num_devices_) % num_devices_;
+        if (before != 0) others.emplace_back(before, other);
+      }
+      std::sort(others.begin(), others.end());
+      for (const auto& [before, other] : others) peers[t].push_back(other);
+    }
+  }
+  peer_offsets_.push_back(0);
+  for (const std::vector<int32_t>& row : peers) {
+    peers_.insert(peers_.end(), row.begin(), row.end());
+    peer_offsets_.push_back(static_cast<int64_t>(peers_.size()));
+  }
 }
 
 bool TaskTable::Stays(int64_t tensor, int64_t part) const {

@@ -47,6 +47,7 @@ struct TaskColumns {
   std::vector<int32_t> disk_results;
   std::vector<int32_t> device_arguments;  // in a memory that the host's cores do not reach
   std::vector<int32_t> device_results;
+  std::vector<std::pair<int32_t, int32_t>> replicas;  // (argument, the first of the same bytes)
 };
 
 // What XLA asks of the address of an array that a kernel reads where the caller has it.
@@ -101,6 +102,12 @@ class TaskTable {
     const auto kind = static_cast<TaskKind>(columns_.kind[vertex]);
     return kind == TaskKind::kLoadRows || kind == TaskKind::kStoreRows;
   }
+  // Tensors of other devices that are the same part of the same argument, those of the devices
+  // before this one first: where each copies from the one before, none is copied from by all.
+  Row peers(int64_t tensor) const {
+    if (peer_offsets_.empty()) return {nullptr, nullptr};
+    return Slice(peer_offsets_.data(), peers_.data(), tensor);
+  }
   // The last vertex that reads a tensor on its device, or -1.
   int64_t last_device_reader(int64_t tensor) const { return last_device_reader_[tensor]; }
   int64_t num_overwrites(int64_t vertex) const {
@@ -145,12 +152,15 @@ class TaskTable {
   // What TaskGraph.check asks, as far as the planner could otherwise reach outside its arrays.
   void Check() const;
   void CheckOrder() const;
+  void FindPeers();
 
   TaskColumns columns_;
   int32_t num_devices_ = 1;
   std::vector<int64_t> reader_offsets_;
   std::vector<int32_t> readers_;
   std::vector<int64_t> last_device_reader_;
+  std::vector<int64_t> peer_offsets_;
+  std::vector<int32_t> peers_;
   std::vector<bool> is_overwritten_, is_fresh_;
   std::vector<bool> disk_argument_, disk_result_, device_argument_, device_result_;
 };

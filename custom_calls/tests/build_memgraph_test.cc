@@ -26,6 +26,7 @@ struct Draft {
   std::vector<int64_t> result_offsets{0}, input_offsets{0}, output_offsets{0}, overwrite_offsets{0};
   std::vector<uint8_t> kind, gathered;
   std::vector<int32_t> disk_arguments, disk_results, device_arguments, device_results;
+  std::vector<std::pair<int32_t, int32_t>> replicas;
 
   int32_t AddTensor(int64_t size, int32_t where, int32_t flat_argument = -1) {
     bytes.push_back(size);
@@ -82,7 +83,8 @@ struct Draft {
             disk_arguments,
             disk_results,
             device_arguments,
-            device_results};
+            device_results,
+            replicas};
   }
 };
 
@@ -94,6 +96,13 @@ Draft RandomGraph(std::mt19937& random, int32_t num_devices, int64_t num_vertice
     const auto where = static_cast<int32_t>(random() % num_devices);
     alive[where].push_back(draft.AddTensor(size(), where, a));
     if (random() % 4 == 0) draft.disk_arguments.push_back(a);
+  }
+  for (int32_t a = 0; a < 6; ++a) {  // what others have as well
+    const int32_t where = (draft.device[a] + 1) % num_devices;
+    if (where == draft.device[a] || random() % 2 == 0) continue;
+    const auto own = static_cast<int32_t>(draft.bytes.size());
+    alive[where].push_back(draft.AddTensor(draft.bytes[a], where, own));
+    draft.replicas.emplace_back(own, a);
   }
   std::vector<bool> is_left(draft.bytes.size(), true);
   for (int64_t v = 0; v < num_vertices; ++v) {
@@ -175,6 +184,7 @@ void Run(const TaskTable& table, const MemGraphColumns& plan, std::mt19937& rand
 TEST(BuildMemGraphKeepsEveryByteThatIsStillRead) {
   std::mt19937 random(11);
   int num_evicting = 0, num_full = 0;
+  int64_t num_from_peers = 0;
   for (int round = 0; round < 120; ++round) {
     const Draft draft = RandomGraph(random, 1 + static_cast<int32_t>(random() % 3), 40);
     const TaskTable table(draft.Columns());
@@ -191,6 +201,8 @@ TEST(BuildMemGraphKeepsEveryByteThatIsStillRead) {
       Run(table, plan, random);
       const auto kind = static_cast<uint8_t>(Space::kHost);
       num_evicting += std::count(plan.space.begin(), plan.space.end(), kind) > 0;
+      const auto peers = static_cast<uint8_t>(Kind::kPeerReload);
+      num_from_peers += std::count(plan.kind.begin(), plan.kind.end(), peers);
     } catch (const HostTierFull& full) {
       CHECK(options.host_capacity.has_value());
       ++num_full;
@@ -198,6 +210,7 @@ TEST(BuildMemGraphKeepsEveryByteThatIsStillRead) {
   }
   CHECK(num_evicting > 30);
   CHECK(num_full > 5);
+  CHECK(num_from_peers > 20);
 }
 
 TEST(BuildMemGraphRefusesOptionsOfAnotherGraph) {

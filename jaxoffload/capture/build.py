@@ -79,11 +79,13 @@ class Captured:
         graph = dataclasses.replace(graph, vertices=tuple(vertices))
         return Captured(graph, tuple(kernels), self.clusters, self.least_max_bytes)
 
-    def on_devices(self, num_devices: int, rates: cost.Rates) -> "Captured":
+    def on_devices(
+        self, num_devices: int, rates: cost.Rates, replicas: Sequence[Sequence[int]]
+    ) -> "Captured":
         """The graph of several devices of which each runs this one, with its kernels."""
         one = self.with_kernels
         graph, clusters, kernels = of_all_devices(
-            one.taskgraph, one.clusters, one.kernels, rates, num_devices
+            one.taskgraph, one.clusters, one.kernels, rates, num_devices, replicas
         )
         return Captured(graph, tuple(kernels), tuple(clusters), self.least_max_bytes)
 
@@ -134,6 +136,7 @@ def build_taskgraph(
     kernels: bool = True,
     known: Known | None = None,
     num_devices: int = 1,
+    replicas: Sequence[Sequence[int]] = (),
 ) -> Captured:
     """Cuts an ordered program into vertices.
 
@@ -148,6 +151,7 @@ def build_taskgraph(
       known: see `cluster.cut`.
       num_devices: that each run the program; arguments, results and pairs are one device's. Of
         several the kernels are always made.
+      replicas: see `devices.of_all_devices`.
     """
     program = ordered.program
     results: dict[Value, list[Span]] = {}
@@ -172,7 +176,7 @@ def build_taskgraph(
     graph = builder.build(tuple(donated))
     found = Captured(graph, (), tuple(clusters), least_max_bytes)
     if num_devices > 1:
-        return found.on_devices(num_devices, program.rates)
+        return found.on_devices(num_devices, program.rates, replicas)
     return found.with_kernels if kernels else found
 
 

@@ -62,9 +62,9 @@ class DeviceGraph:
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
-    def copies(self, vertex: Vertex, cluster: Cluster) -> None:
-        """One vertex, for each device."""
-        for device in range(self._num_devices):
+    def copies(self, vertex: Vertex, cluster: Cluster, order: Sequence[int]) -> None:
+        """One vertex, for each device, in that order."""
+        for device in order:
             self._put(
                 dataclasses.replace(
                     vertex,

@@ -55,6 +55,23 @@ class Spread:
         """How many they are."""
         return int(self.mesh.devices.size)
 
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """For each argument of the jaxpr, for each device the first that has the same part of it: the
+        first that is at the same place along all axes that cut the argument."""
+        places = np.stack(self.places)
+        along = [
+            {name for names in spec_of(spec, len(spec)) for name in names} for spec in self.in_specs
+        ]
+        along += [{name} for name in self.mesh.axis_names]
+        known: dict[frozenset[str], tuple[int, ...]] = {}
+        for axes in map(frozenset, along):
+            if axes not in known:
+                rows = [k for k, name in enumerate(self.mesh.axis_names) if name in axes]
+                first: dict[tuple[int, ...], int] = {}
+                at = enumerate(map(tuple, places[rows].T.tolist()))
+                known[axes] = tuple(first.setdefault(place, device) for device, place in at)
+        return tuple(known[frozenset(axes)] for axes in along)
+
 
 def is_spread(jaxpr: Any) -> bool:
     """Whether a closed jaxpr holds a `shard_map`."""

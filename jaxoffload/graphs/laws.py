@@ -19,6 +19,7 @@ _READS: dict[Kind, tuple[Space, ...]] = {
     Kind.HOST_KERNEL: _LOWER,
     Kind.LOAD_ROWS: _LOWER,
     Kind.STORE_ROWS: _LOWER,
+    Kind.PEER_RELOAD: (Space.DEVICE,),
 }
 _WRITES: dict[Kind, tuple[Space, ...]] = {
     Kind.RELOAD: (Space.DEVICE,),
@@ -28,6 +29,7 @@ _WRITES: dict[Kind, tuple[Space, ...]] = {
     Kind.HOST_KERNEL: (Space.HOST, Space.RESULT),
     Kind.LOAD_ROWS: (Space.HOST, Space.RESULT),
     Kind.STORE_ROWS: (Space.RESULT,),
+    Kind.PEER_RELOAD: (Space.DEVICE,),
 }
 _KERNEL_READS = (Space.DEVICE, Space.ARGUMENT, Space.RESULT)
 _KERNEL_WRITES = (Space.DEVICE, Space.RESULT)

@@ -45,12 +45,17 @@ class Kind(enum.IntEnum):
     """Reads rows of an argument on disk, by numbers in host memory, to there."""
     STORE_ROWS = 9
     """Overwrites rows of an argument on disk by such numbers."""
+    PEER_RELOAD = 10
+    """Copies one version up into a device, a part of an argument, from another device that has the
+    same bytes in its arena."""
 
 
 KERNELS = (Kind.KERNEL, Kind.HOST_KERNEL)
 """Kinds that run executables."""
-COPIES = (Kind.RELOAD, Kind.OFFLOAD, Kind.LOAD, Kind.STORE)
+COPIES = (Kind.RELOAD, Kind.OFFLOAD, Kind.LOAD, Kind.STORE, Kind.PEER_RELOAD)
 """Kinds that the planner adds; TRANSFER is the TaskGraph's."""
+BETWEEN_DEVICES = (Kind.TRANSFER, Kind.PEER_RELOAD)
+"""Kinds that copy from a device to another."""
 ROWS = (Kind.LOAD_ROWS, Kind.STORE_ROWS)
 """Kinds that read and write rows of a table on disk, their first operand."""
 
@@ -217,7 +222,5 @@ class MemGraph:
         if kind in COPIES or task is None:
             version = self.inputs[self.input_offsets[vertex_id]]
             tensor = self.taskgraph.tensors[self.tensor[version]]
-            return (
-                f"{kind.name.lower()} of {tensor.name or f'tensor {self.tensor[version]}'}{source}"
-            )
+            return f"{kind.name.lower().replace('_', ' ')} of {tensor.name or f'tensor {self.tensor[version]}'}{source}"
         return f"{task.name or kind.name.lower()}{source}"

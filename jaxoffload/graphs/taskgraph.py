@@ -160,6 +160,7 @@ class Columns:
       overwrite_offsets, overwrites: CSR, `Vertex.overwrites`, its pairs one after another, int32.
       donated: the pairs one after another, int32.
       disk_arguments, disk_results, device_arguments, device_results: sorted, int32.
+      replicas: the pairs one after another, int32.
     """
 
     bytes: np.ndarray
@@ -184,6 +185,7 @@ class Columns:
     disk_results: np.ndarray
     device_arguments: np.ndarray
     device_results: np.ndarray
+    replicas: np.ndarray
 
     @property
     def in_host_memory(self) -> np.ndarray:
@@ -208,6 +210,8 @@ class TaskGraph:
         host's cores do not reach. Of a donated pair both or none.
       in_place_io: whether kernels read arguments and write results where the caller has them, as
         far as alignment and aliasing allow it, so that these need no place of their own.
+      replicas: pairs (argument index, the first argument with the same bytes before the run), of
+        arguments of several devices: a device may copy its own from another that has it.
     """
 
     tensors: tuple[Tensor, ...]
@@ -218,6 +222,7 @@ class TaskGraph:
     in_place_io: bool = False
     device_arguments: frozenset[int] = frozenset()
     device_results: frozenset[int] = frozenset()
+    replicas: tuple[tuple[int, int], ...] = ()
 
     @functools.cached_property
     def columns(self) -> Columns:
@@ -259,6 +264,7 @@ class TaskGraph:
             disk_results=_array(sorted(self.disk_results), np.int32),
             device_arguments=_array(sorted(self.device_arguments), np.int32),
             device_results=_array(sorted(self.device_results), np.int32),
+            replicas=_array(list(_chained(self.replicas)), np.int32),
         )
 
     def gathers(self, vertex: Vertex, tensor_id: int) -> bool:

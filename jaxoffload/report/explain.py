@@ -27,6 +27,7 @@ from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.report.advice import advice
 from jaxoffload.report.subjects import format_seconds
 from jaxoffload.runtime import backends
+from jaxoffload.runtime.figures import between_devices
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.elsewhere import planner_on
@@ -227,6 +228,7 @@ class Explanation:
             lines.append(
                 f"Each run moves {format_bytes(self.plan.bytes_reloaded)} to the device and "
                 f"{format_bytes(self.plan.bytes_offloaded)} away from it"
+                + between_devices(self.plan.bytes_transferred)
                 + (
                     f"; {format_bytes(self.plan.resident_bytes)} of arguments stay there from call "
                     "to call"

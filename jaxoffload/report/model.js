@@ -1,8 +1,8 @@
 // What a page's data say: decoded, searched, put into words. Knows nothing of the page.
 
 const DEVICE = 0, ARGUMENT = 1, RESULT = 2, HOST = 3, DISK = 4;
-const COPIES = new Set([1, 2, 5, 6]);
-const ROW_OF_KIND = [0, 1, 2, 3, 0, 4, 5, 6];
+const COPIES = new Set([1, 2, 5, 6, 10]);
+const ROW_OF_KIND = [0, 1, 2, 3, 0, 4, 5, 6, 4, 5, 3];
 const ROWS = ["compute", "host to device", "device to host", "between devices", "disk to host",
   "host to disk", "host compute"];
 const NO_DEVICE = 4; // rows from here on belong to the whole machine

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxoffload.graphs.lanes import lane_names, lane_numbers
-from jaxoffload.graphs.memgraph import COPIES, Kind, Space
+from jaxoffload.graphs.memgraph import BETWEEN_DEVICES, COPIES, Kind, Space
 from jaxoffload.report.predict import Prediction
 from jaxoffload.report.scene import DATA, KINDS, LANE, MEMORY, NOTHING, Scene, Times
 from jaxoffload.report.subjects import scene_of
@@ -56,7 +56,9 @@ def _lanes(scene: Scene) -> np.ndarray:
     for each device, after these."""
     graph, devices = scene.graph, len(scene.graph.capacity)
     of_transfers = len(lane_names(devices)) + graph.device
-    return np.where(graph.kind == Kind.TRANSFER, of_transfers, lane_numbers(graph, devices))
+    return np.where(
+        np.isin(graph.kind, BETWEEN_DEVICES), of_transfers, lane_numbers(graph, devices)
+    )
 
 
 def _process(lane: np.ndarray, devices: int, base: int) -> np.ndarray:
@@ -121,7 +123,7 @@ def _slices(scene: Scene, times: Times, lane: np.ndarray, base: int) -> Iterator
         }  # fmt: skip
         for version in reads.tolist():
             writer = int(graph.writer[version])
-            if writer >= 0 and graph.kind[writer] == Kind.RELOAD:
+            if writer >= 0 and graph.kind[writer] in (Kind.RELOAD, Kind.PEER_RELOAD):
                 flow = {"cat": "reload", "name": "reload", "id": f"{base}.{version}.{vertex}"}
                 # Where it begins: what ends with a slice belongs to none.
                 yield {"ph": "s", "ts": float(start[writer]), **flow, **rows[writer]}

@@ -8,11 +8,11 @@ from typing import Any
 
 from jaxoffload import garbage
 from jaxoffload.errors import PlanError
-from jaxoffload.graphs.memgraph import Kind, MemGraph
+from jaxoffload.graphs.memgraph import BETWEEN_DEVICES, Kind, MemGraph
 from jaxoffload.options import format_bytes
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.plan.cost.simulate import Timeline, simulate
-from jaxoffload.runtime.figures import Carried
+from jaxoffload.runtime.figures import Carried, between_devices
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.elsewhere import Elsewhere, planner_on
@@ -91,6 +91,11 @@ class Prediction(ShownMemory):
         """Bytes copied away from it."""
         return self.memgraph.moved_bytes(Kind.OFFLOAD)
 
+    @property
+    def bytes_transferred(self) -> int:
+        """Bytes copied from a device to another."""
+        return sum(map(self.memgraph.moved_bytes, BETWEEN_DEVICES))
+
     def __repr__(self) -> str:
         return (
             f"Prediction({self.name} on {self.machine.name}, budget {format_bytes(self.budget)}: "
@@ -106,6 +111,7 @@ class Prediction(ShownMemory):
             f"{format_bytes(self.peak_device_bytes)}{self._workspace()}; moves "
             f"{format_bytes(self.bytes_reloaded)} to the device, "
             f"{format_bytes(self.bytes_offloaded)} away from it"
+            + between_devices(self.bytes_transferred)
             + ("" if self.carried is None else f"; {self.carried}")
         )
 

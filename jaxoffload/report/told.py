@@ -104,7 +104,8 @@ class _Teller:
         copying = np.isin(self._graph.kind, COPIES)
         self._copies: dict[int, list[int]] = {}
         for vertex in np.flatnonzero(copying).tolist():
-            tensor = int(self._graph.tensor[self._graph.inputs[self._graph.input_offsets[vertex]]])
+            made = self._graph.outputs[self._graph.output_offsets[vertex]]
+            tensor = int(self._graph.tensor[made])
             self._copies.setdefault(tensor, []).append(vertex)
         self._versions: dict[int, list[int]] = {}
         for version, tensor in enumerate(self._graph.tensor.tolist()):
@@ -206,6 +207,7 @@ _WAYS = {
     Kind.OFFLOAD: "copied away from the device",
     Kind.LOAD: "read from disk",
     Kind.STORE: "written to disk",
+    Kind.PEER_RELOAD: "copied from another device",
 }
 
 

@@ -7,7 +7,7 @@ against everything resident, what bounds it, what to change), then lanes and mem
 import numpy as np
 
 from jaxoffload.graphs.lanes import DEVICE_LANES, LANE_OF_KIND, LANES
-from jaxoffload.graphs.memgraph import KERNELS, Kind, MemGraph
+from jaxoffload.graphs.memgraph import BETWEEN_DEVICES, KERNELS, Kind, MemGraph
 from jaxoffload.options import format_bytes
 from jaxoffload.report.scene import MEMORY, Scene, Times
 from jaxoffload.report.subjects import format_seconds, scene_of, within
@@ -18,6 +18,12 @@ from jaxoffload.search.whole import WholePlan, WholeRun
 from jaxoffload.showing import words
 
 _BUSY = 0.9
+_ALSO = {
+    Kind.LOAD: Kind.LOAD_ROWS,
+    Kind.STORE: Kind.STORE_ROWS,
+    Kind.TRANSFER: Kind.PEER_RELOAD,
+}
+"""What has a line together with another kind."""
 """Share of the time from which on a lane is what a run waits for."""
 
 
@@ -100,7 +106,7 @@ def _table(scene: Scene, times: Times, seconds: float) -> list[str]:
     sizes = scene.sizes
     rows: list[tuple[str, float, int]] = []
     for kind in (*KERNELS, Kind.RELOAD, Kind.OFFLOAD, Kind.TRANSFER, Kind.LOAD, Kind.STORE):
-        also = {Kind.LOAD: Kind.LOAD_ROWS, Kind.STORE: Kind.STORE_ROWS}.get(kind, kind)
+        also = _ALSO.get(kind, kind)
         chosen = np.flatnonzero(np.isin(graph.kind, (kind, also)))
         if not len(chosen):
             continue
@@ -116,7 +122,7 @@ def _table(scene: Scene, times: Times, seconds: float) -> list[str]:
             graph.inputs[moved_by],
         )
         moved = 0 if kind in KERNELS else int(sizes[counted].sum())
-        name = "between devices" if kind == Kind.TRANSFER else LANES[LANE_OF_KIND[kind]]
+        name = "between devices" if kind in BETWEEN_DEVICES else LANES[LANE_OF_KIND[kind]]
         rows.append((name, float(busy), moved))
     whole = max(seconds, 1e-12)
     lines = [
@@ -171,7 +177,8 @@ def _waits(graph: MemGraph, times: Times) -> tuple[float, float, float]:
     idle = np.where(graph.kind == Kind.KERNEL, times.idle(), 0.0)
     known = whom >= 0
     is_room = known & (why == MEMORY)
-    is_reload = known & ~is_room & np.isin(graph.kind[whom], (Kind.RELOAD, Kind.LOAD))
+    brings = (Kind.RELOAD, Kind.PEER_RELOAD, Kind.LOAD)
+    is_reload = known & ~is_room & np.isin(graph.kind[whom], brings)
     rest = ~is_room & ~is_reload
     return float(idle[is_reload].sum()), float(idle[is_room].sum()), float(idle[rest].sum())
 

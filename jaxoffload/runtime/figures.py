@@ -7,13 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from jaxoffload.graphs.memgraph import Kind, MemGraph, Space
+from jaxoffload.graphs.memgraph import BETWEEN_DEVICES, Kind, MemGraph, Space
 from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
 from jaxoffload.options import format_bytes
 from jaxoffload.plan.alloc.limits import intermediates_peak, resident_peak
 from jaxoffload.runtime.backends import Backend
 from jaxoffload.runtime.host_results import byte_count
 from jaxoffload.showing import ShownMemory
+
+
+def between_devices(count: int) -> str:
+    """The end of what is said of bytes that move: those from a device to another, if any do."""
+    return f", {format_bytes(count)} between devices" if count else ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,6 +121,11 @@ class Figures(ShownMemory):
     def bytes_reloaded(self) -> int:
         """Bytes that one run copies to the device, if the one before has left there what stays."""
         return self.memgraph.moved_bytes(Kind.RELOAD)
+
+    @functools.cached_property
+    def bytes_transferred(self) -> int:
+        """Bytes that one run copies from a device to another."""
+        return sum(map(self.memgraph.moved_bytes, BETWEEN_DEVICES))
 
     @functools.cached_property
     def resident_bytes(self) -> int:

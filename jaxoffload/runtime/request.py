@@ -30,6 +30,8 @@ class Request:
       num_devices: that each run the jaxpr, on arguments of their own; what is said here of
         arguments and results is of one device. Of all devices, argument or result `i` of device `d`
         is number `i * num_devices + d` (capture/devices.py).
+      replicas: for each argument, for each device the first that has the same bytes of it; () where
+        that is not known.
       lasting: arguments of which the runtime knows from call to call whether they have changed, so
         that they may stay on the device: those in a lower tier; donated ones in host memory only.
     """
@@ -44,6 +46,7 @@ class Request:
     argument_names: tuple[str, ...] = ()
     lasting: frozenset[int] = frozenset()
     num_devices: int = 1
+    replicas: tuple[tuple[int, ...], ...] = ()
     host_arguments: frozenset[int] = frozenset()
     host_results: frozenset[int] = frozenset()
 
@@ -116,6 +119,8 @@ class Request:
             device_arguments=arguments,
             device_results=results,
             in_place_io=self.options.memory is not None,
+            # What a device has in memory of its own it need not copy from another.
+            replicas=tuple(pair for pair in graph.replicas if pair[0] not in arguments),
         )
 
     def with_options(self, **options: Any) -> "Request":

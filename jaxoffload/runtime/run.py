@@ -37,6 +37,7 @@ class Run(ShownMemory):
       seconds: wall time of the run.
       peak_device_bytes: the most device memory in use at once, executables' workspace included.
       bytes_offloaded, bytes_reloaded: copied away from the device, and to it.
+      bytes_transferred: copied from a device to another.
       bytes_loaded, bytes_stored: read from disk, and written to it; of tables of which rows are
         moved those of the rows.
       rows_loaded, rows_stored: rows that were read from tables on disk by number, and written to
@@ -73,6 +74,7 @@ class Run(ShownMemory):
     bytes_left: int = 0
     rows_loaded: int = 0
     rows_stored: int = 0
+    bytes_transferred: int = 0
 
     @functools.cached_property
     def lanes(self) -> dict[int, tuple[int | None, str]]:
@@ -173,6 +175,7 @@ def make_run(plan: Plan, report: Any) -> Run:
         bytes_found=int(report.bytes_found),
         bytes_left=int(report.bytes_left),
         rows_loaded=int(report.rows_loaded),
+        bytes_transferred=int(report.bytes_transferred),
         rows_stored=int(report.rows_stored),
     )
 

@@ -146,7 +146,7 @@ class KeptPlan:
             encode((request.disk_arguments, request.host_arguments, request.host_results)),
             encode((request.reloads_all, may_run_whole)),
             encode(request.lasting),
-            encode(request.num_devices),
+            encode((request.num_devices, request.replicas)),
             encode(settings),
         ):
             made.update(b"%d:" % len(part) + part)

@@ -203,11 +203,12 @@ class WholeRun(Shown):
 
     Attributes:
       seconds: NaN. As with `jax.jit`, nobody waited for the end.
-      bytes_offloaded, bytes_reloaded, bytes_loaded, bytes_stored: nothing is moved.
+      bytes_offloaded, bytes_reloaded, bytes_loaded, bytes_stored, bytes_transferred: nothing is
+        moved.
     """
 
     seconds = math.nan
-    bytes_offloaded = bytes_reloaded = bytes_loaded = bytes_stored = 0
+    bytes_offloaded = bytes_reloaded = bytes_loaded = bytes_stored = bytes_transferred = 0
 
     def __repr__(self) -> str:
         return "Run(whole, as jax.jit runs it: everything fits, nothing was moved)"

@@ -41,6 +41,7 @@ def packed(about: dict[str, Any], graph: MemGraph, renamed: Callable[[str], Any]
             sorted(graph.taskgraph.device_results),
         ],
         "in_place_io": graph.taskgraph.in_place_io,
+        "replicas": graph.taskgraph.replicas,
         "host_capacity": graph.host_capacity,
         "columns": [[n, c.dtype.newbyteorder("<").str, list(c.shape)] for n, c in columns.items()],
     }
@@ -83,6 +84,7 @@ def unpacked(data: bytes, source_of: Callable[[Any], str]) -> tuple[dict[str, An
         frozenset(results),
         bool(header["in_place_io"]),
         *map(frozenset, header["device"]),
+        tuple((a, b) for a, b in header["replicas"]),
     )
     arrays = {name: columns[name] for name in _ARRAYS}
     return header["about"], MemGraph(taskgraph, host_capacity=header["host_capacity"], **arrays)

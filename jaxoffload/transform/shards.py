@@ -147,7 +147,7 @@ def request_of_each(
         tiers,
         argument_names,
     )
-    return dataclasses.replace(request, num_devices=made.num_devices)
+    return dataclasses.replace(request, num_devices=made.num_devices, replicas=made.replicas())
 
 
 def options_of_each(options: Options, devices: Sequence[Any]) -> Options:

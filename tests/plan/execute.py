@@ -17,26 +17,35 @@ from jaxoffload.graphs.verify import verify
 Results = dict[tuple[int, int], np.ndarray]
 
 
-def kernel(vertex_id: int, position: int, operands: list[bytes], size: int) -> bytes:
+def kernel(name: str, position: int, operands: list[bytes], size: int) -> bytes:
     """What output `position` of a vertex holds."""
-    digest = hashlib.shake_128(f"{vertex_id}/{position}/".encode())
+    digest = hashlib.shake_128(f"{name}/{position}/".encode())
     for operand in operands:
         digest.update(len(operand).to_bytes(8, "little") + operand)
     return digest.digest(size)
 
 
+def called(graph: TaskGraph, vertex_id: int) -> str:
+    """Equal for vertices that compute the same: those of one name on devices that have the same
+    arguments."""
+    return graph.vertices[vertex_id].name if graph.replicas else str(vertex_id)
+
+
 def arguments_of(graph: TaskGraph, seed: int = 0) -> list[np.ndarray]:
-    """Random bytes for each argument."""
+    """Random bytes for each argument, the same for replicas."""
     ends: dict[int, int] = {}
     for tensor in graph.tensors:
         if tensor.argument is not None:
             end = tensor.argument.offset + tensor.bytes
             ends[tensor.argument.index] = max(end, ends.get(tensor.argument.index, 0))
     source = np.random.default_rng(seed)
-    return [
+    found = [
         source.integers(0, 256, ends.get(index, 0), dtype=np.uint8)
         for index in range(max(ends, default=-1) + 1)
     ]
+    for argument, first in graph.replicas:
+        found[argument] = found[first].copy()
+    return found
 
 
 def straightforward(graph: TaskGraph, arguments: list[np.ndarray]) -> Results:
@@ -55,7 +64,7 @@ def straightforward(graph: TaskGraph, arguments: list[np.ndarray]) -> Results:
                 value[tensor_id] = operands[0]
             else:
                 size = graph.tensors[tensor_id].bytes
-                value[tensor_id] = kernel(vertex_id, position, operands, size)
+                value[tensor_id] = kernel(called(graph, vertex_id), position, operands, size)
     return {
         (span.index, span.offset): np.frombuffer(value[tensor_id], np.uint8)
         for tensor_id, tensor in enumerate(graph.tensors)
@@ -140,9 +149,8 @@ class Memories:
         operands = [self._bytes(int(v)).tobytes() for v in reads]
         for position, version in enumerate(writes.tolist()):
             if graph.kind[vertex] in (Kind.KERNEL, Kind.INPUT, Kind.HOST_KERNEL):
-                made = kernel(
-                    int(graph.task_vertex[vertex]), position, operands, self._sizes[version]
-                )
+                name = called(graph.taskgraph, int(graph.task_vertex[vertex]))
+                made = kernel(name, position, operands, self._sizes[version])
             else:
                 made = operands[0]
             self._bytes(version)[:] = np.frombuffer(made, np.uint8)

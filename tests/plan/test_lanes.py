@@ -9,7 +9,8 @@ from jaxoffload.graphs.memgraph import Kind
 
 OWN = {
     Kind.KERNEL: "compute", Kind.INPUT: "compute", Kind.RELOAD: "host to device",
-    Kind.TRANSFER: "host to device", Kind.OFFLOAD: "device to host",
+    Kind.TRANSFER: "host to device",
+    Kind.PEER_RELOAD: "host to device", Kind.OFFLOAD: "device to host",
 }  # fmt: skip
 SHARED = {
     Kind.LOAD: "disk to host", Kind.LOAD_ROWS: "disk to host", Kind.STORE: "host to disk",

@@ -98,6 +98,15 @@ class Machine:
         kind = self.name.removesuffix(_NOT_KNOWN)
         return dataclasses.replace(self, name=f"{kind} (as measured)", is_guess=False)
 
+    @property
+    def has_fast_peers(self) -> bool:
+        """Whether devices had better copy what another has from there than from host memory: over a
+        faster link, or beside one that they share."""
+        shared = self.links is not None and self.links < self.num_devices
+        return shared or (
+            not self.is_host and self.peer.bytes_per_second > self.to_device.bytes_per_second
+        )
+
     def kernel_seconds(self, flops: Any, traffic: Any) -> Any:
         """Time of so many operations with so many bytes of traffic, without the launch."""
         return np.maximum(flops / self.flops_per_second, traffic / self.memory_bytes_per_second)
@@ -141,6 +150,7 @@ class Machine:
             Kind.LOAD: self.disk_read,
             Kind.STORE: self.disk_write,
             Kind.TRANSFER: self.peer,
+            Kind.PEER_RELOAD: self.peer,
         }
         sizes = memgraph.version_bytes()
         for kind, link in ways.items():

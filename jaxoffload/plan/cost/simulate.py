@@ -86,6 +86,7 @@ def lanes_of(
             device = np.where(copies, device % machine.links, device)
         if not machine.duplex:
             kind = np.where(copies, int(Kind.RELOAD), kind)
+    kind = np.where(kind == Kind.PEER_RELOAD, int(Kind.TRANSFER), kind)
     moved = np.flatnonzero(kind == Kind.TRANSFER)
     if len(moved):
         tensors = memgraph.taskgraph.tensors
