@@ -3,7 +3,9 @@ measured but planning time.
 
 Tensor parallel: each device has its columns and rows of every matrix and its heads, so that two
 sums over all devices stand in a layer. FSDP: each has rows of every matrix and of the batch, and
-gathers a layer's weights before it computes it. For each server, with a link to host memory for
+gathers a layer's weights before it computes it. Data parallel: each has rows of the batch and all
+weights, of which a device may copy its own from another; beside that the same where each brings all
+from host memory. For each server, with a link to host memory for
 each device and with one for all: launch policies with and without jitter; the plan's order for each
 device, as TURNIP's ablation has it (`in_one_order`); and the levelwise schedule, in which all
 vertices of one depth end before the next begin. It takes as many CPU devices as the server has:
@@ -32,6 +34,7 @@ SHARE = 0.9
 """Of a device's memory, the budget."""
 JITTERS, SEEDS = (0.0, 0.3), 5
 ONE_ORDER = "one order a device"
+TENSOR_PARALLEL, FSDP, DATA_PARALLEL = WAYS = "tensor parallel", "FSDP", "data parallel"
 POLICIES = ("work-conserving", "fixed", ONE_ORDER, "levelwise")
 
 
@@ -51,16 +54,17 @@ TINY = Size(64, 3, 4, 128, 256)
 
 
 def prefill(
-    size: Size, batch: int, length: int, count: int, fsdp: bool = False
+    size: Size, batch: int, length: int, count: int, way: str = TENSOR_PARALLEL
 ) -> tuple[Any, tuple[Any, ...]]:
     """The function over so many devices, and its arguments as shapes.
 
     Args:
-      fsdp: rows of weights and of the batch are spread; otherwise columns, rows and heads.
+      way: one of `WAYS`.
     """
     each = size.width // size.heads
     scale = np.float32(1 / np.sqrt(each))
-    parts, rows_here = (1, batch // count) if fsdp else (count, batch)
+    by_columns, fsdp = way == TENSOR_PARALLEL, way == FSDP
+    parts, rows_here = (count, batch) if by_columns else (1, batch // count)
 
     def normed(x: Any, weight: Any) -> Any:
         return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * weight[None, None, :]
@@ -70,7 +74,7 @@ def prefill(
         return lax.all_gather(weight, "x", tiled=True) if is_spread else weight
 
     def total(x: Any) -> Any:
-        return x if fsdp else lax.psum(x, "x")
+        return lax.psum(x, "x") if by_columns else x
 
     def part(layers: Any, embedding: Any, head: Any, tokens: Any) -> Any:
         x = embedding[tokens]
@@ -100,14 +104,16 @@ def prefill(
     weights |= {name: shape(layers, wide) for name in ("norm1", "norm2")}
     weights["down"] = shape(layers, hidden, wide)
     rows = P(None, "x")
-    columns = rows if fsdp else P(None, None, "x")
+    columns = P(None, None, "x") if by_columns else rows
     specs = {name: columns for name in ("q", "k", "v", "gate", "up")}
     specs |= {"o": rows, "down": rows, "norm1": P(), "norm2": P()}
+    if way == DATA_PARALLEL:
+        specs = dict.fromkeys(specs, P())
     function = jax.shard_map(
         part,
         mesh=Mesh(np.array(jax.devices()[:count]), ("x",)),
-        in_specs=(specs, P(), P(), P("x")) if fsdp else (specs, P(), P(None, "x"), P()),
-        out_specs=P("x") if fsdp else P(None, "x"),
+        in_specs=(specs, P(), P(None, "x"), P()) if by_columns else (specs, P(), P(), P("x")),
+        out_specs=P(None, "x") if by_columns else P("x"),
     )
     tokens = jax.ShapeDtypeStruct((batch, length), np.int32)
     vocabulary = size.vocabulary
@@ -152,44 +158,53 @@ def compared(graph: MemGraph, on: Machine) -> dict[str, float]:
 def run(small: bool = False, out: str | None = None) -> None:
     """Every model on every server."""
     few = dataclasses.replace(P100_SERVER, name="4 x P100, 4 GiB each", device_bytes=4 << 30)
-    cases = [(P100_SERVER, "7b", 8, 1024, False), (P100_SERVER, "7b", 8, 4096, False),
-             (P100_SERVER, "65b", 1, 1024, False), (P100_SERVER, "65b", 8, 1024, False),
-             (A100_SERVER_40, "65b", 8, 1024, False), (A100_SERVER_40, "65b", 8, 4096, False),
-             (few, "7b", 8, 1024, False), (few, "7b", 8, 1024, True),
-             (P100_SERVER, "65b", 4, 1024, True),
-             (A100_SERVER_40, "65b", 8, 1024, True)]  # fmt: skip
+    cases = [(P100_SERVER, "7b", 8, 1024, TENSOR_PARALLEL),
+             (P100_SERVER, "7b", 8, 4096, TENSOR_PARALLEL),
+             (P100_SERVER, "65b", 1, 1024, TENSOR_PARALLEL),
+             (P100_SERVER, "65b", 8, 1024, TENSOR_PARALLEL),
+             (A100_SERVER_40, "65b", 8, 1024, TENSOR_PARALLEL),
+             (A100_SERVER_40, "65b", 8, 4096, TENSOR_PARALLEL),
+             (few, "7b", 8, 1024, TENSOR_PARALLEL), (few, "7b", 8, 1024, FSDP),
+             (P100_SERVER, "65b", 4, 1024, FSDP), (A100_SERVER_40, "65b", 8, 1024, FSDP),
+             (few, "7b", 8, 1024, DATA_PARALLEL), (P100_SERVER, "65b", 4, 1024, DATA_PARALLEL),
+             (A100_SERVER_40, "65b", 8, 1024, DATA_PARALLEL)]  # fmt: skip
     if small:
         two = dataclasses.replace(P100_SERVER, num_devices=2)
-        cases = [(two, "tiny", 2, 32, fsdp) for fsdp in (False, True)]
+        cases = [(two, "tiny", 2, 32, way) for way in WAYS]
     most = max(on.num_devices for on, *_ in cases)
     need_devices("devices", most)
     print(machine())
     rows = []
-    for on, name, batch, length, fsdp in cases:
-        function, args = prefill(SIZES.get(name, TINY), batch, length, on.num_devices, fsdp)
-        way = "FSDP" if fsdp else "tensor parallel"
-        title = f"{name}, {way}, {batch} x {length}, {on.name}"
+    for on, name, batch, length, way in cases:
+        function, args = prefill(SIZES.get(name, TINY), batch, length, on.num_devices, way)
         budget = 150_000 if small else int(SHARE * on.device_bytes)
-        start = time.perf_counter()
-        try:
-            step = jo.offload(function, device_memory=budget)
-            found = step.predict(*args, machine=on)
-        except jo.PlanError as error:
-            print(f"{title}: {error}")
-            continue
-        planned, graph = time.perf_counter() - start, found.memgraph
+        step = jo.offload(function, device_memory=budget)
         for links in (None, 1):
             model = dataclasses.replace(on, links=links)
-            times = compared(graph, model)
+            title = f"{name}, {way}, {batch} x {length}, {on.name}, {links or on.num_devices} links"
+            start = time.perf_counter()
+            try:
+                found = step.predict(*args, machine=model)
+            except jo.PlanError as error:
+                print(f"{title}: {error}")
+                continue
+            planned, graph = time.perf_counter() - start, found.memgraph
             row = {"model": name, "way": way, "batch": batch, "length": length, "machine": on.name,
                    "links": links or on.num_devices, "vertices": graph.num_vertices,
-                   "bytes_reloaded": found.bytes_reloaded, "planning_seconds": planned,
-                   "seconds": times}  # fmt: skip
+                   "bytes_reloaded": found.bytes_reloaded,
+                   "bytes_transferred": found.bytes_transferred, "planning_seconds": planned,
+                   "seconds": compared(graph, model)}  # fmt: skip
+            if way == DATA_PARALLEL:
+                alone = dataclasses.replace(on, links=None, peer=on.to_device)
+                apart = step.predict(*args, machine=alone).memgraph
+                row["each from host memory"] = simulate(apart, machine=model).seconds
             rows.append(row)
-            told = ", ".join(f"{policy} {took:.4g}" for policy, took in times.items())
+            told = ", ".join(f"{policy} {took:.4g}" for policy, took in row["seconds"].items())
+            if way == DATA_PARALLEL:
+                told += f", each from host memory {row['each from host memory']:.4g}"
             print(
-                f"{title}, {row['links']} links: {told} s; brings "
-                f"{format_bytes(found.bytes_reloaded)}; {graph.num_vertices} vertices planned in "
-                f"{planned:.1f} s"
-            )
+                f"{title}: {told} s; brings {format_bytes(found.bytes_reloaded)}, "
+                f"{format_bytes(found.bytes_transferred)} between devices; {graph.num_vertices} "
+                f"vertices planned in {planned:.1f} s", flush=True,
+            )  # fmt: skip
     save("devices", rows, out)

@@ -56,8 +56,8 @@ class Spread:
         return int(self.mesh.devices.size)
 
     def replicas(self) -> tuple[tuple[int, ...], ...]:
-        """For each argument of the jaxpr, for each device the first that has the same part of it: the
-        first that is at the same place along all axes that cut the argument."""
+        """For each argument of the jaxpr, for each device the first that has the same part of it:
+        that is at the same place along all axes that cut the argument."""
         places = np.stack(self.places)
         along = [
             {name for names in spec_of(spec, len(spec)) for name in names} for spec in self.in_specs

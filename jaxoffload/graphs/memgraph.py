@@ -222,5 +222,6 @@ class MemGraph:
         if kind in COPIES or task is None:
             version = self.inputs[self.input_offsets[vertex_id]]
             tensor = self.taskgraph.tensors[self.tensor[version]]
-            return f"{kind.name.lower().replace('_', ' ')} of {tensor.name or f'tensor {self.tensor[version]}'}{source}"
+            what = kind.name.lower().replace("_", " ")
+            return f"{what} of {tensor.name or f'tensor {self.tensor[version]}'}{source}"
         return f"{task.name or kind.name.lower()}{source}"

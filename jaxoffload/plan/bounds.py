@@ -3,7 +3,8 @@
 Takes a TaskGraph, a budget and a machine; gives the longest of what each lane has to do in any
 case: all kernels; arguments up and results down, where kernels do not reach the caller's memory;
 what is alive at once beyond the budget away and back; and of that, what host memory cannot hold,
-to the disk and back. Arguments that stay from call to call come up as far as no budget holds them.
+to the disk and back. Arguments that stay from call to call come up as far as no budget holds them,
+and what several devices have alike once, over any link.
 Copies count their bytes only, so no plan takes less in simulation.
 """
 
@@ -41,18 +42,27 @@ def least_seconds(
     excess = np.maximum(_most_alive(graph) - room, 0)
     up, down = callers_bytes(graph, lasting, budget) + excess
     on = machine
-    ways = up / on.to_device.bytes_per_second, down / on.from_device.bytes_per_second
+    rates = on.to_device.bytes_per_second, on.from_device.bytes_per_second
+    number = min(on.links or devices, devices)  # of links: each is that of some devices
+    ways = [
+        np.bincount(np.arange(devices) % number, way) / rate
+        for way, rate in zip((up, down), rates, strict=True)
+    ]
     links = (np.maximum(*ways) if on.duplex else np.add(*ways)).max()
+    is_read, first, later = _is_read(graph), *_alike(graph)
+    once = columns.bytes[is_read & first & ~np.isin(columns.argument, list(lasting))].sum()
+    all_up = (up.sum() + once) / number / rates[0]
     below = max(0.0, excess.sum() - host_memory) if host_memory is not None else 0.0
-    on_disk = _is_read(graph) & np.isin(columns.argument, columns.disk_arguments)
+    on_disk = is_read & ~later & np.isin(columns.argument, columns.disk_arguments)
     loaded = below + columns.bytes[on_disk].sum()
     disk = loaded / on.disk_read.bytes_per_second, below / on.disk_write.bytes_per_second
-    return float(max(compute, links, *disk))
+    return float(max(compute, links, all_up, *disk))
 
 
 def callers_bytes(graph: TaskGraph, lasting: Collection[int], budget: float) -> np.ndarray:
     """Bytes of arguments that are copied to each device and of results that are copied away, in any
-    case: float64[2, devices]. None where kernels reach the caller's memory.
+    case: float64[2, devices]. None where kernels reach the caller's memory, nor of what several
+    devices have alike.
 
     Args:
       lasting: arguments that may stay, and with them the results that they are donated to.
@@ -64,7 +74,8 @@ def callers_bytes(graph: TaskGraph, lasting: Collection[int], budget: float) -> 
         return moved
     is_made = (np.diff(columns.result_offsets) > 0) & (columns.argument < 0)
     is_made[columns.outputs[_on_host(graph, columns.output_offsets)]] = False
-    is_read, may_stay = _is_read(graph), np.isin(columns.argument, list(lasting))
+    is_read = _is_read(graph) & ~np.any(_alike(graph), axis=0)
+    may_stay = np.isin(columns.argument, list(lasting))
     kept = np.zeros(moved.shape[1])
     for way, chosen in (
         (moved[0], is_read & ~may_stay),
@@ -74,6 +85,14 @@ def callers_bytes(graph: TaskGraph, lasting: Collection[int], budget: float) -> 
         np.add.at(way, columns.tensor_device[chosen], columns.bytes[chosen])
     moved[0] += np.maximum(kept - budget, 0)
     return moved
+
+
+def _alike(graph: TaskGraph) -> tuple[np.ndarray, np.ndarray]:
+    """Whether each tensor is of an argument of which others have the same bytes: of the first of
+    them; and of one of the others."""
+    pairs = graph.columns.replicas.reshape(-1, 2)
+    later, first = (np.isin(graph.columns.argument, column) for column in pairs.T)
+    return first, later
 
 
 def _is_donated_to(graph: TaskGraph, arguments: Collection[int]) -> np.ndarray:

@@ -93,15 +93,16 @@ def _saved_bytes(
     successors = can_stay(memgraph.taskgraph, lasting)
     ways = {
         Kind.RELOAD: 1 / machine.to_device.bytes_per_second,
+        Kind.PEER_RELOAD: 1 / machine.peer.bytes_per_second,
         Kind.LOAD: 1 / machine.disk_read.bytes_per_second,
     }
     found: dict[int, float] = {}
     reloaded: set[int] = set()
     for vertex in np.flatnonzero(np.isin(memgraph.kind, list(ways))).tolist():
-        tensor = int(memgraph.tensor[memgraph.inputs[memgraph.input_offsets[vertex]]])
+        tensor = int(memgraph.tensor[memgraph.outputs[memgraph.output_offsets[vertex]]])
         if tensor in successors:
             found[tensor] = found.get(tensor, 0.0) + ways[Kind(memgraph.kind[vertex])]
-            if memgraph.kind[vertex] == Kind.RELOAD:
+            if memgraph.kind[vertex] != Kind.LOAD:
                 reloaded.add(tensor)
     down = 1 / machine.from_device.bytes_per_second
     return {

@@ -84,7 +84,7 @@ def unpacked(data: bytes, source_of: Callable[[Any], str]) -> tuple[dict[str, An
         frozenset(results),
         bool(header["in_place_io"]),
         *map(frozenset, header["device"]),
-        tuple((a, b) for a, b in header["replicas"]),
+        replicas=tuple((a, b) for a, b in header["replicas"]),
     )
     arrays = {name: columns[name] for name in _ARRAYS}
     return header["about"], MemGraph(taskgraph, host_capacity=header["host_capacity"], **arrays)

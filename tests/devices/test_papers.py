@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoffload as jo
 from benchmarks.bus import disco, slow_links
-from benchmarks.devices import TINY, in_one_order, prefill
+from benchmarks.devices import FSDP, TINY, in_one_order, prefill
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.graphs.taskgraph import VertexKind
 from jaxoffload.graphs.verify import verify
@@ -82,7 +82,7 @@ def test_disco_at_64_layers():
 
 def test_one_order_a_device_is_a_plan_with_more_edges():
     """What TURNIP's ablation fixes keeps copies between devices from going beside kernels."""
-    f, shapes = prefill(TINY, 2, 32, 2, fsdp=True)
+    f, shapes = prefill(TINY, 2, 32, 2, FSDP)
     machine = Machine("two", 1e10, 1e9, 1 << 30, Link(1e8), Link(1e8), peer=Link(1e8),
                       num_devices=2)  # fmt: skip
     plan = jo.offload(f, device_memory=150_000).predict(*shapes, machine=machine).memgraph

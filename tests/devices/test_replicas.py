@@ -107,10 +107,13 @@ def test_halves_that_pairs_of_devices_have():
     close(step(*args), predict(params, X))
     graph = step.plan(*args).memgraph
     peers = np.flatnonzero(graph.kind == Kind.PEER_RELOAD)
-    source = graph.index[graph.inputs[graph.input_offsets[peers]]]
-    assert len(peers)
-    # Devices 0 and 2 are at one place along y, as are 1 and 3.
-    assert (graph.device[peers] % 2 == source % 2).all()
+    read = graph.inputs[graph.input_offsets[peers]]
+    argument = graph.taskgraph.columns.argument[graph.tensor[read]] // 4
+    # Devices 0 and 2 are at one place along y, as are 1 and 3; 0 and 1 along x.
+    for number in (0, 1, 2):
+        chosen = argument == number
+        between = graph.device[peers][chosen] - graph.index[read][chosen]
+        assert chosen.any() and (abs(between) == (1 if number == 2 else 2)).all()
 
 
 @pytest.mark.parametrize("mapped", [False, True])

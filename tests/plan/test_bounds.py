@@ -8,12 +8,20 @@ import pytest
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 from jaxoffload.plan.alloc.build import VARIANTS, build_memgraph
-from jaxoffload.plan.alloc.limits import HOST_PAGE, align, min_budget, min_host_memory
+from jaxoffload.plan.alloc.limits import (
+    HOST_PAGE,
+    align,
+    min_budget,
+    min_budgets,
+    min_host_memory,
+)
 from jaxoffload.plan.bounds import least_seconds
 from jaxoffload.plan.cost.machines import SMALL_SERVER, Link
 from jaxoffload.plan.cost.simulate import simulate
 from jaxoffload.search.resident import can_stay
 from tests.plan.strategies import random_taskgraph
+from tests.plan.test_replicas import layers
+from tests.plan.test_replicas import random_graph as random_replicas
 from tests.plan.test_same_plans import with_gathers_and_disks
 
 SLOW = dataclasses.replace(SMALL_SERVER, to_device=Link(1e6, 0.0), from_device=Link(5e5, 0.0))
@@ -40,6 +48,31 @@ def test_no_plan_of_a_random_graph_takes_less(duplex):
             assert least <= seconds * (1 + 1e-9), (seed, rule)
             tight += least > 0.8 * seconds
     assert tight > 100  # it says something
+
+
+@pytest.mark.parametrize("links", [None, 1, 2])
+def test_nor_where_devices_copy_from_one_another(links):
+    machine = dataclasses.replace(SLOW, links=links, num_devices=4, peer=Link(1e9, 0.0))
+    tight = 0
+    for seed in range(150):
+        rng, graph = random_replicas(seed)
+        budgets = [least + rng.choice((0, 4000)) for least, _ in min_budgets(graph)]
+        least = least_seconds(graph, machine, max(budgets))
+        seconds = simulate(build_memgraph(graph, budgets), machine=machine).seconds
+        assert least <= seconds * (1 + 1e-9), seed
+        tight += least > 0.6 * seconds
+    assert tight > 25, tight
+
+
+def test_what_all_devices_have_comes_up_once():
+    graph, each = layers(12, 4), 12 << 20
+    for links, up in ((1, each), (2, each / 2), (None, each / 4)):
+        machine = dataclasses.replace(SLOW, links=links, num_devices=4)
+        found = least_seconds(graph, machine, 1 << 30)
+        rate = SLOW.to_device.bytes_per_second
+        assert found == pytest.approx(up / rate)
+        apart = least_seconds(dataclasses.replace(graph, replicas=()), machine, 1 << 30)
+        assert apart == pytest.approx(4 * up / rate)
 
 
 def test_nor_a_call_that_finds_what_stays():
