@@ -98,7 +98,7 @@ TEST(LoadedPlanNamesTheArrayThatIsWrong) {
     std::function<void(PlanArrays&)> spoil;
     const char* message;
   } kCases[] = {
-      {[](PlanArrays& a) { a.kind[0] = 10; }, "kind[0]=10 is outside [0, 10)"},
+      {[](PlanArrays& a) { a.kind[0] = 11; }, "kind[0]=11 is outside [0, 11)"},
       {[](PlanArrays& a) { a.kind[0] = 8; }, "vertex 0 is a copy with 1 inputs and 1 outputs"},
       {[](PlanArrays& a) { a.kind[0] = 7; }, "executable[0]=-1, but a kernel"},
       {[](PlanArrays& a) { a.kind[0] = 4; }, "kind[0]=4 exists in hand-made graphs only"},
