@@ -45,6 +45,13 @@ class Exchange:
         """Devices of a group."""
         return len(self.groups[0])
 
+    def received_bytes(self, operand: int) -> float:
+        """Bytes that come to each device from others, of operands of so many."""
+        others = self.size - 1
+        of_each = {"gather": others, "permute": 1.0, "scatter": others / self.size}
+        of_each["switch"] = of_each["scatter"]
+        return operand * of_each.get(self.kind, 2 * others / self.size)
+
     def result_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the result on each device."""
         sizes, count = list(shape), self.size

@@ -128,13 +128,13 @@ class Ranking:
     @functools.cached_property
     def _compute(self) -> float:
         """Seconds of the uncut program's kernels."""
-        return float(self._machine.task_seconds(self._graphs(WHOLE)).sum())
+        return self._machine.work_seconds(self._graphs(WHOLE))
 
     @functools.cached_property
     def _callers(self) -> np.ndarray:
-        """Bytes of arguments and of results that any cut copies."""
+        """Bytes of arguments and of results that any cut copies over a device's link."""
         graph = self._graphs(WHOLE)
-        return callers_bytes(graph, self._drafts.staying(graph), self._budget).sum(axis=1)
+        return callers_bytes(graph, self._drafts.staying(graph), self._budget).max(axis=1)
 
     def feasible(self) -> Iterator[Cut]:
         """Cuts that may be the ones that need least, coarse ones first, none simulated."""

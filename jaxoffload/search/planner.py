@@ -209,7 +209,7 @@ class Planner(Cutting):
         best = fastest(cut, budget, self.drafts)
         if self._ranked is None or not any(v.recomputed for v in cut.graph.vertices):
             return best
-        if best.seconds <= _WAITS * float(self.machine.task_seconds(cut.graph).sum()):
+        if best.seconds <= _WAITS * self.machine.work_seconds(cut.graph):
             return best
         for other, _ in self._ranked.simulated():
             if not other.recomputed and (compiled := self.within(other, budget)):

@@ -15,6 +15,7 @@ from jaxoffload import identity
 from jaxoffload.capture import cost
 from jaxoffload.capture.build import Captured, Ordered, build_taskgraph, order_program
 from jaxoffload.capture.cluster import Known
+from jaxoffload.capture.collectives import exchange_of
 from jaxoffload.capture.flat import Equation
 from jaxoffload.capture.floor import Floor, floor_of
 from jaxoffload.capture.gathers import in_parts
@@ -175,7 +176,12 @@ class CutProgram:
 
     def _equation_seconds(self, equation: Equation) -> float:
         """Time of an operation on the machine that is planned for."""
-        return cost.seconds(equation, self._machine)
+        took = cost.seconds(equation, self._machine)
+        exchange = exchange_of(equation.operation)
+        if exchange is not None:
+            received = exchange.received_bytes(compat.byte_count(equation.inputs[0].aval))
+            took += received / self._machine.peer.bytes_per_second
+        return took
 
     def graph(self, cut: Cut) -> TaskGraph:
         """The TaskGraph of a cut that is only looked at, workspace counted as nothing."""

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoffload as jo
 from jaxoffload.graphs.taskgraph import VertexKind
-from tests.devices.programs import mesh_of, normal
+from tests.devices.programs import fsdp, mesh_of, normal, tensor_parallel
 from tests.foreign import judge
 
 N, ROWS = 256, 16
@@ -164,3 +164,30 @@ def test_a_product_of_two_gathered_matrices():
     least = jo.offload(step, device_memory=None).plan(w, x).min_device_memory
     got = jo.offload(step, device_memory=least, cut="always")(w, x)
     np.testing.assert_allclose(got, jax.jit(step)(w, x), rtol=2e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("program", ["fsdp", "tensor_parallel"])
+def test_what_devices_exchange_is_made_again(program):
+    """Rather than kept: gathers of weights, sums of activations; the same bits in any order."""
+    step, args = {"fsdp": fsdp, "tensor_parallel": tensor_parallel}[program](4)
+    want = jax.jit(step)(*args)
+    plan = jo.offload(step, device_memory=None).plan(*args)
+    budget = plan.min_device_memory + 2048
+    kept = jo.offload(step, device_memory=budget, recompute="never")
+    again = jo.offload(step, device_memory=budget, recompute="always", check=True)
+    got = again(*args)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=2e-4, atol=2e-5)
+    transfers = [
+        sum(v.kind is VertexKind.TRANSFER for v in s.plan(*args).taskgraph.vertices)
+        for s in (kept, again)
+    ]
+    assert again.plan(*args).recomputed > 0
+    assert transfers[1] > transfers[0]
+    for seed in range(2):
+        launch = jo.policies.random(seed, delays=5e-4)
+        other = jo.offload(step, device_memory=budget, recompute="always", launch=launch)
+        assert all(
+            np.array_equal(a, b)
+            for a, b in zip(jax.tree.leaves(other(*args)), jax.tree.leaves(got), strict=True)
+        )

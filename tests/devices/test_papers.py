@@ -1,6 +1,8 @@
 """The papers' examples from their jaxprs: TURNIP's figure 3 run within budgets, DISCO's chain of
 layers planned and simulated."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from benchmarks.devices import FSDP, TINY, in_one_order, prefill
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.graphs.taskgraph import VertexKind
 from jaxoffload.graphs.verify import verify
-from jaxoffload.plan.cost.machines import Link, Machine
+from jaxoffload.plan.cost.machines import P100_SERVER, Link, Machine
 from jaxoffload.plan.cost.simulate import simulate
 from jaxoffload.runtime import backends
 from tests.devices.programs import mesh_of, normal
@@ -117,3 +119,40 @@ def test_one_link_for_all_devices_carries_one_copy_at_a_time():
         x = np.tanh(x @ weight)
     np.testing.assert_allclose(got, x, rtol=1e-3, atol=1e-4)
     assert backends.several(jax.devices()[:2]).machine.links is None, "what was is again"
+
+
+def test_the_search_goes_as_far_over_several_devices_as_over_one():
+    """What each of four devices does by itself takes no longer than on one. (Kernels of all added up
+    would be four times what a plan needs to take.)"""
+
+    def step(weights, x):
+        def loss(weights):
+            h = x
+            for w in weights:
+                h = jnp.tanh(h @ w)
+            return jnp.sum(h**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    seconds = []
+    for count in (1, 4):
+        shape = jax.ShapeDtypeStruct((count * 1024, 1024), np.float32)
+        batch = jax.ShapeDtypeStruct((count * 2048, 1024), np.float32)
+        f = step
+        if count > 1:
+            specs = (P("x"), P("x"))
+            f = jax.shard_map(step, mesh=mesh_of(count), in_specs=specs, out_specs=P("x"))
+        machine = dataclasses.replace(P100_SERVER, num_devices=count)
+        offloaded = jo.offload(f, device_memory="40MiB", donate_argnums=0)
+        seconds.append(offloaded.predict([shape] * 12, batch, machine=machine).seconds)
+    assert seconds[1] <= 1.02 * seconds[0]
+
+
+def test_work_is_that_of_the_busiest_device():
+    f, shapes = prefill(TINY, 2, 32, 2, FSDP)
+    graph = jo.offload(f, device_memory=None).plan(*shapes).taskgraph
+    took = P100_SERVER.task_seconds(graph)
+    each = np.bincount(graph.columns.vertex_device, took)
+    assert P100_SERVER.work_seconds(graph) == each.max() < took.sum()
+    host = dataclasses.replace(P100_SERVER, is_host=True)
+    assert host.work_seconds(graph) == pytest.approx(host.task_seconds(graph).sum())

@@ -135,6 +135,14 @@ class Machine:
                 found[i] = ways[vertex.kind].seconds(traffic[i])
         return found
 
+    def work_seconds(self, graph: TaskGraph) -> float:
+        """Time of all vertices of the busiest device; of all devices one after another where the
+        host's cores compute for all."""
+        took = self.task_seconds(graph)[: len(graph.vertices)]
+        if self.is_host or not len(took):
+            return float(took.sum())
+        return float(np.bincount(graph.columns.vertex_device, took).max())
+
     def vertex_seconds(self, memgraph: MemGraph) -> np.ndarray:
         """Time of each vertex, float64[N]: copies by the links, kernels by their work.
 
