@@ -8,11 +8,13 @@ whose name says what we need, in the module of its subject; nothing else in the 
 # ruff: noqa: F401
 from jaxoffload._jax_compat.arrays import (
     ARRAY_LOOKS,
+    array_of_parts,
     arrays_over,
     collect_released_buffers,
     committed_to,
     is_deleted,
     is_in_rows,
+    parts_of,
     pointer_of,
     weakly_typed,
 )

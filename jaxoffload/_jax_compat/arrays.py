@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import core as _core
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lax import lax as _lax
 from jax._src.lib import _jax
@@ -61,6 +62,26 @@ def arrays_over(words: Sequence[np.ndarray], avals: Sequence[Any], device: Any) 
             put(aval, sharding, [each], [device], committed)
             for each, aval in zip(words, avals, strict=True)
         ]
+
+
+def parts_of(array: jax.Array) -> list[jax.Array]:
+    """What each device has of an array that is spread over some of this process, in the order of
+    its sharding's mesh."""
+    return array._arrays  # pyrefly: ignore[missing-attribute]
+
+
+def array_of_parts(
+    parts: Sequence[Any], shape: tuple[int, ...], sharding: Any, devices: Sequence[Any]
+) -> jax.Array:
+    """An array over several devices of what each has.
+
+    Args:
+      parts: arrays of NumPy's, of which there is no copy where they are aligned, or of JAX's that
+        are on their devices.
+    """
+    aval = _core.update_aval_with_sharding(_core.ShapedArray(shape, parts[0].dtype), sharding)
+    with transfers_allowed():
+        return _pxla.batched_device_put(aval, sharding, parts, devices, True)
 
 
 def collect_released_buffers() -> None:

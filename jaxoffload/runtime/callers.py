@@ -137,27 +137,23 @@ class HostMemory:
 
     def results(
         self, plan: Planned, bound: BoundArguments, device: Any = None
-    ) -> dict[int, jax.Array]:
+    ) -> dict[int, Any]:
         """The results that are not in a lower tier, after a run that succeeded.
 
         Args:
           device: of JAX, to which they are committed; None: to none. Several: of a plan for as
-            many, each has its own.
+            many: then new ones are words, of which whoever called makes arrays over all devices.
         """
         if not bound.made:
             return {}
-        if isinstance(device, tuple):
-            count, found = len(device), {}
-            for d, each in enumerate(device):
-                made = {j: x for j, x in bound.made.items() if j % count == d}
-                found |= self.results(plan, dataclasses.replace(bound, made=made), each)
-            return found
         if device is None and jax.default_backend() != "cpu":
             device = jax.local_devices(backend="cpu")[0]
         new = {j: x for j, x in bound.made.items() if not isinstance(x, compat.ArrayImpl)}
         self._ours.update((buffer.address, buffer) for buffer in new.values())
         # Arrays of JAX's already, whose memory the run wrote; they may have to be committed.
         written = {j: x for j, x in bound.made.items() if j not in new}
+        if isinstance(device, tuple):
+            return written | self._results_of(plan).words(new)
         with compat.transfers_allowed():
             written = jax.device_put(written, device, may_alias=True) if written else {}
         return written | self._results_of(plan).arrays(new, device)

@@ -46,6 +46,10 @@ class HostResults:
         if avals is None:
             avals = tuple(compat.ShapedArray(*shape) for shape in self._shapes)
             self._avals[mesh] = avals
-        words = [np.ndarray(*self._shapes[j], np.asarray(x)) for j, x in buffers.items()]
-        made = compat.arrays_over(words, [avals[j] for j in buffers], device)
-        return dict(zip(buffers, made, strict=True))
+        words = self.words(buffers)
+        made = compat.arrays_over(list(words.values()), [avals[j] for j in words], device)
+        return dict(zip(words, made, strict=True))
+
+    def words(self, buffers: Mapping[int, Any]) -> dict[int, np.ndarray]:
+        """Arrays of NumPy's over buffers, which live as long as they."""
+        return {j: np.ndarray(*self._shapes[j], np.asarray(x)) for j, x in buffers.items()}

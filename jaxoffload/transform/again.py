@@ -12,6 +12,7 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
 from jaxoffload.runtime.arrays import HostArray
+from jaxoffload.runtime.sharded import ShardedHostArray
 from jaxoffload.transform.met import outside_of
 from jaxoffload.transform.program import Program
 from jaxoffload.transform.signature import Call
@@ -21,6 +22,7 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
     compat.ArrayImpl: compat.ARRAY_LOOKS,
     np.ndarray: ("shape", "dtype", "strides"),  # flags would keep the array
     HostArray: ("shape", "dtype", "is_deleted"),
+    ShardedHostArray: ("shape", "dtype", "sharding", "is_deleted"),
 }
 """Arrays that are alike in these are alike in all that a signature depends on, and in where they
 are: see `known_of`."""
@@ -63,7 +65,7 @@ def known_of(program: Program, call: Call, device: Any) -> Again | None:
       device: to which its arguments are committed, or None.
     """
     signature = call.signature
-    if signature.static or program.traced.has_codes or program.is_over_devices:
+    if signature.static or program.traced.has_codes:
         return None
     if any(code is not None for code in signature.codes):
         return None

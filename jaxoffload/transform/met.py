@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.runtime.arrays import HostArray
+from jaxoffload.runtime.sharded import ShardedHostArray
 
 _NARROW = frozenset(
     map(
@@ -23,11 +24,12 @@ _NARROW = frozenset(
 _PLAIN = _NARROW | frozenset(map(np.dtype, "int64 uint64 float64 complex128".split()))
 """Others may be words of something else (capture/words.py)."""
 
-Outside = tuple[tuple[tuple[int, ...], np.dtype, bool | str], ...]
+Outside = tuple[tuple[Any, ...], ...]
 
 
 def outside_of(leaves: Sequence[Any]) -> Outside | None:
-    """(shape, dtype, weak type) of each leaf, with the tier in the last place where it has one.
+    """(shape, dtype, weak type) of each leaf, with the tier in the last place where it has one; and
+    how it is spread over a mesh, if it is.
 
     None: some leaf is not an array that is moved as it is.
     """
@@ -36,25 +38,22 @@ def outside_of(leaves: Sequence[Any]) -> Outside | None:
         kind = type(leaf)
         if kind is compat.ArrayImpl:
             aval = leaf.aval
-            if aval.dtype not in _PLAIN or leaf.is_deleted() or not _is_usual(aval):
+            if aval.dtype not in _PLAIN or leaf.is_deleted() or compat.is_in_host_space(aval):
                 return None
-            found.append((aval.shape, aval.dtype, aval.weak_type))
+            own = () if aval.sharding.mesh.empty else (leaf.sharding,)
+            found.append((aval.shape, aval.dtype, aval.weak_type, *own))
         elif kind is np.ndarray:
             if leaf.dtype not in _NARROW or not leaf.flags.c_contiguous:
                 return None
             found.append((leaf.shape, leaf.dtype, False))
-        elif kind is HostArray:
+        elif kind is HostArray or kind is ShardedHostArray:
             if leaf.dtype not in _PLAIN or leaf.is_deleted():
                 return None
-            found.append((leaf.shape, leaf.dtype, leaf.tier))
+            own = () if kind is HostArray else (leaf.sharding,)
+            found.append((leaf.shape, leaf.dtype, leaf.tier, *own))
         else:
             return None
     return tuple(found)
-
-
-def _is_usual(aval: Any) -> bool:
-    """Whether nothing but shape and dtype is in an array's type."""
-    return aval.sharding.mesh.empty and not compat.is_in_host_space(aval)
 
 
 compat.hide_frames_of(__file__)

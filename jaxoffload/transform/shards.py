@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.spread import Spread
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.options import Options
@@ -89,6 +90,8 @@ class Shards:
                     f"jaxoffload.{put}, NamedSharding(mesh, spec)) with these."
                 )
         if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1:
+            if array.sharding == sharding and array.is_fully_addressable:
+                return compat.parts_of(array)
             if not array.sharding.is_equivalent_to(sharding, array.ndim):
                 array = jax.device_put(array, sharding)
             found = {shard.device: shard.data for shard in array.addressable_shards}
@@ -105,7 +108,7 @@ class Shards:
             if isinstance(parts[0], TierArray):
                 found.append(of_parts(shape, sharding, parts))
             else:
-                found.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
+                found.append(compat.array_of_parts(parts, shape, sharding, self._devices))
         return found
 
 

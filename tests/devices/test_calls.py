@@ -281,3 +281,46 @@ def test_tiers_that_are_not_known_to_several_devices_are_refused(tmp_path):
             device_memory=100000)  # fmt: skip
     refused(mapped(product), (W, X), "memory=.*several devices", ValueError, memory=100000,
             device_memory="auto")  # fmt: skip
+
+
+def test_calls_that_look_like_the_one_before_and_are_not():
+    """Meshes of other orders, arrays spread otherwise, in host memory, NumPy's, donated: each call
+    is known by what it is, not by the one before."""
+
+    def f(w, x):
+        return jnp.tanh(x @ w), w + 1
+
+    turned = jax.sharding.Mesh(MESH.devices[::-1], MESH.axis_names)
+    step = jo.offload(f, device_memory=None)
+    places = [
+        NamedSharding(mesh, spec) for mesh in (MESH, turned) for spec in (P("x"), P(None, "x"), P())
+    ]
+    want = np.tanh(X @ W), W + 1
+    for where in [*places, *places[::-1], *places]:
+        x, w = jax.device_put(X, where), jax.device_put(W, where)
+        for args in ((w, x), (w, x), (w, X), (jo.host_put(W, where), x), (jo.host_put(W), x)):
+            y, v = step(*args)
+            np.testing.assert_allclose(y, want[0], rtol=1e-4, atol=1e-5)
+            np.testing.assert_array_equal(v, want[1])
+            if args[0] is w:
+                assert y.sharding.mesh == where.mesh
+                # What is made of the parts is where JAX has such an array.
+                np.testing.assert_array_equal(
+                    jax.jit(lambda y: y + 0, out_shardings=NamedSharding(where.mesh, P()))(y), y
+                )
+            assert step._again[0] is not None
+
+
+def test_a_donated_array_is_not_taken_for_the_one_before():
+    f = mapped(lambda w, x: w + x, out_specs=P("x"))
+    step = jo.offload(f, device_memory=None, donate_argnums=0)
+    where = NamedSharding(MESH, P("x"))
+    w = jax.device_put(X, where)
+    for k in range(4):
+        before = w
+        w = step(w, X)
+        assert before.is_deleted()
+        np.testing.assert_allclose(w, (k + 2) * X, rtol=1e-6)
+    with pytest.raises(RuntimeError, match="donated or deleted"):
+        step(before, X)
+    np.testing.assert_allclose(step(w, X), 6 * X, rtol=1e-6)

@@ -122,8 +122,8 @@ def test_one_link_for_all_devices_carries_one_copy_at_a_time():
 
 
 def test_the_search_goes_as_far_over_several_devices_as_over_one():
-    """What each of four devices does by itself takes no longer than on one. (Kernels of all added up
-    would be four times what a plan needs to take.)"""
+    """What each of four devices does by itself takes no longer than on one: its kernels are what a
+    plan has to take, not those of all."""
 
     def step(weights, x):
         def loss(weights):
