@@ -1,6 +1,7 @@
 """Functions over two imitated GPUs: copies from device to device, and each device its own memory.
 The bits are those of CPU devices in any budget and order."""
 
+import dataclasses
 import gc
 import types
 
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoffload as jo
 from jaxoffload import _jax_compat as compat
 from jaxoffload.graphs.memgraph import Kind
+from jaxoffload.plan.cost.machines import Link
 from jaxoffload.runtime import backends
 from tests.cuda import fake
 from tests.devices.programs import STEPS, mesh_of, normal
@@ -114,6 +116,35 @@ def test_copies_go_from_device_to_device(gpus):
     between = np.flatnonzero(graph.kind == Kind.TRANSFER)
     assert set(graph.device[between].tolist()) == set(range(COUNT))
     assert fake.count("num_peer_copies") == before + len(between)
+
+
+@pytest.mark.parametrize("launch", [None, DELAYED])
+def test_weights_that_both_have_are_copied_from_device_to_device(gpus, monkeypatch, launch):
+    """Those in host memory; what a GPU has in memory of its own it copies from there."""
+    machine = dataclasses.replace(
+        gpus.machine, links=1, to_device=Link(1e8), from_device=Link(1e8), peer=Link(1e9)
+    )
+    monkeypatch.setattr(gpus, "machine", machine)
+
+    def chain(x, weights):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x
+
+    whole, rows = (NamedSharding(mesh_of(COUNT), spec) for spec in (P(), P("x")))
+    weights = [normal(32, 32, seed=i) / 6 for i in range(4)]
+    x = jax.device_put(X, rows)
+    options = {} if launch is None else {"launch": launch}
+    below, there = ([put(w, whole) for w in weights] for put in (jo.host_put, jax.device_put))
+    for held, count in ((below, (COUNT - 1) * len(weights)), (there, 0)):
+        step = tight(chain, x, held, **options)
+        before = fake.count("num_peer_copies")
+        got = step(x, held)
+        np.testing.assert_allclose(got, chain(X, weights), rtol=1e-4, atol=1e-5)
+        kinds = step.last_run.memgraph.kind
+        assert int((kinds == Kind.PEER_RELOAD).sum()) == count
+        moved = int((kinds == Kind.TRANSFER).sum()) + count
+        assert fake.count("num_peer_copies") == before + moved
 
 
 def test_donated_arguments_are_deleted_and_written_over(gpus):
