@@ -135,9 +135,7 @@ class HostMemory:
         ]
         return BoundArguments(arguments, places, buffers, held)
 
-    def results(
-        self, plan: Planned, bound: BoundArguments, device: Any = None
-    ) -> dict[int, Any]:
+    def results(self, plan: Planned, bound: BoundArguments, device: Any = None) -> dict[int, Any]:
         """The results that are not in a lower tier, after a run that succeeded.
 
         Args:

@@ -12,7 +12,7 @@ from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexK
 from jaxoffload.graphs.verify import verify
 from jaxoffload.plan.alloc.build import build_memgraph
 from jaxoffload.plan.alloc.limits import align, min_budgets
-from jaxoffload.plan.cost.machines import A100_SERVER_40, P100_SERVER, SMALL_SERVER
+from jaxoffload.plan.cost.machines import A100_SERVER_40, H200, P100_SERVER, SMALL_SERVER, gpu
 from jaxoffload.plan.cost.simulate import simulate
 from jaxoffload.search.resident import can_stay
 from tests.plan.execute import arguments_of, check
@@ -173,7 +173,22 @@ def test_machines_without_faster_peers():
     assert not SMALL_SERVER.has_fast_peers
     assert not dataclasses.replace(SMALL_SERVER, num_devices=4).has_fast_peers
     assert dataclasses.replace(SMALL_SERVER, num_devices=4, links=1).has_fast_peers
-    assert A100_SERVER_40.has_fast_peers
+    assert A100_SERVER_40.has_fast_peers and H200.has_fast_peers
+
+
+@pytest.mark.parametrize(
+    ("kind", "has"),
+    [
+        ("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", True), ("NVIDIA A100-SXM4-80GB", True),
+        ("NVIDIA A100-PCIE-40GB", False), ("NVIDIA H100 PCIe", False), ("NVIDIA GB300", False),
+        ("NVIDIA GeForce RTX 4090", False), ("Tesla P100-PCIE-16GB", False),
+    ],
+)  # fmt: skip
+def test_cards_without_nvlink_copy_from_host_memory(kind, has):
+    """Nor does one that nobody knows, whatever its measured rates are."""
+    machine = gpu(kind)
+    assert machine.has_fast_peers is has
+    assert machine.with_rates([("to_device", 1e9)]).has_fast_peers is has
 
 
 def test_a_copy_from_what_is_no_replica_is_refused():

@@ -50,6 +50,7 @@ class Machine:
       to_device, from_device: links of each device.
       disk_read, disk_write: of the whole machine.
       peer: between two devices.
+      has_nvlink: whether that is a way of its own, and surely there.
       links: how many links to host memory all devices share (each direction); None: one a device.
       duplex: whether both directions of a link work at once.
       host_flops_per_second, host_memory_bytes_per_second: of the host's cores, for kernels there.
@@ -68,6 +69,7 @@ class Machine:
     disk_read: Link = Link(1e9, 100e-6)
     disk_write: Link = Link(1e9, 100e-6)
     peer: Link = Link(20e9)
+    has_nvlink: bool = False
     num_devices: int = 1
     links: int | None = None
     duplex: bool = True
@@ -103,9 +105,8 @@ class Machine:
         """Whether devices had better copy what another has from there than from host memory: over a
         faster link, or beside one that they share."""
         shared = self.links is not None and self.links < self.num_devices
-        return shared or (
-            not self.is_host and self.peer.bytes_per_second > self.to_device.bytes_per_second
-        )
+        is_faster = self.peer.bytes_per_second > self.to_device.bytes_per_second
+        return shared or (self.has_nvlink and is_faster)
 
     def kernel_seconds(self, flops: Any, traffic: Any) -> Any:
         """Time of so many operations with so many bytes of traffic, without the launch."""
@@ -199,7 +200,7 @@ P100_SERVER = Machine(
 """TURNIP's smaller server: PCIe 3, float32."""
 A100_SERVER_40 = Machine(
     "8 x A100 40 GB", 19.5e12, 1555e9, 40 * _GIB, Link(25e9), Link(25e9), num_devices=8,
-    peer=Link(250e9), gpu="A100 40 GB",
+    peer=Link(250e9), has_nvlink=True, gpu="A100 40 GB",
 )  # fmt: skip
 """TURNIP's larger server: PCIe 4, NVLink, float32."""
 A100_SERVER_80 = dataclasses.replace(
@@ -218,9 +219,9 @@ RTX_4090 = Machine(
 """Fuyou's machine: bfloat16, twelve P5510 drives."""
 H200 = Machine(
     "H200", 989e12, 4800e9, 141 * 10**9, Link(55e9), Link(55e9), Link(6e9, 100e-6),
-    Link(4e9, 100e-6), gpu="H200",
+    Link(4e9, 100e-6), Link(450e9), has_nvlink=True, gpu="H200",
 )  # fmt: skip
-"""bfloat16, PCIe 5."""
+"""bfloat16, PCIe 5; NVLink 4, 900 GB/s in both directions together (NVIDIA's data sheet)."""
 H100 = dataclasses.replace(
     H200, name="H100", memory_bytes_per_second=3350e9, device_bytes=80 * _GIB, gpu="H100"
 )
@@ -231,9 +232,10 @@ B200 = dataclasses.replace(
     flops_per_second=2250e12,
     memory_bytes_per_second=7670e9,
     device_bytes=180 * 10**9,
+    peer=Link(900e9),
     gpu="B200",
 )
-"""bfloat16 without sparsity, HBM3e (HGX B200), PCIe 5."""
+"""bfloat16 without sparsity, HBM3e (HGX B200), PCIe 5; NVLink 5, twice NVLink 4."""
 SMALL_SERVER = Machine(
     "2 cores of an EPYC", 2e11, 1e10, 24 * _GIB, Link(8e9, 1e-6), Link(8e9, 1e-6),
     Link(1.78e9, 100e-6), Link(3.55e9, 100e-6), launch=1e-6, host_flops_per_second=2e11,
@@ -280,7 +282,8 @@ def gpu(device_kind: str, device_bytes: int | None = None) -> Machine:
     model = next((m for word, m in _GPUS.items() if word in words), None)
     name = device_kind if model else f"{device_kind}{_NOT_KNOWN}"
     is_guess, model = model is None, model or A100_SERVER_80
+    has_nvlink = model.has_nvlink and not is_guess and "PCIE" not in device_kind.upper()
     return dataclasses.replace(
         model, name=name, num_devices=1, device_bytes=device_bytes or model.device_bytes,
-        is_guess=is_guess,
+        has_nvlink=has_nvlink, is_guess=is_guess,
     )  # fmt: skip
