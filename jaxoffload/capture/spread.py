@@ -37,6 +37,8 @@ class Spread:
       mesh: of the shard_maps.
       in_specs, out_specs: of the function's arguments and results.
       places: for each axis, the place of each device of `mesh.devices.flat`.
+      is_checked: whether what all devices are to have of results is surely the same: of a shard_map
+        that is not checked each device has what it made.
     """
 
     jaxpr: Any
@@ -44,6 +46,7 @@ class Spread:
     in_specs: tuple[PartitionSpec, ...]
     out_specs: tuple[PartitionSpec, ...]
     places: tuple[np.ndarray, ...]
+    is_checked: bool
 
     @property
     def devices(self) -> tuple[Any, ...]:
@@ -57,12 +60,13 @@ class Spread:
 
     def replicas(self) -> tuple[tuple[int, ...], ...]:
         """For each argument of the jaxpr, for each device the first that has the same part of it:
-        that is at the same place along all axes that cut the argument."""
+        that is at the same place along all axes that cut the argument. Its place each device has
+        by itself."""
         places = np.stack(self.places)
         along = [
             {name for names in spec_of(spec, len(spec)) for name in names} for spec in self.in_specs
         ]
-        along += [{name} for name in self.mesh.axis_names]
+        along += [set(self.mesh.axis_names)] * len(self.places)
         known: dict[frozenset[str], tuple[int, ...]] = {}
         for axes in map(frozenset, along):
             if axes not in known:
@@ -153,6 +157,7 @@ def spread(
         tuple(partition(known[value]) for value in arguments),
         tuple(map(partition, out_specs)),
         tuple(axes.places(name) for name in axes.sizes),
+        all(step.eqn.params["check_vma"] for step in steps if step.is_shard_map),
     )
 
 

@@ -150,7 +150,10 @@ def request_of_each(
         tiers,
         argument_names,
     )
-    return dataclasses.replace(request, num_devices=made.num_devices, replicas=made.replicas())
+    replicas = list(made.replicas())
+    for i, _ in () if made.is_checked else request.donated:
+        replicas[i] = tuple(range(made.num_devices))  # results of the call before may differ
+    return dataclasses.replace(request, num_devices=made.num_devices, replicas=tuple(replicas))
 
 
 def options_of_each(options: Options, devices: Sequence[Any]) -> Options:

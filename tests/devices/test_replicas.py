@@ -186,3 +186,40 @@ def test_without_faster_peers_nothing_is_copied_from_them(monkeypatch):
     step = jo.offload(predict, device_memory=budget_of(predict, args, 0.0))
     step(*args)
     assert from_peers(step, args) == 0
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_what_is_not_checked_to_be_the_same_is_each_devices_own(checked):
+    """A shard_map with check_vma=False may say P() of what differs from device to device: what is
+    donated is then no replica, for it may be such a result of the call before."""
+    first = P() if checked else P(("x", "y"))
+
+    def part(states, x):
+        place = 0.0 if checked else lax.axis_index(("x", "y")).astype(np.float32)
+        made = [s + 0.125 * place + 1 for s in states]
+        for state in states:
+            x = jnp.tanh(x @ state)
+        return made, x + place
+
+    f = jax.shard_map(
+        part,
+        mesh=MESH,
+        in_specs=(P(), first),
+        out_specs=(P(), first),
+        check_vma=checked,
+    )
+    states = [s / 48 for s in weights(3, 48)]
+    x = put(X, *first)
+    held = put(states, how=jo.host_put)
+    step = jo.offload(
+        f, device_memory=budget_of(f, (held, x), 0.0, donate_argnums=0), donate_argnums=0
+    )
+    jitted, want = jax.jit(f), put(states)
+    assert bool(from_peers(step, (held, x))) is checked
+    for _ in range(3):
+        want, y = jitted(want, x)
+        held, got = step(held, x)
+        np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-5)
+        for ours, theirs in zip(held, want, strict=True):
+            for mine, shard in zip(ours.parts, theirs.addressable_shards, strict=True):
+                np.testing.assert_array_equal(np.asarray(mine), shard.data)
