@@ -15,6 +15,7 @@ from jaxoffload.plan.alloc.limits import align, min_budgets
 from jaxoffload.plan.cost.machines import A100_SERVER_40, H200, P100_SERVER, SMALL_SERVER, gpu
 from jaxoffload.plan.cost.simulate import simulate
 from jaxoffload.search.resident import can_stay
+from jaxoffload.search.returning import first_in_place, returning
 from tests.plan.execute import arguments_of, check
 from tests.plan.strategies import random_taskgraph
 from tests.plan.test_residents import check_one_run_after_another
@@ -99,8 +100,8 @@ def test_any_budget_any_order(first):
     assert from_peers > 100
 
 
-def test_with_what_stays():
-    from_peers = stayed = 0
+def test_with_what_stays_and_what_is_brought_back():
+    from_peers = stayed = returned = 0
     for seed in range(100):
         rng, graph = random_graph(seed)
         able = can_stay(graph, range(len(graph.tensors)))
@@ -109,11 +110,16 @@ def test_with_what_stays():
         for t in chosen:
             budgets[graph.tensors[t].device] += align(graph.tensors[t].bytes)
         memgraph = build_memgraph(graph, budgets, residents=chosen)
-        verify(memgraph)
         stayed += len(memgraph.residents)
+        firsts = list(first_in_place(memgraph, range(len(graph.tensors))))
+        firsts = [first for first in firsts if rng.random() < 0.8]
+        memgraph = returning(memgraph, firsts)
+        returned += len(firsts)
+        verify(memgraph)
         from_peers += count_of(memgraph, Kind.PEER_RELOAD)
         check_one_run_after_another(rng, memgraph, seed)
     assert stayed > 30
+    assert returned > 10
     assert from_peers > 100
 
 
