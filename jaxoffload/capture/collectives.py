@@ -48,9 +48,9 @@ class Exchange:
     def received_bytes(self, operand: int) -> float:
         """Bytes that come to each device from others, of operands of so many."""
         others = self.size - 1
-        of_each = {"gather": others, "permute": 1.0, "scatter": others / self.size}
-        of_each["switch"] = of_each["scatter"]
-        return operand * of_each.get(self.kind, 2 * others / self.size)
+        part = others / self.size
+        shares = {"gather": others, "permute": 1, "scatter": part, "switch": part}
+        return operand * shares.get(self.kind, 2 * part)  # sums, largest, least
 
     def result_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the result on each device."""

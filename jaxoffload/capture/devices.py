@@ -36,11 +36,9 @@ class Turns:
 
     def __init__(self, graph: TaskGraph, num_devices: int, replicas: Sequence[Sequence[int]]):
         self._graph, self._count = graph, num_devices
-        indices = [t.argument.index for t in graph.tensors if t.argument is not None]
+        indices = {t.argument.index for t in graph.tensors if t.argument is not None and replicas}
         everywhere = [0] * num_devices
-        self._first = {
-            i: replicas[i] if i < len(replicas) else everywhere for i in set(indices) if replicas
-        }
+        self._first = {i: replicas[i] if i < len(replicas) else everywhere for i in indices}
         self.replicas = tuple(
             (i * num_devices + device, i * num_devices + first)
             for i, row in sorted(self._first.items())

@@ -185,7 +185,8 @@ TABLE: dict[str, Known] = {
         "scatter scatter-mul scatter-min scatter-max scatter-add scatter-sub".split(),
         dataclasses.replace(_UPDATE, ways=along.scatter),
     ),
-    # Made by capture itself: see slicing.py, rows_on_disk.py, row_updates.py.
+    # Made by capture itself: see collectives.py, slicing.py, rows_on_disk.py, row_updates.py.
+    "collective": Known(is_priced=True),  # and by what comes from other devices (search/program.py)
     "read rows": Known(takes_rows=True),
     "write rows": _UPDATE,
     "start": Known(is_priced=True),

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from jaxoffload.capture import operations
 from jaxoffload.capture.build import Ordered
-from jaxoffload.capture.collectives import exchange_of
 from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.loops import Loop
 from jaxoffload.capture.order import live_equations
@@ -62,8 +61,6 @@ def recompute(
 
 
 def _is_priced(equation: Equation) -> bool:
-    if exchange_of(equation.operation) is not None:
-        return True  # by what comes from other devices
     inner = equation.operation.equations
     if inner is not None:
         return all(map(_is_priced, inner))

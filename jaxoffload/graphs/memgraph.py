@@ -207,10 +207,10 @@ class MemGraph:
         """Bytes that stay on the devices after a run."""
         return int(self.version_bytes()[self.residents].sum())
 
-    def moved_bytes(self, kind: Kind) -> int:
-        """Bytes that all vertices of one copying kind move in a run that finds the residents in
+    def moved_bytes(self, *kinds: Kind) -> int:
+        """Bytes that all vertices of some copying kinds move in a run that finds the residents in
         their places."""
-        chosen = np.flatnonzero((self.kind == kind) & ~self.idle())
+        chosen = np.flatnonzero(np.isin(self.kind, kinds) & ~self.idle())
         return int(self.version_bytes()[self.inputs[self.input_offsets[chosen]]].sum())
 
     def describe(self, vertex_id: int) -> str:

@@ -94,7 +94,7 @@ class Prediction(ShownMemory):
     @property
     def bytes_transferred(self) -> int:
         """Bytes copied from a device to another."""
-        return sum(map(self.memgraph.moved_bytes, BETWEEN_DEVICES))
+        return self.memgraph.moved_bytes(*BETWEEN_DEVICES)
 
     def __repr__(self) -> str:
         return (

@@ -125,7 +125,7 @@ class Figures(ShownMemory):
     @functools.cached_property
     def bytes_transferred(self) -> int:
         """Bytes that one run copies from a device to another."""
-        return sum(map(self.memgraph.moved_bytes, BETWEEN_DEVICES))
+        return self.memgraph.moved_bytes(*BETWEEN_DEVICES)
 
     @functools.cached_property
     def resident_bytes(self) -> int:

@@ -17,7 +17,7 @@ from jaxoffload.capture.flat import is_literal
 from jaxoffload.capture.scan import unroll
 from jaxoffload.plan.cost.machines import SMALL_SERVER
 
-OWN = {"start", "slice[", "combine[", "read rows", "write rows"}
+OWN = {"collective", "start", "slice[", "combine[", "read rows", "write rows"}
 UNLISTED = {
     "split", "scatter-sub", "random_wrap", "random_unwrap", "geqrf", "lu_pivots_to_permutation"
 }  # fmt: skip

@@ -19,7 +19,7 @@ from jaxoffload.graphs.verify import verify
 from jaxoffload.plan.cost.machines import P100_SERVER, Link, Machine
 from jaxoffload.plan.cost.simulate import simulate
 from jaxoffload.runtime import backends
-from tests.devices.programs import mesh_of, normal
+from tests.devices.programs import descend, mesh_of, normal
 
 
 def figure_3(first, second):
@@ -125,14 +125,13 @@ def test_the_search_goes_as_far_over_several_devices_as_over_one():
     """What each of four devices does by itself takes no longer than on one: its kernels are what a
     plan has to take, not those of all."""
 
-    def step(weights, x):
-        def loss(weights):
-            h = x
-            for w in weights:
-                h = jnp.tanh(h @ w)
-            return jnp.sum(h**2)
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x**2)
 
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+    def step(*args):
+        return descend(loss)(*args)[1]
 
     seconds = []
     for count in (1, 4):

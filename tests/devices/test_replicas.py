@@ -134,12 +134,10 @@ def test_training_any_order_the_same_bits(mapped):
             policy="once",
         )  # fmt: skip
         assert from_peers(offloaded, args)
-        again = (
-            jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), args)
-            if (not mapped)
-            else args
-        )
-        got = offloaded(*again)
+        given = args  # what is donated is gone afterwards
+        if not mapped:
+            given = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), args)
+        got = offloaded(*given)
         close(got, want)
         results.append([np.asarray(x).tobytes() for x in jax.tree.leaves(got)])
     assert all(bits == results[0] for bits in results)

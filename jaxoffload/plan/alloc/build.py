@@ -144,7 +144,7 @@ def build_memgraph(
             enough.append(plan.host_bytes())
     if not plans:
         raise _no_room(graph, refused[0], host_memory, disk, min(enough, default=0))
-    return min(plans, key=lambda plan: sum(plan.moved_bytes(kind) for kind in COPIES))
+    return min(plans, key=lambda plan: plan.moved_bytes(*COPIES))
 
 
 def _no_room(
