@@ -33,7 +33,11 @@ def _nested(found: Sections) -> bool:
 
 
 def _compiled_beside(found: Sections) -> bool:
-    return found["probe"]["compile_beside"]["runs"] > 0
+    return found["probe"]["compile_beside"].get("runs", 0) > 0
+
+
+def _compiled_beside_jit(found: Sections) -> bool:
+    return found["probe"]["compile_beside_jit"].get("runs", 0) > 0
 
 
 def _pinned(found: Sections) -> bool:
@@ -74,6 +78,7 @@ CLAIMS: dict[str, Callable[[Sections], bool]] = {
     "kernels are queued on the stream without waiting for one another": _queued,
     "an offloaded function inside jax.jit ends, and is right": _nested,
     "direct calls go on while another thread compiles": _compiled_beside,
+    "calls under jax.jit go on while another thread compiles": _compiled_beside_jit,
     "a kernel reads pinned host memory where it is": _pinned,
     "tests/cuda/test_gpu.py passes": _tests,
     f"the compute lane idles at most {_IDLE:.0%} of a compute-bound step": _busy,

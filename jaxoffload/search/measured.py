@@ -51,8 +51,9 @@ _LEAST_BYTES, _MOST_BYTES, _SHARE = 1 << 20, 64 << 20, 32
 """Of an array that is copied: the largest power of two within this part of the free memory."""
 _ON_HOST_BYTES = 16 << 20
 """The most where the device's memory is the host's: more than caches hold, and soon written."""
-_LARGER = 4
-"""Of what is added to, which is to be no cache's and takes no link: so many times that."""
+_LARGER = 8
+"""Of what is added to, which is to be no cache's and takes no link: so many times that. On an H100
+an addition then takes ten times as long as its launch."""
 _LEAST_WIDTH, _MOST_WIDTH, _LONG = 1024, 8192, 1e-3
 """Of a product's matrices: doubled until it takes so many seconds."""
 
@@ -135,10 +136,11 @@ def measured(backend: Backend, size: int | None = None) -> Rates:
         )
         for kind in (Kind.KERNEL, Kind.HOST_KERNEL)
     }
+    copy_bytes = 4 * count * _COPIES
     return Rates(
-        to_device=copied(up, Kind.RELOAD, 4 * count),
-        from_device=copied(down, Kind.OFFLOAD, 4 * count),
-        unpinned=copied(unpinned, Kind.RELOAD, 4 * count),
+        to_device=max(copied(run, Kind.RELOAD, copy_bytes) for run in up),
+        from_device=max(copied(run, Kind.OFFLOAD, copy_bytes) for run in down),
+        unpinned=max(copied(run, Kind.RELOAD, copy_bytes) for run in unpinned),
         both=max(together(run) for run in both),
         launch=launch,
         flops_per_second=_product(backend, launch),
@@ -147,9 +149,13 @@ def measured(backend: Backend, size: int | None = None) -> Rates:
     )
 
 
-def copied(runs: list[Run], kind: Kind, size: int) -> float:
-    """Bytes a second of the fastest of some equal copies."""
-    return size / min(float(alone(run, kind).min()) for run in runs)
+def copied(run: Run, kind: Kind, size: int) -> float:
+    """Bytes a second of a run's copies in one direction, which have `size` bytes together.
+
+    Not of each by itself: several are under way at once and share the link, and those that end
+    together are seen to end one right after the other.
+    """
+    return size / float(alone(run, kind).sum())
 
 
 def _fitting(backend: Backend) -> int:
@@ -194,21 +200,19 @@ def together(run: Run) -> float:
 
 
 def through_memory(run: Run, launch: float, kind: Kind = Kind.KERNEL) -> float:
-    """Bytes a second that the kernels with most bytes read and write, their launch not counted."""
+    """Bytes a second that the kernels with most bytes read and write, their launches not counted;
+    all of them together: the host sees the end of each some microseconds late."""
     graph = run.memgraph
     kernels = np.flatnonzero(graph.kind == kind)
     kernels = kernels[np.argsort(run.end_seconds[kernels], kind="stable")]
     tasks, tensors = graph.taskgraph.vertices, graph.taskgraph.tensors
-    bytes_of = [
+    bytes_of = np.array([
         sum(tensors[t].bytes for t in (*task.inputs, *task.outputs))
         for task in (tasks[i] for i in graph.task_vertex[kernels])
-    ]
-    took = alone(run, kind)
-    return max(
-        count / max(seconds - launch, seconds / 2)
-        for count, seconds in zip(bytes_of, took.tolist(), strict=True)
-        if count == max(bytes_of)
-    )
+    ])  # fmt: skip
+    large = bytes_of == bytes_of.max()
+    took = float(alone(run, kind)[large].sum())
+    return float(bytes_of[large].sum()) / max(took - launch * int(large.sum()), took / 2)
 
 
 @dataclasses.dataclass(frozen=True)

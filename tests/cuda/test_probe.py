@@ -1,6 +1,6 @@
 """The probe of benchmarks/gpu asks the fakes, so that it works when it meets a GPU."""
 
-from benchmarks.gpu import probe
+from benchmarks.gpu import claims, probe
 from tests.cuda import fake
 
 
@@ -11,6 +11,7 @@ def test_the_probe_finds_what_the_fakes_do(tmp_path, monkeypatch):
     assert answers["in_place_of_8"] == 8
     assert answers["queued_of_16"] == 16
     assert 0 < answers["execute_us"] <= answers["execute_us_99th"]
+    assert answers["execute_us_without_event"] > 0
     assert answers["until_end_is_known_us"] > answers["execute_us"]
     nbytes = 1 << 20
     array = fake.FakeArray((nbytes,), "uint8")
@@ -23,3 +24,7 @@ def test_a_check_that_fails_is_an_answer():
     assert set(found) == set(probe.CHECKS)
     assert found["nested"] == {"vertices": 1000, "equal": True}
     assert "failed" in found["execute"] or found["execute"]["in_place_of_8"] == 8
+    told = claims.verdicts({"probe": found})
+    for part in ("inside jax.jit", "direct calls go on", "calls under jax.jit", "pinned host"):
+        (claim,) = [claim for claim in told if part in claim]
+        assert told[claim] == "confirmed", claim

@@ -70,15 +70,26 @@ def test_what_is_copied_is_neither_found_there_nor_written_in_new_pages(monkeypa
     assert len(places) == 8 and all(p == places[i // 4 * 4] for i, p in enumerate(places))
 
 
-def test_a_copy_that_was_queued_did_not_take_the_time_of_those_before():
-    kind = np.array([Kind.RELOAD, Kind.KERNEL, Kind.RELOAD, Kind.RELOAD])
-    run = types.SimpleNamespace(
-        memgraph=types.SimpleNamespace(kind=kind),
-        start_seconds=np.array([0.0, 0.0, 0.0, 0.5]),
-        end_seconds=np.array([1.0, 9.0, 4.0, 3.0]),
+def timed(kind, start, end):
+    """As much of a run as says when its vertices began and ended."""
+    graph = types.SimpleNamespace(kind=np.array(kind))
+    return types.SimpleNamespace(
+        memgraph=graph, start_seconds=np.array(start), end_seconds=np.array(end)
     )
+
+
+def test_a_copy_that_was_queued_did_not_take_the_time_of_those_before():
+    kind = [Kind.RELOAD, Kind.KERNEL, Kind.RELOAD, Kind.RELOAD]
+    run = timed(kind, start=[0.0, 0.0, 0.0, 0.5], end=[1.0, 9.0, 4.0, 3.0])
     np.testing.assert_allclose(measured.alone(run, Kind.RELOAD), [1.0, 2.0, 1.0])
-    assert measured.copied([run], Kind.RELOAD, 6) == 6.0
+    assert measured.copied(run, Kind.RELOAD, 24) == 6.0
+
+
+def test_copies_that_share_the_link_are_not_faster_than_it():
+    """As two streams of a GPU: both end at once, and are seen to end one right after the other."""
+    at = [1.0, 1.00001, 2.0, 2.00001]
+    run = timed([Kind.OFFLOAD] * 4, start=[0.0, 0.0, 0.00001, 0.00001], end=at)
+    assert measured.copied(run, Kind.OFFLOAD, 4 * 100) == pytest.approx(200, rel=1e-4)
 
 
 def test_plans_on_cpu_ask_for_no_measurement(monkeypatch):
