@@ -23,6 +23,15 @@ def committed_to(arrays: Sequence[Any]) -> Any:
     return next((next(iter(x.devices())) for x in found), None)
 
 
+def committed_or_not(array: jax.Array, committed: bool) -> jax.Array:
+    """An array of one device as it is, committed to it or not."""
+    if array.committed == committed:
+        return array
+    return _pxla.batched_device_put(
+        array.aval, array.sharding, [array], list(array.devices()), committed
+    )
+
+
 def pointer_of(array: jax.Array) -> int:
     """Address of an array's bytes where it is. The array must be ready and on one device."""
     return array.unsafe_buffer_pointer()

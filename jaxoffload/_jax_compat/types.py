@@ -1,6 +1,7 @@
 """Types of JAX, and what an abstract value, an array or a dtype is."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -52,6 +53,11 @@ def is_key_dtype(value: Any) -> bool:
 def bits(dtype: Any) -> int:
     """Bits of an element, which below eight are fewer than those of NumPy's elements."""
     return _dtypes.itemsize_bits(dtype)
+
+
+def is_small(dtype: Any) -> bool:
+    """Whether elements of a dtype take less than a byte, so that XLA packs them on a GPU."""
+    return not is_key(dtype) and bits(dtype) in (2, 4)
 
 
 def is_array_like(x: Any) -> bool:
@@ -123,6 +129,15 @@ def is_in_host_space(x: Any) -> bool:
 def without_space(aval: Any) -> Any:
     """An abstract value in the usual memory space."""
     return aval.update(memory_space=jax.memory.Space.Device) if is_in_host_space(aval) else aval
+
+
+def put_in_spaces(arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+    """Arrays or tracers where abstract values have them: JAX looks for operations of its own to
+    tell which results of a program are in host memory, and on a GPU believes no others."""
+    return [
+        jax.device_put(x, jax.memory.Space.Host) if is_in_host_space(aval) else x
+        for x, aval in zip(arrays, avals, strict=True)
+    ]
 
 
 def shape_struct(shape: Any, dtype: Any, weak: bool, where: Any) -> Any:

@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jaxoffload import _jax_compat as compat
 from jaxoffload import identity
 from jaxoffload.capture import cost, operations
 from jaxoffload.capture.cluster import Cluster
 from jaxoffload.capture.flat import Equation, Operation, Value, is_literal
 from jaxoffload.capture.whole import with_bodies
-from jaxoffload.capture.words import is_small
 
 _ORDERLESS = frozenset(
     """
@@ -142,7 +142,7 @@ def _reference(operand: Any, slot: dict[Value, int]) -> Any:
 def _traffic(equation: Equation) -> float:
     operation = equation.operation
     eqn, inner = operation.eqn, operation.equations
-    if any(is_small(x.aval.dtype) for x in (*equation.inputs, *equation.outputs)):
+    if any(compat.is_small(x.aval.dtype) for x in (*equation.inputs, *equation.outputs)):
         return math.inf
     if inner is not None:
         return cost.traffic(equation) if all(_traffic(e) < math.inf for e in inner) else math.inf

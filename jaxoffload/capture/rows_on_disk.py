@@ -21,7 +21,6 @@ from jax import lax
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
 from jaxoffload.capture.rows import takes_few_rows
-from jaxoffload.capture.words import is_small
 from jaxoffload.graphs.taskgraph import VertexKind
 
 _BLOCK = 16384
@@ -121,7 +120,7 @@ def _instead(equation: Equation, table: Value) -> list[Equation]:
 
 def has_whole_rows(table: Value) -> bool:
     """Whether it is so many rows of its argument, each of whole bytes."""
-    if compat.is_extended(table.aval) or is_small(table.aval.dtype) or not table.shape:
+    if compat.is_extended(table.aval) or compat.is_small(table.aval.dtype) or not table.shape:
         return False
     assert table.argument is not None
     row = table.num_bytes() // max(1, table.shape[0])

@@ -29,19 +29,14 @@ def code_of(x: Any) -> Code:
         return None
     if compat.is_key(dtype):
         return compat.key_impl_name(dtype)
-    return np.dtype(dtype) if dtype == _FLOAT0 or is_small(dtype) else None
-
-
-def is_small(dtype: Any) -> bool:
-    """Whether elements of a dtype take less than a byte."""
-    return not compat.is_key(dtype) and compat.bits(dtype) in (2, 4)
+    return np.dtype(dtype) if dtype == _FLOAT0 or compat.is_small(dtype) else None
 
 
 def moved_dtype(dtype: Any) -> Any:
     """The dtype as which the runtime moves elements of a dtype that is no key's."""
     if dtype == _FLOAT0:
         return np.dtype(np.bool_)
-    return np.dtype(np.uint8) if is_small(dtype) else np.dtype(dtype)
+    return np.dtype(np.uint8) if compat.is_small(dtype) else np.dtype(dtype)
 
 
 def encoded(x: Any, code: Code) -> Any:

@@ -277,6 +277,7 @@ class DeviceMemory:
         in a lower tier are brought there first, and back afterwards.
         """
         alias_of, devices = dict(plan.taskgraph.donated), self._devices
+        times = collections.Counter(map(id, operands))
         arguments: list[Any] = []
         made: dict[int, Any] = {}
         held: list[Any] = []
@@ -298,7 +299,8 @@ class DeviceMemory:
                 array = self.put(array, device)
                 held.append(array)
             elif is_donated and is_here:
-                if i in alias_of and alias_of[i] not in tier_results:
+                is_alone = times[id(array)] == 1  # another argument would be read after its end
+                if is_alone and i in alias_of and alias_of[i] not in tier_results:
                     array = made[alias_of[i]] = self.take_over(array)
                 else:
                     held.append(array)
@@ -318,8 +320,10 @@ class DeviceMemory:
         return BoundArguments(arguments, places, made, held)
 
     def results(self, plan: Planned, bound: BoundArguments, device: Any = None) -> dict[int, Any]:
-        """The results that are on the device, after a run that succeeded."""
-        return dict(bound.made)
+        """The results that are on the device, after a run: as `HostMemory.results`."""
+        if isinstance(device, tuple):
+            return dict(bound.made)
+        return {j: compat.committed_or_not(x, device is not None) for j, x in bound.made.items()}
 
     def reachable(self, array: Any) -> Any:
         """An array of which a kernel takes rows: where the device can read it over the link.
@@ -342,7 +346,10 @@ class DeviceMemory:
         return is_jaxs and not compat.is_in_host_space(array)
 
     def put(self, array: Any, device: Any) -> Any:
-        """A copy of an array on the device."""
+        """A copy of an array on the device, as the runtime moves it: a GPU has small elements of
+        other dtypes two or four to a byte."""
+        if isinstance(array, TierArray) and compat.is_small(array.dtype):
+            array = array.seen_as(np.uint8)
         return jax.device_put(np.asarray(array), device)
 
     def empty(self, shape: Any, device: Any) -> Any:

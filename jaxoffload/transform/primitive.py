@@ -149,11 +149,12 @@ def bind(
         known = ()
     if known:
         operands.append(fixed.stamps)
-    return offload_p.bind(
+    outs = offload_p.bind(
         *operands, jaxpr=jaxpr, derived=derived, name=name, argument_names=argument_names,
         kinds=kinds, donated=donated, options=options, tier_leaves=tier_leaves,
         fixed=known,
     )  # fmt: skip
+    return compat.put_in_spaces(outs, jaxpr.out_avals)
 
 
 def leaves_of(operands: Sequence[Any], tier_leaves: Sequence[tuple[int, Any]]) -> list[Any]:
@@ -327,7 +328,7 @@ def _impl(*operands: Any, **params: Any) -> list[Any]:
 
 @offload_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, jaxpr: Any, **params: Any) -> tuple[list[Any], Any]:
-    return list(jaxpr.out_avals), jaxpr.effects
+    return list(map(compat.without_space, jaxpr.out_avals)), jaxpr.effects
 
 
 def lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> Any:

@@ -127,8 +127,9 @@ class FakeMemory(DeviceMemory):
         return is_jaxs and (len(self._devices) == 1 or array.devices() == {device})
 
     def put(self, array, device):
-        number = self._devices.index(device)
-        return FakeArray(array.shape, array.dtype, np.asarray(array), number)
+        moved = DeviceMemory.put(self, array, device)
+        assert not compat.is_small(moved.dtype), "a GPU has several of them in a byte"
+        return FakeArray(moved.shape, moved.dtype, moved, self._devices.index(device))
 
     def empty(self, shape, device):
         return FakeArray(shape.shape, shape.dtype, device=self._devices.index(device))
@@ -151,10 +152,11 @@ class FakeMemory(DeviceMemory):
 
     def results(self, plan, run, device=None):
         self._held.clear()
-        return {
+        made = {
             j: self._of_jax(a, device) if isinstance(a, FakeArray) else a
             for j, a in run.made.items()
         }
+        return super().results(plan, dataclasses.replace(run, made=made), device)
 
     def _of_jax(self, array, devices):
         values = jax.numpy.asarray(np.asarray(array))

@@ -12,6 +12,7 @@ from jaxoffload.search import cutting
 from jaxoffload.store import place
 from tests.cuda import fake
 from tests.transform import test_resident as resident
+from tests.transform import test_small_dtypes as small
 from tests.transform.test_equal import assert_equal, budgets
 from tests.transform.test_tiers import lookup, table_ids_weights
 from tests.workloads import ALL
@@ -96,6 +97,42 @@ def test_state_is_trained_where_it_lives(gpu, tmp_path, tier, budget):
     del got, state, step, put
     jo.clear_caches()
     assert fake.count("taken_bytes") == before
+
+
+def test_results_are_committed_as_under_jit(gpu):
+    step = jo.offload(lambda x, y: (x + y, y * 2), device_memory=None, vertex_memory=1)
+    x = jnp.ones((4, 4))
+    there = jax.device_put(x, jax.devices()[0])
+    assert [r.committed for r in step(x, x)] == [False, False]
+    assert [r.committed for r in step(there, x)] == [True, True]
+    assert [r.committed for r in step(jo.host_put(x), np.ones((4, 4), np.float32))] == [False] * 2
+
+
+@pytest.mark.parametrize("budget", [None, 256])
+def test_what_is_donated_and_passed_twice_is_read_twice(gpu, budget):
+    step = jo.offload(
+        lambda x, y: (x + 1, y * 2), device_memory=budget, vertex_memory=1, donate_argnums=(0, 1)
+    )
+    both = jnp.arange(4.0)
+    for _ in range(2):
+        x, y = step(both, both)
+        np.testing.assert_array_equal(x, np.arange(4.0) + 1)
+        np.testing.assert_array_equal(y, np.arange(4.0) * 2)
+        assert both.is_deleted()
+        both = jnp.arange(4.0)
+
+
+@pytest.mark.parametrize("dtype", small.SMALL)
+def test_small_elements_below_the_device(gpu, tmp_path, dtype):
+    a, f = small.values(small.SMALL[dtype]), small.PROGRAMS["arithmetic"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "current", backends.cpu)
+        want = on_cpu(f, (a,))
+    for put in (jo.host_put, lambda a: jo.disk_put(a, tmp_path)):
+        jax.tree.map(small.same, jo.offload(f, device_memory=None)(put(a)), want)
+        got = jo.offload(f, device_memory=None, results="host")(put(a))
+        assert isinstance(got[0], jo.HostArray)
+        jax.tree.map(small.same, got, want)
 
 
 def test_results_go_to_host_memory_where_one_asks(gpu):
