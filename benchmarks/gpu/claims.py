@@ -10,6 +10,8 @@ from typing import Any
 Sections = dict[str, Any]
 _LITTLE = 0.01
 """Share of the device's free memory by which two readings may differ."""
+_MOST_OF_IT = 0.9
+"""Of the link's rate what runs have to reach."""
 _IDLE = 0.05
 """Share of a compute-bound step in which the compute lane may idle."""
 
@@ -48,6 +50,13 @@ def _tests(found: Sections) -> bool:
     return found["tests"]["code"] == 0
 
 
+def _link(found: Sections) -> bool:
+    return (
+        found["rates"]["to_device"]
+        >= _MOST_OF_IT * found["probe"]["copies"]["to_device_gb_s"] * 1e9
+    )
+
+
 def _busy(found: Sections) -> bool:
     return found["launch"]["compute_idle_share"] <= _IDLE
 
@@ -81,6 +90,7 @@ CLAIMS: dict[str, Callable[[Sections], bool]] = {
     "calls under jax.jit go on while another thread compiles": _compiled_beside_jit,
     "a kernel reads pinned host memory where it is": _pinned,
     "tests/cuda/test_gpu.py passes": _tests,
+    f"copies of runs have {_MOST_OF_IT:.0%} of the link's rate": _link,
     f"the compute lane idles at most {_IDLE:.0%} of a compute-bound step": _busy,
     "the planner puts updates on the host's cores only where the step is then faster": _host_pays,
     "minutes of steps leave nothing behind": _nothing_left,

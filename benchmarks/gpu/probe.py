@@ -144,8 +144,11 @@ def _nested() -> dict[str, Any]:
     x = jax.numpy.ones((256, 256))
     step = jo.offload(_chain(1000), device_memory=None, vertex_memory=1)
     got = jax.jit(step)(x).block_until_ready()
-    want = jax.jit(_chain(1000))(x)
-    return {"vertices": len(step.plan(x).taskgraph.vertices), "equal": bool(np.allclose(got, want))}
+    want = np.ones((256, 256), np.float32)
+    for _ in range(1000):  # XLA would make one kernel of all, and take half a minute to compile it
+        want = np.sin(want)
+    equal = bool(np.allclose(got, want, atol=1e-5))
+    return {"vertices": len(step.plan(x).taskgraph.vertices), "equal": equal}
 
 
 def _compile_beside(wrap: Any = lambda step: step) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Sections run one after another, each in a process of its own with a limit of tim
 is written after each, so that a visit that ends early leaves what it has found:
 
     probe    the first checks (probe.py)
+    rates    of links, launches, products and memory, as `jaxoffload doctor` measures them
     tests    tests/cuda
     launch   host cost of a vertex; idle share of the compute lane in a compute-bound step
     llama    LLaMA-7B shape at budgets: over jit with everything resident, over
@@ -43,6 +44,7 @@ from jaxoffload.finetune import model
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.options import format_bytes
 from jaxoffload.runtime import backends
+from jaxoffload.search.measured import measured
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 GB = 10**9
@@ -253,6 +255,11 @@ def long(small: bool) -> dict[str, Any]:
     return {"steps": count, "before": before, "after": figures()}
 
 
+def rates(small: bool) -> dict[str, Any]:
+    """Bytes or operations a second, and seconds of a launch (search/measured.py)."""
+    return dataclasses.asdict(measured(backends.current(), 2**20 if small else None))
+
+
 def tests(small: bool) -> dict[str, Any]:
     """tests/cuda, the summary line."""
     wanted = "tests/cuda/test_gpu.py" if not small else "tests/cuda/test_gpu.py::no_such"
@@ -263,6 +270,7 @@ def tests(small: bool) -> dict[str, Any]:
 
 SECTIONS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "probe": lambda small: probe.run_all(60 if small else probe.LIMIT_SECONDS),
+    "rates": rates,
     "tests": tests,
     "launch": launch,
     "llama": run_llama,

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.torch_baseline '{"kind": "prefill", "batch": 1, "length": 1024, ...}'
 
-Prints JSON: seconds a step and the most memory that torch took. Not yet run on hardware.
+Prints JSON: seconds a step and the most memory that torch took. Seen on an H100: prefill, not LoRA.
 """
 
 import json

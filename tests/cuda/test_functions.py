@@ -194,7 +194,7 @@ def test_a_loop_whose_body_does_not_fit_is_refused(gpu):
 
 
 def test_rows_of_a_table_are_read_over_the_link(gpu, monkeypatch):
-    """A view of pinned host memory; not yet run on hardware."""
+    """A view of pinned host memory."""
     table, ids, weights = table_ids_weights()
     step = jo.offload(lookup, device_memory=table.nbytes // 50, vertex_memory=1, check=True)
     with pytest.MonkeyPatch.context() as patch:
