@@ -37,12 +37,11 @@ import numpy as np
 
 import jaxoffload as jo
 from benchmarks import suite
-from benchmarks.gpu import claims, llama, probe
+from benchmarks.gpu import claims, llama, probe, results
 from benchmarks.measure import interleaved, machine
 from jaxoffload import _native
 from jaxoffload.finetune import model
 from jaxoffload.graphs.memgraph import Kind
-from jaxoffload.options import format_bytes
 from jaxoffload.runtime import backends
 from jaxoffload.search.measured import measured
 
@@ -315,56 +314,6 @@ def _in_process(arguments: list[str], limit_seconds: float) -> dict[str, Any]:
     return json.loads(lines[-1])
 
 
-def markdown(found: dict[str, Any]) -> str:
-    """The results for people."""
-    lines = ["# GPU", "", ", ".join(f"{k} {v}" for k, v in found["machine"].items()), ""]
-    for name, section in found["sections"].items():
-        lines += [f"## {name}", ""]
-        if name != "llama":
-            lines += ["```json", json.dumps(section, indent=1), "```", ""]
-            continue
-        lines += ["| case | budget | s | of jit | of bound | of JAX offload | up | peak |"]
-        lines += ["| --- " * 8 + "|"]
-        for case, row in section.items():
-            for budget, ours in row.items() if isinstance(row, dict) else ():
-                if budget.isdigit():
-                    lines.append(_line(case, int(budget), ours))
-        lines += ["", f"Failures and baselines: see the JSON. Link: {section.get('link')}", ""]
-    lines += ["## Claims of docs/cuda.md", ""]
-    lines += [f"- {verdict}: {claim}" for claim, verdict in found.get("claims", {}).items()]
-    return "\n".join(lines)
-
-
-def _line(case: str, budget: int, ours: dict[str, Any]) -> str:
-    if "failed" in ours:
-        return f"| {case} | {format_bytes(budget)} | {ours['failed']} ||||||"
-    cells = [case, format_bytes(budget), f"{ours['seconds']:.3f}"]
-    for key in ("over_jit", "over_bound", "over_jax_host_offload"):
-        cells.append(f"{ours[key]:.2f}" if key in ours else "")
-    cells += [format_bytes(ours["bytes_reloaded"]), format_bytes(ours["peak_device_bytes"])]
-    return "| " + " | ".join(cells) + " |"
-
-
-def earlier(out: str | None, about: dict[str, Any]) -> dict[str, Any]:
-    """Sections of an earlier visit to the same device that did not fail."""
-    path = None if out is None else pathlib.Path(out) / "gpu.json"
-    if path is None or not path.exists():
-        return {}
-    found = json.loads(path.read_text())
-    if found["machine"] != about:
-        return {}
-    return {name: section for name, section in found["sections"].items() if "failed" not in section}
-
-
-def write(found: dict[str, Any], out: str | None) -> None:
-    """Writes what is known so far, where a folder is given."""
-    if out:
-        folder = pathlib.Path(out)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
-        (folder / "gpu.md").write_text(markdown(found) + "\n")
-
-
 def rehearse() -> None:
     """Has calls outside `jax.jit` go to the imitated GPU."""
     from tests.cuda import fake
@@ -389,7 +338,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     cuda = jo.backends()[1]
     device = cuda.detail if cuda.available else "no GPU: figures are the CPU's"
     about = machine() | {"device": "imitated" if args.rehearse else device.partition(";")[0]}
-    found: dict[str, Any] = {"machine": about, "sections": earlier(args.out, about)}
+    found: dict[str, Any] = {"machine": about, "sections": results.earlier(args.out, about)}
     flags = ["--small"] * args.small + ["--rehearse"] * args.rehearse
     for name in args.only.split(","):
         if name not in found["sections"]:
@@ -397,7 +346,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             found["sections"][name] = _in_process(command, LIMITS.get(name, LIMIT_SECONDS))
         print(name, json.dumps(found["sections"][name], indent=1), flush=True)
         found["claims"] = claims.verdicts(found["sections"])
-        write(found, args.out)
+        results.write(found, args.out)
     for claim, verdict in found["claims"].items():
         print(f"{verdict:>9}: {claim}")
     return found
