@@ -59,14 +59,14 @@ def test_what_is_copied_is_neither_found_there_nor_written_in_new_pages(monkeypa
 
     def run_plan(plan, args, *others):
         results, run = real(plan, args, *others)
-        seen.append((run, [r.buffer.address for r in results if r.nbytes == SIZE]))
+        seen.append((run, [r.buffer.address for r in results if r.nbytes in (SIZE, SIZE // 2)]))
         return results, run
 
     monkeypatch.setattr(measured, "run_plan", run_plan)
     measured.measured(backends.cpu(), SIZE)
     moved = {(run.bytes_reloaded // SIZE, run.bytes_offloaded // SIZE) for run, _ in seen}
     assert {(4, 0), (0, 4), (4, 4)} <= moved and not any(run.bytes_found for run, _ in seen)
-    places = [addresses for _, addresses in seen if len(addresses) == 4]
+    places = [addresses for _, addresses in seen if len(addresses) in (4, 8)]
     assert len(places) == 8 and all(p == places[i // 4 * 4] for i, p in enumerate(places))
 
 

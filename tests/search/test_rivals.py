@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
+from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.options import Options
+from jaxoffload.plan.cost.machines import H200
 from jaxoffload.runtime import backends
 from jaxoffload.search import cuts, cutting, planner, tuner
 from jaxoffload.search.cut import Cut
@@ -123,6 +125,28 @@ def test_no_cut_is_tried_where_kernels_are_not_what_takes_the_time(tuned, second
     first = Fake("first", seconds, [Fake("other", 2 * seconds)])
     found = names(tuned(first, busy, most=1000))
     assert ("other", tuner.WARM_UP) in found if tries else found == [("first", tuner.WARM_UP + 1)]
+
+
+@pytest.mark.parametrize("devices, tries", [((0, 0), True), ((0, 1), False)])
+def test_devices_that_compute_at_once_are_not_added_up(monkeypatch, devices, tries):
+    """Two kernels of half a run each: of one GPU they take all of it, of two each is half idle."""
+    tasks = types.SimpleNamespace(columns=types.SimpleNamespace(vertex_device=np.array(devices)))
+    graph = types.SimpleNamespace(
+        kind=np.array([Kind.KERNEL, Kind.RELOAD, Kind.KERNEL]), taskgraph=tasks,
+        task_vertex=np.array([0, -1, 1]),
+    )  # fmt: skip
+    run = types.SimpleNamespace(
+        seconds=1.0, memgraph=graph, start_seconds=np.array([0.0, 0.0, 0.5]),
+        end_seconds=np.array([0.5, 1.0, 1.0]),
+    )  # fmt: skip
+    monkeypatch.setattr(tuner, "other_cut", lambda plan, run: None)
+    monkeypatch.setattr(tuner.Tuner, "_better", lambda self, plan: None)
+    profile = types.SimpleNamespace(add=lambda run, like: None, knows=lambda graph: False)
+    mine, plan = tuner.Tuner(profile, Options(device_memory=1)), Fake("first", 1.0)
+    plan.backend = types.SimpleNamespace(machine=H200)
+    for _ in range(tuner.WARM_UP + 1):
+        mine.next(plan, run)
+    assert mine.measures == tries
 
 
 def test_what_was_settled_is_not_tried_again(tuned):
