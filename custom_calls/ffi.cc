@@ -11,7 +11,9 @@
 
 #include "ffi.h"
 
+#include <chrono>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <functional>
@@ -171,7 +173,16 @@ std::shared_ptr<Run> Submit(const Callee& callee, ffi::RemainingArgs operands,
       plan->Submit(std::move(arguments), std::move(places), options, std::move(noted),
                    std::move(sources), {}, std::move(owners), std::move(contents), waits);
   if (waits) {
-    run->Wait();
+    constexpr std::chrono::seconds kLong(60);
+    run->WaitTelling(kLong, [&loaded, &plan] {
+      const char* const why =
+          plan->client()->driver() == nullptr
+              ? ""
+              : " If another thread compiles for the GPU, XLA has each wait for the other: compile "
+                "before the run, or call the offloaded function outside of jax.jit.";
+      std::fprintf(stderr, "jaxoffload: of a run of %d vertices none has ended for a minute.%s\n",
+                   loaded.num_vertices(), why);
+    });
     plan->set_last_report(run->report());
   }
   return run;

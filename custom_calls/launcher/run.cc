@@ -74,6 +74,18 @@ void Run::Wait() {
   while (!done_) ended_.Wait(mutex_);
 }
 
+void Run::WaitTelling(std::chrono::milliseconds limit, const std::function<void()>& tell) {
+  int32_t before = -1;
+  while (!WaitFor(limit)) {
+    const int32_t now = num_ended_.load(std::memory_order_relaxed);
+    if (now == before) {
+      tell();
+      return Wait();
+    }
+    before = now;
+  }
+}
+
 std::shared_ptr<const RunReport> Run::report() const {
   MutexLock lock(mutex_);
   return report_;
@@ -156,6 +168,7 @@ void Run::Await(int32_t vertex_id) {
 
 void Run::End(int32_t vertex_id) {
   end_ns_[vertex_id] = Now();
+  num_ended_.fetch_add(1, std::memory_order_relaxed);
   if (live_ranges_) live_ranges_->Complete(vertex_id);
   if (options_.max_delay_us > 0) Delay(vertex_id, 1);
 }

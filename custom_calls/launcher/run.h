@@ -90,6 +90,9 @@ class Run {
   // Waits until the run has ended or the time is up; true if it has ended.
   bool WaitFor(std::chrono::milliseconds limit) EXCLUDES(mutex_);
   void Wait() EXCLUDES(mutex_);
+  // Waits for the end. Where no vertex ends for so long, it calls `tell`, once.
+  void WaitTelling(std::chrono::milliseconds limit, const std::function<void()>& tell)
+      EXCLUDES(mutex_);
 
   // After the end.
   std::shared_ptr<const RunReport> report() const EXCLUDES(mutex_);
@@ -175,7 +178,8 @@ class Run {
   std::vector<int64_t> start_ns_;
   std::vector<int64_t> end_ns_;
   bool is_windowed_ = false;
-  std::vector<int64_t> lane_end_ns_;  // with a window: the last end on each lane
+  std::atomic<int32_t> num_ended_{0};  // vertices
+  std::vector<int64_t> lane_end_ns_;   // with a window: the last end on each lane
   std::unique_ptr<LiveRanges> live_ranges_;
 
   std::atomic<bool> cancelled_{false};

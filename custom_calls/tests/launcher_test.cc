@@ -806,5 +806,32 @@ TEST(LauncherReportsBytesThatMoved) {
   CHECK(arrays.right());
 }
 
+TEST(WhoWaitsIsToldOfARunThatStandsStill) {
+  Fixture f(RandomPlan(5, 60).Load());
+  std::atomic<bool> stands{true};
+  f.backend->on_execute = [&stands](int32_t) {
+    while (stands) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  };
+  Arrays arrays(*f.plan, 1);
+  const auto run = std::make_shared<Run>(f.plan, f.backend, arrays.arguments(), arrays.results(),
+                                         Options(Policy::kWorkConserving));
+  std::thread submits([&] { f.launcher.Submit(run); });  // and runs what is quick
+  int told = 0;
+  run->WaitTelling(std::chrono::milliseconds(5), [&] {
+    ++told;
+    stands = false;
+  });
+  submits.join();
+  CHECK_EQ(told, 1);
+  CHECK(arrays.right());
+  // One that goes on, however slowly, does not stand still.
+  f.backend->on_execute = [](int32_t) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  };
+  f.Submit(arrays, Options(Policy::kWorkConserving))
+      ->WaitTelling(std::chrono::milliseconds(150), [&] { ++told; });
+  CHECK_EQ(told, 1);
+}
+
 }  // namespace
 }  // namespace jaxoffload::testing
