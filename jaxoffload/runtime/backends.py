@@ -49,7 +49,13 @@ class Backend:
     is_elsewhere = False
 
     def free_memory(self) -> int:
-        """Bytes of device memory that nobody uses."""
+        """Bytes of device memory that a plan may have: what nobody uses, and what plans' arena
+        holds, which all of them share. Of several devices, where they are fewest."""
+        unused = enumerate(self._unused_memory())
+        return min(count + self.client.arena_resident_bytes(device) for device, count in unused)
+
+    def _unused_memory(self) -> list[int]:
+        """Bytes that nobody uses, of each device."""
         raise NotImplementedError
 
     def used_memory(self) -> tuple[int, int]:
@@ -85,9 +91,9 @@ class CpuBackend(Backend):
         self.executables = ExecutableCache(self.compiler)
         self.memory = HostMemory()
 
-    def free_memory(self) -> int:
-        """Here the device's memory is the host's."""
-        return free_host_memory()
+    def _unused_memory(self) -> list[int]:
+        """Here the devices' memory is the host's."""
+        return [free_host_memory()] * self.machine.num_devices
 
     def used_memory(self) -> tuple[int, int]:
         """Resident bytes of the process, now and at most."""
@@ -145,8 +151,8 @@ class CudaBackend(Backend):
     def _stats(self) -> list[dict[str, Any]]:
         return [device.memory_stats() or {} for device in self.devices]
 
-    def free_memory(self) -> int:
-        """Bytes that XLA's own pool can still give; of several devices, where they are fewest."""
+    def _unused_memory(self) -> list[int]:
+        """Bytes that XLA's own pool can still give."""
         found = self._stats()
         for device, stats in zip(self.devices, found, strict=True):
             if "bytes_limit" not in stats:
@@ -154,7 +160,7 @@ class CudaBackend(Backend):
                     f"{device} does not tell its free memory. Pass device_memory=, for example "
                     '"8GiB".'
                 )
-        return min(int(s["bytes_limit"]) - int(s.get("bytes_in_use", 0)) for s in found)
+        return [int(s["bytes_limit"]) - int(s.get("bytes_in_use", 0)) for s in found]
 
     def used_memory(self) -> tuple[int, int]:
         """Bytes of XLA's pool in use, now and at most; of several devices, where they are most."""

@@ -177,8 +177,9 @@ class FakeBackend(backends.Backend):
         self.memory = FakeMemory(num_devices)
         self.machine = dataclasses.replace(self.machine, num_devices=num_devices)
 
-    def free_memory(self):
-        return 2**30
+    def _unused_memory(self):
+        taken = count("taken_bytes")  # of all devices together
+        return [2**30 - taken] * self.machine.num_devices
 
     def used_memory(self):
         return 0, 0

@@ -270,3 +270,17 @@ def test_state_on_a_gpu_that_is_lost_is_told_to_be_lost(gpu, monkeypatch):
                 np.testing.assert_array_equal(np.asarray(leaf), want.pop(0))
     finally:
         fake.library().fake_cuda_restart()
+
+
+def test_what_another_plan_holds_of_the_arena_is_free_for_the_next(gpu):
+    """All plans share it: "auto" gives a second shape as much as the first one."""
+    step = jo.offload(lambda x: jnp.tanh(x @ x.T).sum(), vertex_memory=1, cut="always")
+    wide = np.ones((64, 64), np.float32)
+    first = step.plan(wide)
+    step(wide)
+    large = jo.offload(lambda x: jnp.sin(jnp.cos(x)), device_memory=None, vertex_memory=1)
+    large(np.ones(2**25, np.float32))
+    assert fake.count("taken_bytes") >= 2**27, "an arena is held"
+    assert abs(step.plan(wide[:32]).budget - first.budget) < 0.02 * first.budget
+    del large, step, first
+    jo.clear_caches()
