@@ -26,6 +26,8 @@ from jaxoffload.runtime.callers import DeviceMemory
 ROOT = Path(__file__).resolve().parent.parent.parent
 FAKES = ROOT / "custom_calls" / "fakes"
 NUM_DEVICES = 2
+BYTES = 2**30
+"""Of a device's memory, as it tells."""
 
 
 @functools.cache
@@ -179,7 +181,7 @@ class FakeBackend(backends.Backend):
 
     def _unused_memory(self):
         taken = count("taken_bytes")  # of all devices together
-        return [2**30 - taken] * self.machine.num_devices
+        return [BYTES - taken] * self.machine.num_devices
 
     def used_memory(self):
         return 0, 0

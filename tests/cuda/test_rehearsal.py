@@ -37,7 +37,7 @@ def test_every_section_ends_on_the_imitated_gpu(visit):
     assert host["always"]["on_host"] > 0 == host["never"]["on_host"]
     assert all(host[way]["copied_outputs"] == 0 for way in ("never", "always", "auto"))
     free = found["sections"]["long"]["before"]["free_device_bytes"]
-    assert free == fake.backend().free_memory(), "it ran somewhere else"
+    assert 0.9 * fake.BYTES < free <= fake.BYTES, "it ran somewhere else"
     assert found == json.loads((folder / "gpu.json").read_text())
 
 
