@@ -54,6 +54,15 @@ class Backend:
         unused = enumerate(self._unused_memory())
         return min(count + self.client.arena_resident_bytes(device) for device, count in unused)
 
+    def make_room(self, nbytes: int) -> None:
+        """Gives back what plans' arena holds between runs, where the device has memory of its own
+        and fewer bytes are unused: what runs outside of the arena, JAX's programs for one."""
+        if not self.has_own_memory:
+            return
+        held = [self.client.arena_resident_bytes(i) for i in range(self.machine.num_devices)]
+        if any(held) and min(self._unused_memory()) < nbytes:
+            self.client.trim()
+
     def _unused_memory(self) -> list[int]:
         """Bytes that nobody uses, of each device."""
         raise NotImplementedError

@@ -131,6 +131,17 @@ class WholePlan(Plan):
         self.compile_report = CompileReport(0, 0, 0.0)
         self._request = request
 
+    def run(self, arrays: Sequence[Any]) -> list[Any]:
+        """Calls the function on arrays; donated ones are deleted."""
+        if self.backend.has_own_memory:
+            self.backend.make_room(self._made_bytes)
+        return list(self.whole.run(*arrays))
+
+    @functools.cached_property
+    def _made_bytes(self) -> int:
+        """Device bytes that a run takes beside its arguments."""
+        return self.whole.needed_bytes - sum(map(compat.byte_count, self._request.jaxpr.in_avals))
+
     @functools.cached_property
     def taskgraph(self) -> TaskGraph:  # pyrefly: ignore[bad-override]
         """One vertex."""

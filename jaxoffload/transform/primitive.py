@@ -320,7 +320,7 @@ def _impl(*operands: Any, **params: Any) -> list[Any]:
     backend = backends.current()
     plan = _plan({**params, "donated": (False,) * len(leaves)}, backend)
     if isinstance(plan, WholePlan):
-        return plan.whole.run(*leaves)
+        return plan.run(leaves)
     if isinstance(plan, LoopPlan):
         return plan.run(leaves, (False,) * len(leaves), params["options"])
     return run_plan(plan, leaves, params["options"], device=compat.committed_to(leaves))[0]

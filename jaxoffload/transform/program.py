@@ -272,7 +272,7 @@ class Program:
         if isinstance(plan, LoopPlan):
             return self._typed(plan.run(operands, donated, self.options)), None
         if isinstance(plan, WholePlan):
-            return list(plan.whole.run(*self.as_given(operands))), WholeRun()
+            return plan.run(self.as_given(operands)), WholeRun()
         before = plan.backend.used_memory() if self._tuner.measures else None
         try:
             if self._shards is None:

@@ -284,3 +284,23 @@ def test_what_another_plan_holds_of_the_arena_is_free_for_the_next(gpu):
     assert abs(step.plan(wide[:32]).budget - first.budget) < 0.02 * first.budget
     del large, step, first
     jo.clear_caches()
+
+
+@pytest.mark.runs_whole
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+def test_what_runs_whole_has_the_memory_that_an_arena_holds(gpu, monkeypatch):
+    held = jo.offload(lambda x: jnp.sin(jnp.cos(x)), device_memory=None, vertex_memory=1)
+    held(np.ones(2**24, np.float32))
+    arena = gpu.client.arena_resident_bytes()
+    assert arena >= 2**26
+    monkeypatch.setattr(fake, "BYTES", fake.count("taken_bytes") + 2**20)
+    small = jo.offload(jnp.sin, device_memory="1GiB")
+    np.testing.assert_allclose(small(np.ones(2**10, np.float32)), np.sin(np.float32(1)))
+    assert gpu.client.arena_resident_bytes() == arena, "there is room for both"
+    whole = jo.offload(lambda x: jnp.tanh(x) + 1, device_memory="1GiB")
+    np.testing.assert_allclose(whole(np.ones(2**20, np.float32)), np.tanh(np.float32(1)) + 1)
+    assert gpu.client.arena_resident_bytes() == 0
+    out = held(np.ones(2**10, np.float32))  # of another shape, in a new arena
+    np.testing.assert_allclose(out, np.sin(np.cos(np.float32(1))), rtol=1e-6)
+    del held
+    jo.clear_caches()
