@@ -23,7 +23,8 @@ from jaxoffload.compile.compilers import JaxCompiler, PluginCompiler, WithHost
 from jaxoffload.compile.options import FLAGS
 from jaxoffload.errors import BackendError
 from jaxoffload.plan.cost.machines import SMALL_SERVER, Machine, gpu
-from jaxoffload.runtime.callers import DeviceMemory, HostMemory
+from jaxoffload.runtime.callers import HostMemory
+from jaxoffload.runtime.callers_on_device import DeviceMemory
 from jaxoffload.store import platform
 
 

@@ -1,9 +1,8 @@
 """Callers' arrays as the runtime takes them: where the bytes of arguments and results are.
 
 Takes a plan, arrays, and which of them are donated; gives `BoundArguments` for a run, and after it
-the results. On CPU arguments and results are host memory, and a result may alias a donated argument
-that nobody else sees. On a GPU arrays of JAX are device memory; what is in a lower tier goes to its
-vertices by way of the arena.
+the results. Here for a CPU, where arguments and results are host memory, and a result may alias a
+donated argument that nobody else sees; for a GPU in callers_on_device.py.
 """
 
 import collections
@@ -14,15 +13,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
 from jaxoffload.graphs.taskgraph import TaskGraph
-from jaxoffload.runtime.arrays import DiskArray, HostArray, TierArray
+from jaxoffload.runtime.arrays import DiskArray, TierArray
 from jaxoffload.runtime.host_results import HostResults
-from jaxoffload.runtime.put import host_put
 from jaxoffload.runtime.request import Request
 
 
@@ -109,14 +106,14 @@ class HostMemory:
             if (
                 i < len(donated)
                 and donated[i]
-                and self._may_take(plan, array, address := _address(array))
+                and self._may_take(plan, array, address := address_of(array))
             ):
                 arguments.append(address)
             else:
                 # A view: its memory stays although somebody deletes the array while the run reads
                 # it, and where JAX has another layout it is a copy in rows.
                 views.append(np.ascontiguousarray(array))
-                arguments.append(_address(views[-1]))
+                arguments.append(address_of(views[-1]))
         reused: dict[int, Any] = {}
         held: list[Any] = []
         if some_are_jaxs and any(donated):
@@ -220,15 +217,15 @@ class HostMemory:
         if theirs:
             operand = None
             # XLA gives the memory of those that nobody else sees, and copies of the others.
-            taken = dict(zip(theirs, _identities(list(theirs.values())), strict=True))
+            taken = dict(zip(theirs, identities(list(theirs.values())), strict=True))
             for i, array in taken.items():
-                arguments[i], reused[alias_of[i]] = _address(array), array
+                arguments[i], reused[alias_of[i]] = address_of(array), array
         return reused, held
 
 
 def _place_of(buffer: Any) -> Any:
     """What the runtime takes for the memory of a result."""
-    return _address(buffer) if isinstance(buffer, jax.Array) else buffer
+    return address_of(buffer) if isinstance(buffer, jax.Array) else buffer
 
 
 def _references(cell: list[Any]) -> int:
@@ -245,7 +242,7 @@ _ALONE = _count_alone()
 measured, for versions of Python differ in what they count on the way."""
 
 
-def _address(array: Any) -> int:
+def address_of(array: Any) -> int:
     """Address of an array's bytes where they are."""
     if isinstance(array, np.ndarray):
         return array.__array_interface__["data"][0]  # a third of what `ctypes` takes
@@ -253,128 +250,5 @@ def _address(array: Any) -> int:
     return compat.pointer_of(array)
 
 
-class DeviceMemory:
-    """Callers' arrays are on a device, or in a lower tier: CUDA.
-
-    Args:
-      devices: of JAX; where results go. Of several, argument or result `i` of device `d` is number
-        `i * len(devices) + d` of a plan's (request.py).
-    """
-
-    def __init__(self, devices: tuple[Any, ...]):
-        self._devices = devices
-
-    def bind(
-        self,
-        plan: Planned,
-        operands: Sequence[Any],
-        donated: Sequence[bool],
-        tier_results: Mapping[int, TierArray],
-    ) -> BoundArguments:
-        """Arguments and results for a run: as `HostMemory.bind`.
-
-        Where everything fits, kernels read arguments and write results in place, so those that are
-        in a lower tier are brought there first, and back afterwards.
-        """
-        alias_of, devices = dict(plan.taskgraph.donated), self._devices
-        times = collections.Counter(map(id, operands))
-        arguments: list[Any] = []
-        made: dict[int, Any] = {}
-        held: list[Any] = []
-        for i, array in enumerate((*operands, *plan.constants)):
-            is_donated = i < len(donated) and donated[i]
-            device = devices[i % len(devices)]
-            is_here = self.is_here(array, device)
-            if is_here and not compat.is_in_rows(array):
-                array = _in_rows(array)
-                held.append(array)
-            if i in plan.gathered_arguments and not plan.resident and not is_here:
-                array = self.reachable(array)
-                held.append(array)
-            if isinstance(array, TierArray) and not plan.resident:
-                arguments.append(handle_of(array))
-                held.append(array)
-                continue
-            if plan.resident and not is_here:
-                array = self.put(array, device)
-                held.append(array)
-            elif is_donated and is_here:
-                is_alone = times[id(array)] == 1  # another argument would be read after its end
-                if is_alone and i in alias_of and alias_of[i] not in tier_results:
-                    array = made[alias_of[i]] = self.take_over(array)
-                else:
-                    held.append(array)
-            elif isinstance(array, np.ndarray):  # a part of a larger one has no rows in a row
-                array = np.ascontiguousarray(array)
-                held.append(array)
-            arguments.append(self.address(array))
-        for j, shape in enumerate(plan.out_shapes):
-            if j not in made and (j not in tier_results or plan.resident):
-                on_host = j in plan.request.host_results and not plan.resident
-                empty = self.empty_on_host if on_host else self.empty
-                made[j] = empty(shape, devices[j % len(devices)])
-        places = [
-            self.address(made[j]) if j in made else handle_of(tier_results[j])
-            for j in range(len(plan.out_shapes))
-        ]
-        return BoundArguments(arguments, places, made, held)
-
-    def results(self, plan: Planned, bound: BoundArguments, device: Any = None) -> dict[int, Any]:
-        """The results that are on the device, after a run: as `HostMemory.results`."""
-        if isinstance(device, tuple):
-            return dict(bound.made)
-        return {j: compat.committed_or_not(x, device is not None) for j, x in bound.made.items()}
-
-    def reachable(self, array: Any) -> Any:
-        """An array of which a kernel takes rows: where the device can read it over the link.
-
-        Raises:
-          MemoryError: it cannot be pinned.
-        """
-        near = array if isinstance(array, HostArray) else host_put(array)
-        if not _native.host_is_pinned(near.buffer.address, near.nbytes):
-            raise MemoryError(
-                f"{array!r} cannot be pinned, so the GPU cannot read its rows. Let the process "
-                "lock more memory (ulimit -l, or the container's limit), or put the array on the "
-                "GPU with jax.device_put."
-            )
-        return near
-
-    def is_here(self, array: Any, device: Any) -> bool:
-        """Whether an array is in this device's memory."""
-        is_jaxs = isinstance(array, jax.Array) and array.devices() == {device}
-        return is_jaxs and not compat.is_in_host_space(array)
-
-    def put(self, array: Any, device: Any) -> Any:
-        """A copy of an array on the device, as the runtime moves it: a GPU has small elements of
-        other dtypes two or four to a byte."""
-        if isinstance(array, TierArray) and compat.is_small(array.dtype):
-            array = array.seen_as(np.uint8)
-        return jax.device_put(np.asarray(array), device)
-
-    def empty(self, shape: Any, device: Any) -> Any:
-        """A new array on the device that nobody else sees."""
-        return jnp.empty(shape.shape, shape.dtype, device=device)
-
-    def empty_on_host(self, shape: Any, device: Any) -> Any:
-        """The same in JAX's memory space for pinned host memory."""
-        where = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-        return jax.device_put(np.empty(shape.shape, shape.dtype), where)  # jnp.empty cannot
-
-    def take_over(self, array: Any) -> Any:
-        """An array with the bytes, and where XLA allows it the memory, of one that is donated."""
-        return _identity(array)
-
-    def address(self, array: Any) -> int:
-        """Address of an array's bytes, on the device or in host memory."""
-        if isinstance(array, jax.Array) and len(array.devices()) != 1:
-            raise ValueError(
-                f"offload: an argument of shape {array.shape} is spread over several devices. Put "
-                "it on one with jax.device_put, or in host memory with jaxoffload.host_put."
-            )
-        return _address(array)
-
-
-_identity = jax.jit(lambda x: x, donate_argnums=0)
-_identities = jax.jit(lambda arrays: list(arrays), donate_argnums=0, keep_unused=True)
-_in_rows = jax.jit(lambda x: x)
+identities = jax.jit(lambda arrays: list(arrays), donate_argnums=0, keep_unused=True)
+"""Arrays with the bytes, and where XLA allows it the memory, of some that are donated."""

@@ -21,7 +21,7 @@ from jaxoffload.compile.cache import ExecutableCache
 from jaxoffload.compile.compilers import PluginCompiler, WithHost
 from jaxoffload.compile.options import FLAGS
 from jaxoffload.runtime import backends
-from jaxoffload.runtime.callers import DeviceMemory
+from jaxoffload.runtime.callers_on_device import DeviceMemory
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FAKES = ROOT / "custom_calls" / "fakes"
@@ -133,12 +133,15 @@ class FakeMemory(DeviceMemory):
         assert not compat.is_small(moved.dtype), "a GPU has several of them in a byte"
         return FakeArray(moved.shape, moved.dtype, moved, self._devices.index(device))
 
-    def empty(self, shape, device):
-        return FakeArray(shape.shape, shape.dtype, device=self._devices.index(device))
+    def empty(self, shapes, devices):
+        number = self._devices.index
+        each = zip(shapes, devices, strict=True)
+        return [FakeArray(s.shape, s.dtype, device=number(device)) for s, device in each]
 
-    def take_over(self, array):
-        taken = self.put(array, self._device_of(array))
-        array.delete()
+    def take_over(self, arrays):
+        taken = [self.put(array, self._device_of(array)) for array in arrays]
+        for array in arrays:
+            array.delete()
         return taken
 
     def _device_of(self, array):
