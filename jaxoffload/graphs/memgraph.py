@@ -184,6 +184,16 @@ class MemGraph:
         of_callers = self._in_callers(graph.device_arguments, graph.device_results)
         return (self.space == Space.DEVICE) | of_callers
 
+    def stays_on_device(self) -> np.ndarray:
+        """Whether each vertex copies between a device's arena and an argument or result that is in
+        the device's memory, too, bool[N]."""
+        copies = np.flatnonzero(np.isin(self.kind, (Kind.RELOAD, Kind.OFFLOAD)))
+        far, found = self.out_of_reach(), np.zeros(self.num_vertices, dtype=bool)
+        read = self.inputs[self.input_offsets[copies]]
+        made = self.outputs[self.output_offsets[copies]]
+        found[copies] = far[read] & far[made]
+        return found
+
     def _in_callers(self, arguments: frozenset[int], results: frozenset[int]) -> np.ndarray:
         """Whether each version is in one of these arguments or results of the caller's, bool[M]."""
         read = np.isin(self.index, list(arguments)) & (self.space == Space.ARGUMENT)

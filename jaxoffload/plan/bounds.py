@@ -62,7 +62,7 @@ def least_seconds(
 def callers_bytes(graph: TaskGraph, lasting: Collection[int], budget: float) -> np.ndarray:
     """Bytes of arguments that are copied to each device and of results that are copied away, in any
     case: float64[2, devices]. None where kernels reach the caller's memory, nor of what several
-    devices have alike.
+    devices have alike, or the caller has in the device's memory.
 
     Args:
       lasting: arguments that may stay, and with them the results that they are donated to.
@@ -72,9 +72,10 @@ def callers_bytes(graph: TaskGraph, lasting: Collection[int], budget: float) -> 
     moved = np.zeros((2, num_devices(graph)))
     if graph.in_place_io:
         return moved
-    is_made = (np.diff(columns.result_offsets) > 0) & (columns.argument < 0)
+    is_made = _is_taken_away(graph) & (columns.argument < 0)
     is_made[columns.outputs[_on_host(graph, columns.output_offsets)]] = False
     is_read = _is_read(graph) & ~np.any(_alike(graph), axis=0)
+    is_read &= ~np.isin(columns.argument, columns.device_arguments)
     may_stay = np.isin(columns.argument, list(lasting))
     kept = np.zeros(moved.shape[1])
     for way, chosen in (
@@ -102,6 +103,16 @@ def _is_donated_to(graph: TaskGraph, arguments: Collection[int]) -> np.ndarray:
     found = np.zeros(len(columns.argument), dtype=bool)
     rows = np.repeat(np.arange(len(found)), np.diff(columns.result_offsets))
     found[rows[np.isin(columns.result, results)]] = True
+    return found
+
+
+def _is_taken_away(graph: TaskGraph) -> np.ndarray:
+    """Whether each tensor is a part of a result that is not in the device's memory."""
+    columns = graph.columns
+    away = ~np.isin(columns.result, columns.device_results)
+    rows = np.repeat(np.arange(len(columns.argument)), np.diff(columns.result_offsets))
+    found = np.zeros(len(columns.argument), dtype=bool)
+    found[rows[away]] = True
     return found
 
 

@@ -84,10 +84,14 @@ class Profile:
             Kind.LOAD: 0 if run.rows_loaded else run.bytes_loaded,
             Kind.STORE: 0 if run.rows_stored else run.bytes_stored,
         }
+        near, sizes = graph.stays_on_device(), graph.version_bytes()
         for way, kind in _WAYS.items():
-            busy = float(took[(graph.kind == kind) & ~run.idle].sum())
-            if busy > 0 and moved[kind] > 0:
-                rate = moved[kind] / busy
+            mine = (graph.kind == kind) & ~run.idle
+            busy = float(took[mine & ~near].sum())
+            others = graph.inputs[graph.input_offsets[np.flatnonzero(mine & near)]]
+            count = moved[kind] - int(sizes[others].sum())  # of the link, not within a device
+            if busy > 0 and count > 0:
+                rate = count / busy
                 self.rates[way] = max(rate, self.rates.get(way, 0.0))
         tasks = graph.taskgraph.vertices
         work = np.array([(v.flops, v.traffic) for v in tasks]).reshape(-1, 2)
@@ -130,7 +134,9 @@ class Profile:
     def machine(self, like: Machine) -> Machine:
         """The machine as measured; what was not, as in a model."""
         rate = {way: getattr(like, way).bytes_per_second for way in _WAYS} | self.rates
-        return Machine.measured(f"{like.name}, measured", like.device_bytes, **rate)
+        found = Machine.measured(f"{like.name}, measured", like.device_bytes, **rate)
+        # Kernels have seconds of their own; copies within the device's memory have not.
+        return dataclasses.replace(found, memory_bytes_per_second=like.memory_bytes_per_second)
 
     def known_rates(self) -> tuple[tuple[str, float], ...]:
         """What was measured of the machine, for `Machine.with_rates`."""

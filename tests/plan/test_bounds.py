@@ -6,6 +6,7 @@ import random
 import pytest
 
 from jaxoffload.errors import PlanError
+from jaxoffload.graphs.memgraph import Kind, Space
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 from jaxoffload.plan.alloc.build import VARIANTS, build_memgraph
 from jaxoffload.plan.alloc.limits import (
@@ -48,6 +49,48 @@ def test_no_plan_of_a_random_graph_takes_less(duplex):
             assert least <= seconds * (1 + 1e-9), (seed, rule)
             tight += least > 0.8 * seconds
     assert tight > 100  # it says something
+
+
+def on_device(rng, graph):
+    """The graph with some arguments and results in the device's memory; of a pair both."""
+    arguments = {t.argument.index for t in graph.tensors if t.argument is not None}
+    results = {span.index for t in graph.tensors for span in t.results}
+    near = {i for i in sorted(arguments - graph.disk_arguments) if rng.random() < 0.6}
+    made = {j for j in sorted(results - graph.disk_results) if rng.random() < 0.6}
+    pairs = dict(graph.donated)
+    made = made - set(pairs.values()) | {j for i, j in pairs.items() if i in near}
+    return dataclasses.replace(graph, device_arguments=near, device_results=made)
+
+
+def test_what_is_in_the_devices_memory_comes_over_no_link():
+    fast = SLOW.memory_bytes_per_second / 2
+    near, tight = 0, 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        graph = on_device(rng, random_taskgraph(rng, rng.choice((5, 14, 40))))
+        budget = int(rng.choice((1.0, 1.3)) * min_budget(graph)[0])
+        plan = build_memgraph(graph, budget)
+        least, times = least_seconds(graph, SLOW, budget), simulate(plan, machine=SLOW)
+        assert least <= times.seconds * (1 + 1e-9), seed
+        tight += least > 0.8 * times.seconds
+        seconds, sizes = SLOW.vertex_seconds(plan), plan.version_bytes()
+        for vertex in range(plan.num_vertices):
+            kind = Kind(plan.kind[vertex])
+            if kind not in (Kind.RELOAD, Kind.OFFLOAD):
+                continue
+            read = plan.inputs[plan.input_offsets[vertex]]
+            made = plan.outputs[plan.output_offsets[vertex]]
+            is_near = all(
+                plan.space[v] == Space.DEVICE
+                or (plan.space[v] == Space.ARGUMENT and plan.index[v] in graph.device_arguments)
+                or (plan.space[v] == Space.RESULT and plan.index[v] in graph.device_results)
+                for v in (read, made)
+            )
+            link = {Kind.RELOAD: SLOW.to_device, Kind.OFFLOAD: SLOW.from_device}[kind]
+            rate = fast if is_near else link.bytes_per_second
+            assert seconds[vertex] == pytest.approx(sizes[read] / rate), (seed, vertex)
+            near += is_near
+    assert near > 300 and tight > 20, (near, tight)
 
 
 @pytest.mark.parametrize("links", [None, 1, 2])

@@ -166,6 +166,10 @@ class Machine:
             chosen = np.flatnonzero(memgraph.kind == kind)
             first = memgraph.inputs[memgraph.input_offsets[chosen]]
             seconds[chosen] = link.seconds(sizes[first])
+        near = np.flatnonzero(memgraph.stays_on_device())  # each byte is read and written there
+        first = memgraph.inputs[memgraph.input_offsets[near]]
+        within = Link(self.memory_bytes_per_second / 2, self.to_device.latency)
+        seconds[near] = within.seconds(sizes[first])
         seconds[memgraph.idle()] = 0.0
         return seconds
 
