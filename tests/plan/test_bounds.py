@@ -2,7 +2,9 @@
 
 import dataclasses
 import random
+import types
 
+import numpy as np
 import pytest
 
 from jaxoffload.errors import PlanError
@@ -19,6 +21,7 @@ from jaxoffload.plan.alloc.limits import (
 from jaxoffload.plan.bounds import least_seconds
 from jaxoffload.plan.cost.machines import SMALL_SERVER, Link
 from jaxoffload.plan.cost.simulate import simulate
+from jaxoffload.runtime.profile import Profile
 from jaxoffload.search.resident import can_stay
 from tests.plan.strategies import random_taskgraph
 from tests.plan.test_replicas import layers
@@ -192,3 +195,33 @@ def test_a_result_stays_with_the_argument_that_is_donated_to_it():
     down = 1 / SLOW.from_device.bytes_per_second
     for lasting, seconds in (((), 8000 * down), ((0,), 4000 * down), ((0, 1), 1e-9)):
         assert least_seconds(graph, SLOW, 10**6, lasting=lasting) == pytest.approx(seconds)
+
+
+def test_a_profile_has_the_rate_of_the_link_alone():
+    """Copies within the device's memory share its lanes, and are a million times as fast here."""
+    seen = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        graph = on_device(rng, random_taskgraph(rng, 40))
+        plan = build_memgraph(graph, min_budget(graph)[0])
+        times, sizes = simulate(plan, machine=SLOW), plan.version_bytes()
+        moved = {
+            kind: int(
+                sizes[plan.inputs[plan.input_offsets[np.flatnonzero(plan.kind == kind)]]].sum()
+            )
+            for kind in (Kind.RELOAD, Kind.OFFLOAD)
+        }
+        run = types.SimpleNamespace(
+            memgraph=plan, start_seconds=times.start, end_seconds=times.end,
+            idle=np.zeros(plan.num_vertices, bool), bytes_reloaded=moved[Kind.RELOAD],
+            bytes_offloaded=moved[Kind.OFFLOAD], bytes_loaded=0, bytes_stored=0, rows_loaded=0,
+            rows_stored=0,
+        )  # fmt: skip
+        profile = Profile()
+        profile.add(run, SLOW)
+        for way in ("to_device", "from_device"):
+            if way in profile.rates:
+                want = getattr(SLOW, way).bytes_per_second
+                assert profile.rates[way] == pytest.approx(want), (seed, way)
+                seen += 1
+    assert seen > 40
