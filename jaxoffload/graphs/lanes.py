@@ -25,4 +25,4 @@ def lane_names(num_devices: int) -> list[tuple[int | None, str]]:
 
 def lane_numbers(memgraph: MemGraph, num_devices: int) -> np.ndarray:
     """The lane of each vertex, int32[N]."""
-    return _native.lane_of(memgraph.kind, memgraph.device, num_devices)
+    return _native.lane_of(memgraph.lane_kinds(), memgraph.device, num_devices)

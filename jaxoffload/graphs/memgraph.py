@@ -194,6 +194,12 @@ class MemGraph:
         found[copies] = far[read] & far[made]
         return found
 
+    def lane_kinds(self) -> np.ndarray:
+        """The Kind of each vertex as far as its lane goes, uint8[N]: what comes from the device's
+        own memory does not hold up what comes over the link, which has most to do."""
+        is_near = self.stays_on_device() & (self.kind == Kind.RELOAD)
+        return np.where(is_near, np.uint8(Kind.OFFLOAD), self.kind)
+
     def _in_callers(self, arguments: frozenset[int], results: frozenset[int]) -> np.ndarray:
         """Whether each version is in one of these arguments or results of the caller's, bool[M]."""
         read = np.isin(self.index, list(arguments)) & (self.space == Space.ARGUMENT)

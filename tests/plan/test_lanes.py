@@ -23,7 +23,8 @@ def test_each_device_has_three_lanes_and_all_together_the_disks_and_the_hosts():
     pairs = [(kind, device) for kind in Kind for device in range(devices)]
     kind = np.array([kind for kind, _ in pairs], np.uint8)
     device = np.array([device for _, device in pairs], np.int32)
-    numbers = lane_numbers(types.SimpleNamespace(kind=kind, device=device), devices)
+    graph = types.SimpleNamespace(lane_kinds=lambda: kind, device=device)
+    numbers = lane_numbers(graph, devices)
     names = lane_names(devices)
     for (of, where), number in zip(pairs, numbers.tolist(), strict=True):
         assert names[number] == ((where, OWN[of]) if of in OWN else (None, SHARED[of]))

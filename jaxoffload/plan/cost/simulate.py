@@ -71,7 +71,7 @@ def lanes_of(
 ) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
     """The lane of each vertex, and what the lanes are: the model's, of which several devices may
     share one. The runtime's are in graphs/lanes.py."""
-    kind = memgraph.kind.astype(np.int64)
+    kind = memgraph.lane_kinds().astype(np.int64)
     device = memgraph.device.astype(np.int64)
     other = np.zeros_like(device)
     kind = np.where(kind == Kind.INPUT, int(Kind.KERNEL), kind)
@@ -85,7 +85,7 @@ def lanes_of(
         if machine.links is not None:
             device = np.where(copies, device % machine.links, device)
         if not machine.duplex:
-            kind = np.where(copies, int(Kind.RELOAD), kind)
+            kind = np.where(copies & ~memgraph.stays_on_device(), int(Kind.RELOAD), kind)
     kind = np.where(kind == Kind.PEER_RELOAD, int(Kind.TRANSFER), kind)
     moved = np.flatnonzero(kind == Kind.TRANSFER)
     if len(moved):
