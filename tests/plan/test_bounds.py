@@ -78,7 +78,7 @@ def test_what_is_in_the_devices_memory_comes_over_no_link():
         assert least <= times.seconds * (1 + 1e-9), seed
         tight += least > 0.8 * times.seconds
         seconds, sizes = SLOW.vertex_seconds(plan), plan.version_bytes()
-        lanes = lane_numbers(plan, 1)
+        lanes = lane_numbers(plan, 3)
         for vertex in range(plan.num_vertices):
             kind = Kind(plan.kind[vertex])
             if kind not in (Kind.RELOAD, Kind.OFFLOAD):
@@ -94,8 +94,9 @@ def test_what_is_in_the_devices_memory_comes_over_no_link():
             link = {Kind.RELOAD: SLOW.to_device, Kind.OFFLOAD: SLOW.from_device}[kind]
             rate = fast if is_near else link.bytes_per_second
             is_up = kind == Kind.RELOAD and not is_near  # what is near leaves the way up alone
-            assert lanes[vertex] == (1 if is_up else 2)
-            assert times.lanes[times.lane_of[vertex]] == (Kind.RELOAD if is_up else Kind.OFFLOAD, 0)
+            device, way = int(plan.device[vertex]), Kind.RELOAD if is_up else Kind.OFFLOAD
+            assert lanes[vertex] == 3 * device + (1 if is_up else 2)
+            assert times.lanes[times.lane_of[vertex]] == (way, device)
             assert seconds[vertex] == pytest.approx(sizes[read] / rate), (seed, vertex)
             near += is_near
     assert near > 300 and tight > 20, (near, tight)
