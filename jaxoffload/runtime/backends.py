@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -55,13 +55,17 @@ class Backend:
         unused = enumerate(self._unused_memory())
         return min(count + self.client.arena_resident_bytes(device) for device, count in unused)
 
-    def make_room(self, nbytes: int) -> None:
+    def make_room(self, nbytes: Callable[[], int]) -> None:
         """Gives back what plans' arena holds between runs, where the device has memory of its own
-        and fewer bytes are unused: what runs outside of the arena, JAX's programs for one."""
+        and fewer bytes are unused than a program of JAX's takes, which runs outside of it.
+
+        Args:
+          nbytes: gives that number; not asked where nothing is held.
+        """
         if not self.has_own_memory:
             return
-        held = [self.client.arena_resident_bytes(i) for i in range(self.machine.num_devices)]
-        if any(held) and min(self._unused_memory()) < nbytes:
+        held = map(self.client.arena_resident_bytes, range(self.machine.num_devices))
+        if any(held) and min(self._unused_memory()) < nbytes():
             self.client.trim()
 
     def _unused_memory(self) -> list[int]:

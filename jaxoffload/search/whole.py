@@ -133,8 +133,7 @@ class WholePlan(Plan):
 
     def run(self, arrays: Sequence[Any]) -> list[Any]:
         """Calls the function on arrays; donated ones are deleted."""
-        if self.backend.has_own_memory:
-            self.backend.make_room(self._made_bytes)
+        self.backend.make_room(lambda: self._made_bytes)
         return list(self.whole.run(*arrays))
 
     @functools.cached_property

@@ -15,6 +15,8 @@ from jaxoffload.compile.compilers import JaxCompiler, WithHost
 from jaxoffload.runtime import backends
 from tests.cuda.test_functions import state_and_batch, train_step
 from tests.devices.programs import STEPS
+from tests.transform import test_memory_spaces as spaces
+from tests.transform import test_small_dtypes as small
 from tests.transform.test_equal import assert_close, assert_equal, budgets
 from tests.transform.test_host_compute import (
     LAYERS,
@@ -142,6 +144,54 @@ def test_weights_in_host_memory_are_no_operands_under_jit():
         device_memory="300KiB", vertex_memory=1,
     )  # fmt: skip
     assert_equal(step(kept, batch), jax.jit(lambda x: step(kept, x))(batch))
+
+
+def test_results_are_committed_as_under_jit():
+    f = lambda x, y: (x + y, y * 2)  # noqa: E731
+    step = jo.offload(f, device_memory=None, vertex_memory=1)
+    x = jnp.ones((4, 4))
+    for first in (x, jax.device_put(x, jax.devices()[0])):
+        got, want = step(first, x), jax.jit(f)(first, x)
+        assert [r.committed for r in got] == [r.committed for r in want]
+
+
+@pytest.mark.parametrize("budget", [None, 256])
+def test_what_is_donated_and_passed_twice_is_read_twice(budget):
+    step = jo.offload(
+        lambda x, y: (x + 1, y * 2), device_memory=budget, vertex_memory=1, donate_argnums=(0, 1)
+    )
+    both = jnp.arange(4.0)
+    x, y = step(both, both)
+    np.testing.assert_array_equal(x, np.arange(4.0) + 1)
+    np.testing.assert_array_equal(y, np.arange(4.0) * 2)
+
+
+def test_many_results_have_memory_of_their_own():
+    args = [jnp.full(8, i, jnp.float32) for i in range(100)]
+    for donated in ((), (0,)):
+        step = jo.offload(
+            lambda xs: [x + 1 for x in xs],
+            device_memory=None,
+            vertex_memory=1,
+            donate_argnums=donated,
+        )
+        got = step([x + 0 for x in args])
+        assert len({x.unsafe_buffer_pointer() for x in got}) == 100
+        assert_equal([np.asarray(x) + 1 for x in args], got)
+
+
+@pytest.mark.parametrize("dtype", small.SMALL)
+def test_small_elements_below_the_device(dtype):
+    a, f = small.values(small.SMALL[dtype]), small.PROGRAMS["arithmetic"]
+    want = jax.jit(f)(a)
+    jax.tree.map(small.same, jo.offload(f, device_memory=None)(jo.host_put(a)), want)
+    got = jo.offload(f, device_memory=None, results="host")(a)
+    jax.tree.map(small.same, got, want)
+
+
+@pytest.mark.parametrize("kind", spaces.PUTS)
+def test_memory_spaces(kind):
+    spaces.assert_as_jit(spaces.PUTS[kind], spaces.X)
 
 
 def test_a_thousand_runs_leave_nothing_behind():
