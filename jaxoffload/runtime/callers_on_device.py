@@ -82,11 +82,9 @@ class DeviceMemory:
                 array = np.ascontiguousarray(array)
                 held.append(array)
             arguments.append(self.address(array))
-        for i, array in zip(taken, self.take_over(list(taken.values())), strict=True):
-            arguments[i], made[alias_of[i]] = self.address(array), array
-        new: list[int] = []
+        over, new = {alias_of[i] for i in taken}, []
         for j, shape in enumerate(plan.out_shapes):
-            if j in made or (j in tier_results and not plan.resident):
+            if j in over or (j in tier_results and not plan.resident):
                 continue
             if j in plan.request.host_results and not plan.resident:
                 made[j] = self.empty_on_host(shape, devices[j % len(devices)])
@@ -94,6 +92,9 @@ class DeviceMemory:
                 new.append(j)
         on = [devices[j % len(devices)] for j in new]
         made |= zip(new, self.empty([plan.out_shapes[j] for j in new], on), strict=True)
+        # Last: where there is no memory for the others, the caller still has what is donated.
+        for i, array in zip(taken, self.take_over(list(taken.values())), strict=True):
+            arguments[i], made[alias_of[i]] = self.address(array), array
         places = [
             self.address(made[j]) if j in made else handle_of(tier_results[j])
             for j in range(len(plan.out_shapes))
@@ -135,9 +136,8 @@ class DeviceMemory:
 
     def empty(self, shapes: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
         """New arrays on devices that nobody else sees, nor one the memory of another."""
-        if (
-            shapes and len(self._devices) == 1
-        ):  # by one program: a twentieth of the time, where they are many
+        # By one program: a twentieth of the time, where they are many.
+        if shapes and len(self._devices) == 1:
             with jax.default_device(self._devices[0]):
                 made = _all_empty(tuple((s.shape, np.dtype(s.dtype)) for s in shapes))()
             addresses = [self.address(x) for x in made if x.nbytes]

@@ -122,6 +122,25 @@ def test_what_is_donated_and_passed_twice_is_read_twice(gpu, budget):
         both = jnp.arange(4.0)
 
 
+def test_where_there_is_no_memory_for_results_donated_arrays_live_on(gpu, monkeypatch):
+    step = jo.offload(
+        lambda x, y: (x + 1, y @ y), device_memory=None, vertex_memory=1, donate_argnums=0
+    )
+    x, y = jnp.ones((4, 4)), jnp.ones((8, 8))
+
+    def full(shapes, devices):
+        raise MemoryError("the GPU is full")
+
+    step.plan(x, y)
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu.memory, "empty", full)
+        with pytest.raises(MemoryError):
+            step(x, y)
+    assert not x.is_deleted()
+    np.testing.assert_array_equal(step(x, y)[0], np.full((4, 4), 2.0))
+    assert x.is_deleted()
+
+
 @pytest.mark.parametrize("dtype", small.SMALL)
 def test_small_elements_below_the_device(gpu, tmp_path, dtype):
     a, f = small.values(small.SMALL[dtype]), small.PROGRAMS["arithmetic"]
