@@ -76,7 +76,7 @@ def launch(small: bool) -> dict[str, Any]:
     step(tiny)
     found["us_per_vertex"] = step.last_run.seconds / length * 1e6
     # Sixteen rows for each of a weight: also in TF32 a product then takes longer than the weight's
-    # way over the link.
+    # way over the link, where it does not stay.
     rows = 16 * width
     random = np.random.default_rng(0).standard_normal((8, width, width), np.float32)
     weights = jo.host_put(random / np.float32(width**0.5))
