@@ -187,8 +187,11 @@ class MemGraph:
     def stays_on_device(self) -> np.ndarray:
         """Whether each vertex copies between a device's arena and an argument or result that is in
         the device's memory, too, bool[N]."""
+        graph, found = self.taskgraph, np.zeros(self.num_vertices, dtype=bool)
+        if not (graph.device_arguments or graph.device_results):
+            return found
         copies = np.flatnonzero(np.isin(self.kind, (Kind.RELOAD, Kind.OFFLOAD)))
-        far, found = self.out_of_reach(), np.zeros(self.num_vertices, dtype=bool)
+        far = self.out_of_reach()
         read = self.inputs[self.input_offsets[copies]]
         made = self.outputs[self.output_offsets[copies]]
         found[copies] = far[read] & far[made]

@@ -98,21 +98,22 @@ def _alike(graph: TaskGraph) -> tuple[np.ndarray, np.ndarray]:
 
 def _is_donated_to(graph: TaskGraph, arguments: Collection[int]) -> np.ndarray:
     """Whether each tensor is part of a result that one of these is donated to."""
-    columns = graph.columns
     results = [j for i, j in graph.donated if i in arguments]
-    found = np.zeros(len(columns.argument), dtype=bool)
-    rows = np.repeat(np.arange(len(found)), np.diff(columns.result_offsets))
-    found[rows[np.isin(columns.result, results)]] = True
-    return found
+    return _is_any_result(graph, np.isin(graph.columns.result, results))
 
 
 def _is_taken_away(graph: TaskGraph) -> np.ndarray:
     """Whether each tensor is a part of a result that is not in the device's memory."""
     columns = graph.columns
-    away = ~np.isin(columns.result, columns.device_results)
-    rows = np.repeat(np.arange(len(columns.argument)), np.diff(columns.result_offsets))
+    return _is_any_result(graph, ~np.isin(columns.result, columns.device_results))
+
+
+def _is_any_result(graph: TaskGraph, chosen: np.ndarray) -> np.ndarray:
+    """Whether each tensor has one of the chosen entries of `Columns.result`."""
+    columns = graph.columns
     found = np.zeros(len(columns.argument), dtype=bool)
-    found[rows[away]] = True
+    rows = np.repeat(np.arange(len(found)), np.diff(columns.result_offsets))
+    found[rows[chosen]] = True
     return found
 
 

@@ -174,7 +174,11 @@ class Tuner:
 
     def _wait(self, plan: Plan, run: Run) -> None:
         """Goes on to other cuts, if they may be faster."""
-        kernels = _busiest_seconds(plan, run)
+        graph = run.memgraph
+        at = np.flatnonzero(graph.kind == Kind.KERNEL)
+        devices = graph.taskgraph.columns.vertex_device[graph.task_vertex[at]]
+        took = (run.end_seconds - run.start_seconds)[at]
+        kernels = plan.backend.machine.busiest_seconds(took, devices)
         is_worth_it = kernels >= max(LEAST, BUSY * run.seconds) and not plan.settled
         self._state, self._times = State.WAIT if is_worth_it else State.DONE, []
 
@@ -231,15 +235,3 @@ class Tuner:
             return None
         graph = dataclasses.replace(graph, taskgraph=plan.taskgraph)
         return plan.variant(graph, priority)
-
-
-def _busiest_seconds(plan: Plan, run: Run) -> float:
-    """Seconds that the kernels of the busiest device took; of all devices, one after another, where
-    the host's cores compute for all."""
-    graph = run.memgraph
-    kernels = np.flatnonzero(graph.kind == Kind.KERNEL)
-    took = (run.end_seconds - run.start_seconds)[kernels]
-    if plan.backend.machine.is_host or not len(took):
-        return float(took.sum())
-    devices = graph.taskgraph.columns.vertex_device[graph.task_vertex[kernels]]
-    return float(np.bincount(devices, took).max())

@@ -140,9 +140,13 @@ class Machine:
         """Time of all vertices of the busiest device; of all devices one after another where the
         host's cores compute for all."""
         took = self.task_seconds(graph)[: len(graph.vertices)]
+        return self.busiest_seconds(took, graph.columns.vertex_device)
+
+    def busiest_seconds(self, took: np.ndarray, device: np.ndarray) -> float:
+        """The same of kernels that took so long, each on a device."""
         if self.is_host or not len(took):
             return float(took.sum())
-        return float(np.bincount(graph.columns.vertex_device, took).max())
+        return float(np.bincount(device, took).max())
 
     def vertex_seconds(self, memgraph: MemGraph) -> np.ndarray:
         """Time of each vertex, float64[N]: copies by the links, kernels by their work.
