@@ -31,11 +31,12 @@ CallersMemory::CallersMemory(const TaskTable& table, bool in_place_io)
   written_in_place_.resize(columns.output_offsets[columns.num_vertices]);
   for (int64_t v = 0; v < columns.num_vertices; ++v) {
     for (int64_t e = columns.input_offsets[v]; e < columns.input_offsets[v + 1]; ++e) {
-      read_in_place_[e] =
-          table.on_host(v) || table.Gathers(e) || (in_place_io_ && ReachesArgument(v, e));
+      const bool reads = in_place_io_ || IsNearArgument(e);
+      read_in_place_[e] = table.on_host(v) || table.Gathers(e) || (reads && ReachesArgument(v, e));
     }
     for (int64_t e = columns.output_offsets[v]; e < columns.output_offsets[v + 1]; ++e) {
-      written_in_place_[e] = table.on_host(v) || (in_place_io_ && ReachesResult(v, e));
+      const bool writes = in_place_io_ || IsNearResult(e);
+      written_in_place_[e] = table.on_host(v) || (writes && ReachesResult(v, e));
     }
   }
 }
@@ -73,6 +74,17 @@ void CallersMemory::Overwritten(int64_t part, int32_t tensor, std::vector<int32_
   for (; at != sorted.end() && at->first < end; ++at) {
     if (at->first + columns.bytes[at->second] > begin) found->push_back(at->second);
   }
+}
+
+bool CallersMemory::IsNearArgument(int64_t entry) const {
+  const int32_t argument = table_.columns().argument[table_.columns().inputs[entry]];
+  return argument >= 0 && !table_.host_reaches_argument(argument);
+}
+
+bool CallersMemory::IsNearResult(int64_t entry) const {
+  const TaskColumns& columns = table_.columns();
+  const int64_t* const parts = columns.result_offsets + columns.outputs[entry];
+  return parts[0] < parts[1] && !table_.host_reaches_result(columns.result[parts[0]]);
 }
 
 bool CallersMemory::ReachesArgument(int64_t vertex, int64_t entry) const {

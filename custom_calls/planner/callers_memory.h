@@ -16,7 +16,8 @@ namespace jaxoffload {
 // Parts of results are positions in TaskColumns::result.
 class CallersMemory {
  public:
-  // `in_place_io`: whether arguments are read and results written where the caller has them.
+  // `in_place_io`: whether arguments are read and results written where the caller has them;
+  // those in a device's own memory are in any case.
   CallersMemory(const TaskTable& table, bool in_place_io);
 
   // Whether a result part is the very memory of the argument part that a tensor is.
@@ -26,11 +27,11 @@ class CallersMemory {
   // Argument tensors whose memory a result part of a tensor takes.
   void Overwritten(int64_t part, int32_t tensor, std::vector<int32_t>* found) const;
 
-  // Of each entry of TaskColumns::inputs, whether its vertex reads it in the host's memory: on the
+  // Of each entry of TaskColumns::inputs, whether its vertex reads it outside of the arena: on the
   // host's cores, or on a device where the caller has it; if the vertex overwrites it there, only
   // where the output's result is that very memory.
   const std::vector<uint8_t>& read_in_place() const { return read_in_place_; }
-  // Of each entry of TaskColumns::outputs, whether its vertex writes it in the host's memory: on
+  // Of each entry of TaskColumns::outputs, whether its vertex writes it outside of the arena: on
   // the host's cores, or from a device directly to its first result part.
   const std::vector<uint8_t>& written_in_place() const { return written_in_place_; }
   // Whether a kernel may read an entry of its inputs, a part of an argument, where the caller has
@@ -45,6 +46,9 @@ class CallersMemory {
     int64_t longest = 0;
   };
 
+  // Whether an entry is of an argument, or of outputs goes to a result, in a device's own memory.
+  bool IsNearArgument(int64_t entry) const;
+  bool IsNearResult(int64_t entry) const;
   // Whether a kernel may write there while it reads its inputs.
   bool MayWrite(int64_t part, int32_t tensor, int64_t vertex, int32_t except_for) const;
   int32_t ArgumentOf(int32_t result) const;

@@ -111,6 +111,7 @@ from jaxoffload._jax_compat.types import (
     is_in_host_space,
     is_key,
     is_key_dtype,
+    is_on_device,
     is_ref,
     is_small,
     is_symbolic,

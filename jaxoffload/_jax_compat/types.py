@@ -126,6 +126,11 @@ def is_in_host_space(x: Any) -> bool:
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
+def is_on_device(x: Any) -> bool:
+    """Whether it is an array in the memory of a device, as far as JAX's memory spaces say."""
+    return isinstance(x, jax.Array) and not is_in_host_space(x)
+
+
 def without_space(aval: Any) -> Any:
     """An abstract value in the usual memory space."""
     return aval.update(memory_space=jax.memory.Space.Device) if is_in_host_space(aval) else aval

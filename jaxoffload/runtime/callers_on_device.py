@@ -1,6 +1,7 @@
 """Callers' arrays on a GPU: as callers.py, for arrays of JAX in the device's memory.
 
-What is in a lower tier goes to its vertices by way of the arena.
+Those kernels read and write where they are. What is in a lower tier or in NumPy's memory goes to
+its vertices by way of the arena.
 """
 
 import collections
@@ -46,9 +47,11 @@ class DeviceMemory:
         """Arguments and results for a run: as `HostMemory.bind`.
 
         Where everything fits, kernels read arguments and write results in place, so those that are
-        in a lower tier are brought there first, and back afterwards.
+        in a lower tier are brought there first, and back afterwards. So is what a plan takes to be
+        on the device and is elsewhere, as arrays of JAX's on another device are.
         """
         alias_of, devices = dict(plan.taskgraph.donated), self._devices
+        near = plan.taskgraph.device_arguments
         times = collections.Counter(map(id, operands))
         arguments: list[Any] = []
         made: dict[int, Any] = {}
@@ -61,14 +64,15 @@ class DeviceMemory:
             if is_here and not compat.is_in_rows(array):
                 array = _in_rows(array)
                 held.append(array)
-            if i in plan.gathered_arguments and not plan.resident and not is_here:
+            is_read_here = plan.resident or i in near
+            if i in plan.gathered_arguments and not is_read_here and not is_here:
                 array = self.reachable(array)
                 held.append(array)
             if isinstance(array, TierArray) and not plan.resident:
                 arguments.append(handle_of(array))
                 held.append(array)
                 continue
-            if plan.resident and not is_here:
+            if is_read_here and not is_here:
                 array = self.put(array, device)
                 held.append(array)
             elif is_donated and is_here:

@@ -23,7 +23,8 @@ class Request:
         the result comes back in the same tier.
       options: with `device_memory` already a number or None.
       disk_arguments: those that are on disk.
-      host_arguments: those in host memory: in the host tier, or in JAX's memory space for it.
+      host_arguments: those in host memory: in the host tier, in JAX's memory space for it, or in
+        NumPy's where the device has memory of its own.
       host_results: those that JAX's memory spaces want in host memory.
       reloads_all: no argument may be read where it is: kernels cannot reach some of them.
       argument_names: what the user calls each argument, for reports; empty where that is not known.
@@ -32,6 +33,8 @@ class Request:
         is number `i * num_devices + d` (capture/devices.py).
       replicas: for each argument, for each device the first that has the same bytes of it; () where
         that is not known.
+      has_near_constants: what the function closes over is in the device's memory, if that has its
+        own, whatever it is in the jaxpr: inside `jax.jit`.
       lasting: arguments of which the runtime knows from call to call whether they have changed, so
         that they may stay on the device: those in a lower tier; donated ones in host memory only.
     """
@@ -49,6 +52,7 @@ class Request:
     replicas: tuple[tuple[int, ...], ...] = ()
     host_arguments: frozenset[int] = frozenset()
     host_results: frozenset[int] = frozenset()
+    has_near_constants: bool = False
 
     def each(self, of_one: Iterable[Any]) -> list[Any]:
         """What is the same on every device, for the arguments or results of all."""
@@ -105,13 +109,18 @@ class Request:
 
         return others(len(self.jaxpr.in_avals), below), others(len(self.jaxpr.out_avals), after)
 
-    def placed(self, graph: TaskGraph, has_own_memory: bool) -> TaskGraph:
+    def placed(self, graph: TaskGraph, has_own_memory: bool, constants: Sequence[Any]) -> TaskGraph:
         """A graph that knows where the arguments and results of the request are.
 
         Args:
           has_own_memory: whether the device has memory that the host's cores do not reach.
+          constants: what the function closes over, arguments after its own.
         """
         arguments, results = self.on_device if has_own_memory else (frozenset(), frozenset())
+        if has_own_memory and self.num_devices == 1:  # of several no array is on each
+            is_near = [self.has_near_constants or compat.is_on_device(c) for c in constants]
+            first = len(self.jaxpr.in_avals)
+            arguments |= {first + k for k, near in enumerate(is_near) if near}
         return dataclasses.replace(
             graph,
             disk_arguments=self.of_all(self.disk_arguments),
@@ -137,6 +146,7 @@ def make_request(
     tiers: Sequence[str] = (),
     argument_names: tuple[str, ...] = (),
     has_spaces: bool = False,
+    in_numpys: Sequence[int] = (),
 ) -> Request:
     """A request, its donated arguments paired with results.
 
@@ -146,8 +156,12 @@ def make_request(
       argument_names: see Request.
       has_spaces: whether arguments and results are where JAX's memory spaces have them, as in
         calls outside of `jax.jit`.
+      in_numpys: arguments in NumPy's memory, where the device has memory of its own: results take
+        none of it.
     """
-    pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, donated)
+    numpys = frozenset(in_numpys)
+    may_pair = [d and i not in numpys for i, d in enumerate(donated)]
+    pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, may_pair)
     disk, host = (
         frozenset(i for i, tier in enumerate(tiers) if tier == each) for each in ("disk", "host")
     )
@@ -158,6 +172,7 @@ def make_request(
             for avals in (jaxpr.in_avals, jaxpr.out_avals)
         )
         host |= arguments
+    host |= numpys
     paired = {i for i, _ in pairs}
     lasting = frozenset(
         i
@@ -168,7 +183,7 @@ def make_request(
         lasting = frozenset()
     return Request(
         name, jaxpr, kinds, pairs, options, disk, argument_names=argument_names, lasting=lasting,
-        host_arguments=host, host_results=wanted,
+        host_arguments=host, host_results=wanted, has_near_constants=not has_spaces,
     )  # fmt: skip
 
 

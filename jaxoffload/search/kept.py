@@ -145,6 +145,7 @@ class KeptPlan:
             encode(options),
             encode((request.disk_arguments, request.host_arguments, request.host_results)),
             encode((request.reloads_all, may_run_whole)),
+            encode(request.has_near_constants and planner.backend.has_own_memory),
             encode(request.lasting),
             encode((request.num_devices, request.replicas)),
             encode(settings),

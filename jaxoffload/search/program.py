@@ -281,7 +281,7 @@ class CutProgram:
         )
         # Elsewhere everything comes over the link: it is taken to be in host memory.
         has_own = self._backend.has_own_memory and not self._backend.is_elsewhere
-        graph = self._request.placed(captured.taskgraph, has_own)
+        graph = self._request.placed(captured.taskgraph, has_own, self.constants)
         return dataclasses.replace(captured, taskgraph=graph)
 
     def compiled(self, cut: Cut) -> CompiledCut:

@@ -28,8 +28,8 @@ Outside = tuple[tuple[Any, ...], ...]
 
 
 def outside_of(leaves: Sequence[Any]) -> Outside | None:
-    """(shape, dtype, weak type) of each leaf, with the tier in the last place where it has one; and
-    how it is spread over a mesh, if it is.
+    """(shape, dtype, weak type) of each leaf, in the last place the tier where it has one, and that
+    it is in NumPy's memory if it is; and how it is spread over a mesh, if it is.
 
     None: some leaf is not an array that is moved as it is.
     """
@@ -45,7 +45,7 @@ def outside_of(leaves: Sequence[Any]) -> Outside | None:
         elif kind is np.ndarray:
             if leaf.dtype not in _NARROW or not leaf.flags.c_contiguous:
                 return None
-            found.append((leaf.shape, leaf.dtype, False))
+            found.append((leaf.shape, leaf.dtype, "numpy"))
         elif kind is HostArray or kind is ShardedHostArray:
             if leaf.dtype not in _PLAIN or leaf.is_deleted():
                 return None

@@ -151,8 +151,11 @@ class Program:
         params, tiers = self.params(), self._signature.tiers
         rest = params["kinds"], params["donated"], self.options, tiers, self._argument_names
         if self._spread is None:
-            return make_request(self.traced.jaxpr, self._name, *rest, has_spaces=True)
-        request = request_of_each(self._spread, self._name, *rest)
+            return make_request(
+                self.traced.jaxpr, self._name, *rest, has_spaces=True,
+                in_numpys=self._signature.in_numpys,
+            )  # fmt: skip
+        request = request_of_each(self._spread, self._name, *rest, self._signature.in_numpys)
         # What else is in a lower tier is read in parts, of which nobody knows whether they change.
         lasting = request.lasting.intersection(self._signature.in_parts)
         return dataclasses.replace(request, lasting=lasting)

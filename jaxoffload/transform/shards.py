@@ -138,9 +138,10 @@ def request_of_each(
     options: Options,
     tiers: Sequence[str] = (),
     argument_names: tuple[str, ...] = (),
+    in_numpys: Sequence[int] = (),
 ) -> Request:
     """What is planned of a function over several devices; the rest is of its own arguments."""
-    places = len(made.places)  # of a device in the mesh
+    own, places = len(kinds), len(made.places)  # of a device in the mesh
     request = make_request(
         made.jaxpr,
         name,
@@ -149,6 +150,7 @@ def request_of_each(
         options,
         tiers,
         argument_names,
+        in_numpys=(*in_numpys, *range(own, own + places)),
     )
     replicas = list(made.replicas())
     for i, _ in () if made.is_checked else request.donated:

@@ -16,6 +16,7 @@ from jaxoffload import identity
 from jaxoffload.capture.words import Code, code_of, encoded, moved_dtype
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.identity import Key
+from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.sharded import ShardedArray
 from jaxoffload.transform.met import outside_of
@@ -53,6 +54,7 @@ class Signature:
       tiers: for each leaf "host", "disk", or "" for an array of JAX's or NumPy's.
       shardings: for each leaf how it is spread, where that is part of its type (a mesh has explicit
         axes), and JAX's memory space where that is the host's; None for others.
+      in_numpys: leaves in NumPy's memory, where the device has memory of its own.
       in_parts: leaves of which each of several devices has a part (`ShardedArray`).
       cuts: for each leaf how it is spread over the devices of a mesh; empty where none is, and of
         functions whose shard_maps say how they take them.
@@ -67,6 +69,7 @@ class Signature:
     kinds: tuple[TensorKind, ...]
     tiers: tuple[str, ...]
     shardings: tuple[Any, ...]
+    in_numpys: tuple[int, ...]
     in_parts: tuple[int, ...]
     cuts: tuple[Any, ...] = ()
 
@@ -75,7 +78,7 @@ class Signature:
     def __post_init__(self) -> None:
         found = identity.intern(
             self.tree, static_keys(self.static), self.avals, self.codes, self.donated, self.kinds,
-            self.tiers, self.shardings, self.in_parts, self.cuts,
+            self.tiers, self.shardings, self.in_numpys, self.in_parts, self.cuts,
         )  # fmt: skip
         object.__setattr__(self, "identity", found)
 
@@ -242,20 +245,14 @@ class ArgumentSpec:
                     "pass a copy: jaxoffload.disk_put(array, path)."
                 )
             kinds.append(_kind(path, aval, self._path_text(path, positions)))
-        return Call(
-            Signature(
-                tree,
-                tuple(static),
-                tuple(avals),
-                tuple(codes),
-                tuple(donated),
-                tuple(kinds),
-                tuple(tiers),
-                tuple(shardings),
-                tuple(i for i, x in enumerate(leaves) if isinstance(x, ShardedArray)),
-            ),  # fmt: skip
-            leaves,
-        )
+        apart = backends.current_name() != "cpu"
+        signature = Signature(
+            tree, tuple(static), tuple(avals), tuple(codes), tuple(donated), tuple(kinds),
+            tuple(tiers), tuple(shardings),
+            tuple(i for i, x in enumerate(leaves) if apart and isinstance(x, np.ndarray)),
+            tuple(i for i, x in enumerate(leaves) if isinstance(x, ShardedArray)),
+        )  # fmt: skip
+        return Call(signature, leaves)
 
     def caller(self, function: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
         """`call(*leaves)`: the user's function with the static arguments put back."""

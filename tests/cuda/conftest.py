@@ -20,4 +20,5 @@ def gpu(monkeypatch):
     found = fake.backend()
     monkeypatch.setenv("FAKE_CUDA_DELAY_US", "100")
     monkeypatch.setattr(backends, "current", lambda: found)
+    monkeypatch.setattr(backends, "current_name", lambda: found.name)
     return found

@@ -162,3 +162,14 @@ class _Draft:
 
     def graph(self) -> TaskGraph:
         return TaskGraph(tuple(self._tensors), tuple(self._vertices), tuple(self._donated))
+
+
+def on_device(rng, graph):
+    """The graph with some arguments and results in the device's memory; of a pair both."""
+    arguments = {t.argument.index for t in graph.tensors if t.argument is not None}
+    results = {span.index for t in graph.tensors for span in t.results}
+    near = {i for i in sorted(arguments - graph.disk_arguments) if rng.random() < 0.6}
+    made = {j for j in sorted(results - graph.disk_results) if rng.random() < 0.6}
+    pairs = dict(graph.donated)
+    made = made - set(pairs.values()) | {j for i, j in pairs.items() if i in near}
+    return dataclasses.replace(graph, device_arguments=near, device_results=made)

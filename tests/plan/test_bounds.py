@@ -24,7 +24,7 @@ from jaxoffload.plan.cost.machines import SMALL_SERVER, Link
 from jaxoffload.plan.cost.simulate import simulate
 from jaxoffload.runtime.profile import Profile
 from jaxoffload.search.resident import can_stay
-from tests.plan.strategies import random_taskgraph
+from tests.plan.strategies import on_device, random_taskgraph
 from tests.plan.test_replicas import layers
 from tests.plan.test_replicas import random_graph as random_replicas
 from tests.plan.test_same_plans import with_gathers_and_disks
@@ -53,17 +53,6 @@ def test_no_plan_of_a_random_graph_takes_less(duplex):
             assert least <= seconds * (1 + 1e-9), (seed, rule)
             tight += least > 0.8 * seconds
     assert tight > 100  # it says something
-
-
-def on_device(rng, graph):
-    """The graph with some arguments and results in the device's memory; of a pair both."""
-    arguments = {t.argument.index for t in graph.tensors if t.argument is not None}
-    results = {span.index for t in graph.tensors for span in t.results}
-    near = {i for i in sorted(arguments - graph.disk_arguments) if rng.random() < 0.6}
-    made = {j for j in sorted(results - graph.disk_results) if rng.random() < 0.6}
-    pairs = dict(graph.donated)
-    made = made - set(pairs.values()) | {j for i, j in pairs.items() if i in near}
-    return dataclasses.replace(graph, device_arguments=near, device_results=made)
 
 
 def test_what_is_in_the_devices_memory_comes_over_no_link():

@@ -1,6 +1,7 @@
 """Property: every MemGraph is legal, and any order that its edges allow gives the right bytes."""
 
 import dataclasses
+import random
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,12 +12,19 @@ import pytest
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.laws import VerifyError
 from jaxoffload.graphs.memgraph import EdgeKind, Kind, Space
-from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
+from jaxoffload.graphs.taskgraph import (
+    IN_PLACE_ALIGNMENT,
+    Span,
+    TaskGraph,
+    Tensor,
+    Vertex,
+    VertexKind,
+)
 from jaxoffload.graphs.verify import verify
 from jaxoffload.plan.alloc.build import build_memgraph
 from jaxoffload.plan.alloc.limits import min_budget, resident_peak
 from tests.plan.execute import arguments_of, check, execute, straightforward
-from tests.plan.strategies import taskgraphs
+from tests.plan.strategies import on_device, taskgraphs
 
 SETTINGS = hypothesis.settings(
     max_examples=150, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
@@ -41,6 +49,31 @@ def test_arguments_and_results_in_place_are_right(graph):
     least = min_budget(graph)[0]
     check(graph, build_memgraph(graph, least, in_place_io="always"))
     check(graph, build_memgraph(graph, 16 * least + 4096, in_place_io="always"))
+
+
+@SETTINGS
+@hypothesis.given(
+    graph=taskgraphs(), seed=st.integers(0, 99), slack=st.floats(1, 3), is_all=st.booleans()
+)
+def test_what_is_in_the_devices_own_memory_is_used_there(graph, seed, slack, is_all):
+    """Kernels read it, as far as it is aligned; others' arguments and results are copied."""
+    graph = on_device(random.Random(seed), graph)
+    budget, mode = int(slack * min_budget(graph)[0]), "always" if is_all else "never"
+    memgraph = build_memgraph(graph, budget, in_place_io=mode)
+    check(graph, memgraph)
+    reader = np.repeat(np.arange(memgraph.num_vertices), np.diff(memgraph.input_offsets))
+    for vertex, version in zip(reader, memgraph.inputs, strict=True):
+        if memgraph.space[version] != Space.ARGUMENT or memgraph.kind[vertex] != Kind.KERNEL:
+            continue
+        assert is_all or memgraph.index[version] in graph.device_arguments
+    written = {i for i, _ in graph.donated}  # its memory may be overwritten before it is read
+    copied = {t for t, x in enumerate(graph.tensors) if x.argument and x.argument.index in written}
+    copied |= {v.inputs[read] for v in graph.vertices for read, _ in v.overwrites}
+    for vertex in np.flatnonzero(memgraph.kind == Kind.RELOAD):
+        version = memgraph.inputs[memgraph.input_offsets[vertex]]
+        if memgraph.space[version] == Space.ARGUMENT and memgraph.tensor[version] not in copied:
+            is_near = memgraph.index[version] in graph.device_arguments
+            assert not is_near or memgraph.offset[version] % IN_PLACE_ALIGNMENT
 
 
 @SETTINGS

@@ -1,0 +1,83 @@
+"""Arguments, results and constants in the GPU's own memory: kernels use them where they are."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compute_on import compute_on
+
+import jaxoffload as jo
+from jaxoffload.graphs.memgraph import Kind, Space
+
+
+def copied(graph, kind):
+    """Bytes that each argument has copied up, or each result down."""
+    ends = graph.inputs[graph.input_offsets[:-1]], graph.outputs[graph.output_offsets[:-1]]
+    where = (Space.ARGUMENT, Space.RESULT)
+    found = collections.Counter()
+    for v in np.flatnonzero(graph.kind == kind):
+        for space, end in zip(where, ends, strict=True):
+            if graph.space[end[v]] == space:
+                found[int(graph.index[end[v]])] += int(graph.version_bytes()[end[v]])
+    return found
+
+
+@pytest.mark.parametrize("is_donated", [False, True])
+def test_what_is_on_the_gpu_is_read_and_written_there(gpu, is_donated, monkeypatch):
+    """What is in NumPy's memory comes up in parts, and is never on the GPU as a whole."""
+    whole, put_there = [], gpu.memory.put
+    monkeypatch.setattr(gpu.memory, "put", lambda *a: (whole.append(a[0]), put_there(*a))[1])
+
+    def step(x, weights):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x, [w * 0.5 for w in weights]
+
+    x, *weights = (
+        np.random.default_rng(i).normal(size=(256, 256)).astype(np.float32) / 16 for i in range(5)
+    )
+    want = jax.tree.map(np.asarray, jax.jit(step)(x, weights))
+    size, donated = x.nbytes, {"donate_argnums": 1} if is_donated else {}
+    offloaded = jo.offload(step, device_memory=3 * size, cut="always", check=True, **donated)
+    for put in (jnp.asarray, np.array):
+        given = [put(w) for w in weights]
+        got = offloaded(jnp.asarray(x), given)
+        assert not any(isinstance(array, np.ndarray) for array in whole)
+        jax.tree.map(lambda w, g: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6), want, got)
+        graph, up = offloaded.last_run.memgraph, copied(offloaded.last_run.memgraph, Kind.RELOAD)
+        assert offloaded.last_run.peak_device_bytes <= 3 * size
+        assert set(copied(graph, Kind.OFFLOAD)) <= {0}  # what a kernel wrote over its operand
+        in_numpys = put is np.array
+        assert set(up) == ({1, 2, 3, 4} if in_numpys else set())
+        assert in_numpys or not is_donated or all(w.is_deleted() for w in given)
+    assert offloaded.plan(jnp.asarray(x), weights).memgraph is offloaded.last_run.memgraph
+
+
+@pytest.mark.parametrize("at", [jnp.asarray, np.asarray])
+def test_what_a_function_closes_over_is_read_where_it_is(gpu, at):
+    """On the GPU, or in host memory; by the host's cores too, which do not reach the GPU's."""
+    table = at(np.random.default_rng(0).normal(size=(128, 128)).astype(np.float32))
+
+    def function(x):
+        with compute_on("device_host"):
+            x = jax.jit(lambda x: x + table)(x)
+        return jnp.tanh(x @ table) @ table
+
+    x = np.ones((128, 128), np.float32)
+    want = jax.jit(function)(x)
+    offloaded = jo.offload(function, device_memory=4 * x.nbytes, cut="always", check=True)
+    np.testing.assert_allclose(offloaded(jnp.asarray(x)), want, rtol=1e-5, atol=1e-4)
+    graph = offloaded.last_run.memgraph
+    is_near = at is jnp.asarray
+    assert (1 in graph.taskgraph.device_arguments) == is_near
+    on_host = graph.inputs[read_on(graph, Kind.HOST_KERNEL)]
+    assert not (graph.out_of_reach()[on_host]).any()
+    assert copied(graph, Kind.RELOAD)[1] > 0 or is_near
+
+
+def read_on(graph, kind):
+    """Entries of `inputs` of vertices of a kind."""
+    reader = np.repeat(np.arange(graph.num_vertices), np.diff(graph.input_offsets))
+    return np.flatnonzero(graph.kind[reader] == kind)
