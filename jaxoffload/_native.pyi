@@ -522,6 +522,22 @@ def host_stats() -> dict[str, int]:
 def host_is_pinned(address: int, nbytes: int) -> bool:
     """Whether a range is in the host tier and pinned, so that a GPU can read it where it is."""
 
+def place_on_skyline(
+    lower: Sequence[int],
+    upper: Sequence[int],
+    size: Sequence[int],
+    order: Sequence[int],
+    capacity: int,
+) -> list[int]:
+    """Offsets of buffers, or an empty list; see plan/alloc/placement.py.
+
+    Args:
+      order: each buffer's number, those to be placed first in front.
+
+    Raises:
+      ValueError: the lists do not match, a buffer ends before it begins, or no such order.
+    """
+
 def place_intervals(
     lower: Sequence[int], upper: Sequence[int], size: Sequence[int], capacity: int, max_steps: int
 ) -> list[int]:

@@ -10,6 +10,7 @@
 #include "planner/order_check.h"
 #include "planner/place_intervals.h"
 #include "planner/simulate.h"
+#include "planner/skyline.h"
 
 namespace jaxoffload {
 namespace {
@@ -124,6 +125,14 @@ void BindPlanner(nb::module_& m) {
         return PlaceIntervals(lower, upper, size, capacity, max_steps);
       },
       "lower"_a, "upper"_a, "size"_a, "capacity"_a, "max_steps"_a);
+  m.def(
+      "place_on_skyline",
+      [](const std::vector<int64_t>& lower, const std::vector<int64_t>& upper,
+         const std::vector<int64_t>& size, const std::vector<int64_t>& order, int64_t capacity) {
+        const WithoutGil without_gil;
+        return PlaceOnSkyline(lower, upper, size, order, capacity);
+      },
+      "lower"_a, "upper"_a, "size"_a, "order"_a, "capacity"_a);
   m.def(
       "next_writers",
       [](const Array<int64_t>& memory, const Array<int64_t>& start, const Array<int64_t>& end,

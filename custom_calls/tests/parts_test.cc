@@ -15,6 +15,7 @@
 #include "plan/lanes.h"
 #include "plan/loaded_plan.h"
 #include "planner/place_intervals.h"
+#include "planner/skyline.h"
 #include "tests/check.h"
 #include "tests/plan_maker.h"
 #include "tiers/arena.h"
@@ -213,6 +214,45 @@ TEST(PlacementKeepsWithinTheCapacity) {
     }
   }
   CHECK(num_found > 250);
+}
+
+TEST(SkylineKeepsWithinTheCapacity) {
+  for (uint64_t seed = 0; seed < 300; ++seed) {
+    Random random(seed);
+    std::vector<int64_t> lower, upper, size, order;
+    for (int i = 0; i < 40; ++i) {
+      lower.push_back(random.Below(20));
+      upper.push_back(lower.back() + 1 + random.Below(9));
+      size.push_back(random.Below(20));
+      order.insert(order.begin() + random.Below(i + 1), i);
+    }
+    int64_t all = 0;
+    for (const int64_t bytes : size) all += bytes;
+    const std::vector<int64_t> found = PlaceOnSkyline(lower, upper, size, order, all);
+    CHECK_EQ(found.size(), size.size());
+    int64_t top = 0;
+    for (size_t i = 0; i < size.size(); ++i) {
+      CHECK(found[i] >= 0);
+      top = std::max(top, found[i] + size[i]);
+      for (size_t j = 0; j < i; ++j) {
+        CHECK(upper[i] <= lower[j] || upper[j] <= lower[i] || found[i] + size[i] <= found[j] ||
+              found[j] + size[j] <= found[i]);
+      }
+    }
+    CHECK(PlaceOnSkyline(lower, upper, size, order, top) == found);
+    CHECK(PlaceOnSkyline(lower, upper, size, order, top - 1).empty());
+  }
+}
+
+TEST(SkylineRefusesWhatIsNoOrder) {
+  CHECK_THROWS(PlaceOnSkyline({0}, {1}, {1}, {}, 9), "1, 1, 1 and 0 entries");
+  CHECK_THROWS(PlaceOnSkyline({0}, {1}, {1}, {1}, 9), "names buffer 1");
+  CHECK_THROWS(PlaceOnSkyline({0, 0}, {1, 1}, {1, 1}, {0, 0}, 9), "names buffer 0");
+  CHECK_THROWS(PlaceOnSkyline({3}, {3}, {1}, {0}, 9), "buffer 0 lives in [3, 3)");
+  CHECK_THROWS(PlaceOnSkyline({INT64_MIN}, {3}, {1}, {0}, 9), "buffer 0 lives in");
+  CHECK_THROWS(PlaceOnSkyline({0}, {1}, {-1}, {0}, 9), "has -1 bytes");
+  CHECK(PlaceOnSkyline({}, {}, {}, {}, 9).empty());
+  CHECK(PlaceOnSkyline({0, 0}, {1, 1}, {INT64_MAX, 1}, {0, 1}, INT64_MAX).empty());
 }
 
 TEST(PlacementRefusesWhatItCannotAddUp) {

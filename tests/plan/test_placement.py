@@ -1,11 +1,13 @@
 """Static placement: valid always; on instances whose least capacity is known, close to it."""
 
 import itertools
+import math
 import random
 
 import numpy as np
 import pytest
 
+from jaxoffload import _native
 from jaxoffload.plan.alloc import place_intervals, placement
 
 
@@ -67,6 +69,50 @@ def test_very_many_buffers_take_the_skyline(monkeypatch):
     offsets = place_intervals(lower, upper, size, capacity)
     check(lower, upper, np.array(size), offsets, capacity)
     assert place_intervals(lower, upper, size, 2**20 - 1) is None
+
+
+def on_skyline(lower, upper, size, order, capacity):
+    """What skyline.cc does, as it can be read; empty once it is over the capacity."""
+    waiting = list(order)
+    line = [(min(lower), max(upper), 0)]
+    offsets = [0] * len(size)
+    while waiting:
+        at = min(range(len(line)), key=lambda k: line[k][2])
+        begin, end, height = line[at]
+        pick = next((k for k, i in enumerate(waiting) if lower[i] >= begin and upper[i] <= end), -1)
+        if pick < 0:
+            left = line[at - 1][2] if at else math.inf
+            right = line[at + 1][2] if at + 1 < len(line) else math.inf
+            first = line[at - 1][0] if left <= right else begin
+            last = line[at + 1][1] if right <= left else end
+            rest = (at - (left <= right), at + 1 + (right <= left))
+            line[rest[0] : rest[1]] = [(first, last, int(min(left, right)))]
+            continue
+        i = waiting.pop(pick)
+        offsets[i] = height
+        raised = height + size[i]
+        if raised > capacity:
+            return []
+        pieces = [(lower[i], upper[i], raised)]
+        if lower[i] > begin:
+            pieces.insert(0, (begin, lower[i], height))
+        if upper[i] < end:
+            pieces.append((upper[i], end, height))
+        line[at : at + 1] = pieces
+    return offsets
+
+
+def test_the_skyline_is_the_one_that_can_be_read():
+    for seed in range(200):
+        source = random.Random(seed)
+        count, moments = source.choice((1, 5, 40, 150)), source.choice((2, 10, 200))
+        lower = [source.randrange(moments) for _ in range(count)]
+        upper = [a + source.randint(1, source.choice((1, 5, moments))) for a in lower]
+        size = [source.choice((0, 1, 1, 7, 64)) for _ in range(count)]
+        order = source.sample(range(count), count)
+        for capacity in (sum(size), sum(size) // 2):
+            want = on_skyline(lower, upper, size, order, capacity)
+            assert _native.place_on_skyline(lower, upper, size, order, capacity) == want
 
 
 def test_what_cannot_fit_is_none_and_what_needs_no_place_gets_one():

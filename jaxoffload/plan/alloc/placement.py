@@ -2,9 +2,8 @@
 
 Takes live ranges and sizes; gives offsets, or None. A depth-first search in C++
 (custom_calls/planner/place_intervals.h) takes some milliseconds where there is a tenth of room.
-More buffers than it is made for are placed along a skyline, which tells for each moment the first
-free address: its lowest stretch takes the first buffer, by priority, that fits into its time; where
-none fits, the stretch is raised to its lower neighbour.
+More buffers than it is made for are placed along a skyline (skyline.h beside it), those that live
+long or are large first.
 """
 
 import math
@@ -80,45 +79,11 @@ def place_intervals(
     return offsets
 
 
-def _by_priority(
-    lower: list[int], upper: list[int], size: list[int], capacity: int
-) -> list[int] | None:
+def _by_priority(lower: list[int], upper: list[int], size: list[int], capacity: int) -> list[int]:
     for kind in _KINDS:
         priority = [kind(b - a, s) for a, b, s in zip(lower, upper, size, strict=True)]
-        offsets = _skyline(lower, upper, size, priority, capacity)
-        if offsets is not None:
+        order = sorted(range(len(size)), key=lambda i: -priority[i])
+        offsets = _native.place_on_skyline(lower, upper, size, order, capacity)
+        if offsets:
             return offsets
-    return None
-
-
-def _skyline(
-    lower: list[int], upper: list[int], size: list[int], priority: list[float], capacity: int
-) -> list[int] | None:
-    """Offsets of one placement; None once it is over the capacity."""
-    waiting = sorted(range(len(size)), key=lambda i: -priority[i])
-    line = [(min(lower), max(upper), 0)]
-    offsets = [0] * len(size)
-    while waiting:
-        at = min(range(len(line)), key=lambda k: line[k][2])
-        begin, end, height = line[at]
-        pick = next((k for k, i in enumerate(waiting) if lower[i] >= begin and upper[i] <= end), -1)
-        if pick < 0:
-            left = line[at - 1][2] if at else math.inf
-            right = line[at + 1][2] if at + 1 < len(line) else math.inf
-            first = line[at - 1][0] if left <= right else begin
-            last = line[at + 1][1] if right <= left else end
-            rest = (at - (left <= right), at + 1 + (right <= left))
-            line[rest[0] : rest[1]] = [(first, last, int(min(left, right)))]
-            continue
-        i = waiting.pop(pick)
-        offsets[i] = height
-        raised = height + size[i]
-        if raised > capacity:
-            return None
-        pieces = [(lower[i], upper[i], raised)]
-        if lower[i] > begin:
-            pieces.insert(0, (begin, lower[i], height))
-        if upper[i] < end:
-            pieces.append((upper[i], end, height))
-        line[at : at + 1] = pieces
-    return offsets
+    return []
