@@ -12,49 +12,91 @@
 namespace jaxoffload {
 namespace {
 
-constexpr int64_t kSmallest = std::numeric_limits<int64_t>::min();
 constexpr int64_t kLargest = std::numeric_limits<int64_t>::max();
 
-// Lifetimes in an order, as a tree over it: the first that is within a stretch of time.
+// Lifetimes as points (begin, end), each with its position in the order, in a k-d tree: the first
+// in the order that is within a stretch of time, in some square root of their number.
 class Lifetimes {
  public:
   Lifetimes(const std::vector<int64_t>& lower, const std::vector<int64_t>& upper,
-            const std::vector<int64_t>& order) {
-    while (num_leaves_ < order.size()) num_leaves_ *= 2;
-    latest_begin_.assign(2 * num_leaves_, kSmallest);
-    earliest_end_.assign(2 * num_leaves_, kLargest);
+            const std::vector<int64_t>& order)
+      : leaf_of_(order.size()) {
+    std::vector<Point> points;
     for (size_t k = 0; k < order.size(); ++k) {
-      latest_begin_[num_leaves_ + k] = lower[order[k]];
-      earliest_end_[num_leaves_ + k] = upper[order[k]];
+      points.push_back({lower[order[k]], upper[order[k]], static_cast<int64_t>(k)});
     }
-    for (size_t node = num_leaves_ - 1; node > 0; --node) Update(node);
+    nodes_.reserve(2 * points.size());
+    Build(points.begin(), points.end(), /*parent=*/-1, /*by_end=*/false);
   }
 
   // Its position in the order, taken out, or -1.
   int64_t Take(int64_t begin, int64_t end) {
-    const int64_t leaf = Find(1, begin, end);
-    if (leaf < 0) return -1;
-    latest_begin_[leaf] = kSmallest;
-    earliest_end_[leaf] = kLargest;
-    for (size_t node = leaf / 2; node > 0; node /= 2) Update(node);
-    return leaf - static_cast<int64_t>(num_leaves_);
+    int64_t found = kGone;
+    Find(0, begin, end, &found);
+    if (found == kGone) return -1;
+    int32_t node = leaf_of_[found];
+    nodes_[node].first = kGone;
+    while ((node = nodes_[node].parent) >= 0) {
+      nodes_[node].first =
+          std::min(nodes_[nodes_[node].left].first, nodes_[nodes_[node].right].first);
+    }
+    return found;
   }
 
  private:
-  void Update(size_t node) {
-    latest_begin_[node] = std::max(latest_begin_[2 * node], latest_begin_[2 * node + 1]);
-    earliest_end_[node] = std::min(earliest_end_[2 * node], earliest_end_[2 * node + 1]);
+  static constexpr int64_t kGone = std::numeric_limits<int64_t>::max();
+  struct Point {
+    int64_t begin, end, position;
+  };
+  using At = std::vector<Point>::iterator;
+  struct Node {
+    int64_t first;  // position of those under it that are still there
+    int64_t first_begin, last_begin, first_end, last_end;
+    int32_t parent, left, right;
+  };
+
+  int32_t Build(At from, At to, int32_t parent, bool by_end) {
+    const auto id = static_cast<int32_t>(nodes_.size());
+    nodes_.push_back(
+        {from->position, from->begin, from->begin, from->end, from->end, parent, -1, -1});
+    for (At at = from; at != to; ++at) {
+      Node& node = nodes_[id];
+      node.first = std::min(node.first, at->position);
+      node.first_begin = std::min(node.first_begin, at->begin);
+      node.last_begin = std::max(node.last_begin, at->begin);
+      node.first_end = std::min(node.first_end, at->end);
+      node.last_end = std::max(node.last_end, at->end);
+    }
+    if (to - from == 1) {
+      leaf_of_[from->position] = id;
+      return id;
+    }
+    const At middle = from + (to - from) / 2;
+    std::nth_element(from, middle, to, [by_end](const Point& a, const Point& b) {
+      return by_end ? a.end < b.end : a.begin < b.begin;
+    });
+    const int32_t left = Build(from, middle, id, !by_end);
+    const int32_t right = Build(middle, to, id, !by_end);
+    nodes_[id].left = left;
+    nodes_[id].right = right;
+    return id;
   }
 
-  int64_t Find(size_t node, int64_t begin, int64_t end) const {
-    if (latest_begin_[node] < begin || earliest_end_[node] > end) return -1;
-    if (node >= num_leaves_) return static_cast<int64_t>(node);
-    const int64_t found = Find(2 * node, begin, end);
-    return found >= 0 ? found : Find(2 * node + 1, begin, end);
+  void Find(int32_t id, int64_t begin, int64_t end, int64_t* found) const {
+    const Node& node = nodes_[id];
+    if (node.first >= *found || node.last_begin < begin || node.first_end > end) return;
+    if (node.first_begin >= begin && node.last_end <= end) {
+      *found = node.first;
+      return;
+    }
+    if (node.left < 0) return;
+    const bool is_left_first = nodes_[node.left].first < nodes_[node.right].first;
+    Find(is_left_first ? node.left : node.right, begin, end, found);
+    Find(is_left_first ? node.right : node.left, begin, end, found);
   }
 
-  size_t num_leaves_ = 1;
-  std::vector<int64_t> latest_begin_, earliest_end_;  // of the waiting leaves under each node
+  std::vector<int32_t> leaf_of_;  // of each position
+  std::vector<Node> nodes_;
 };
 
 // Stretches of time side by side, each with its first free offset.
@@ -131,7 +173,7 @@ void CheckLifetimes(const std::vector<int64_t>& lower, const std::vector<int64_t
                                   ", which is none, or named twice");
     }
     is_named[i] = true;
-    if (lower[i] == kSmallest || lower[i] >= upper[i] || size[i] < 0) {
+    if (lower[i] >= upper[i] || size[i] < 0) {
       throw std::invalid_argument("place_on_skyline: buffer " + std::to_string(i) + " lives in [" +
                                   std::to_string(lower[i]) + ", " + std::to_string(upper[i]) +
                                   ") and has " + std::to_string(size[i]) + " bytes");
