@@ -201,10 +201,11 @@ def test_state_in_host_memory_is_written_over_where_it_is(gpus, monkeypatch):
         np.testing.assert_allclose(got, leaf, rtol=1e-3, atol=1e-4)
     assert step.last_run.copied_outputs == 0
     leaves = jax.tree.leaves((weights, moments))
-    for number in (2, count):
+    for number, fault, said in ((2, "EXECUTE", "no memory for"), (count, "LATE", "kernel failed")):
         assert not any(leaf.is_deleted() for leaf in leaves)
-        monkeypatch.setenv("FAKE_CUDA_FAIL_LATE", str(fake.count("num_executions") + number))
-        with pytest.raises(jo.RunError, match="the fake kernel failed"):
+        failing = str(fake.count("num_executions") + number)
+        monkeypatch.setenv(f"FAKE_CUDA_FAIL_{fault}", failing)
+        with pytest.raises(jo.RunError, match=said):
             step(weights, moments, x)
     lost = [leaf for leaf in leaves if leaf.is_deleted()]
     assert lost and all(any(p.is_deleted() for p in leaf.parts) for leaf in lost)
