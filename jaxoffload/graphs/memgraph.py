@@ -13,6 +13,7 @@ Vertices are numbered in an order that respects every edge.
 
 import dataclasses
 import enum
+import functools
 
 import numpy as np
 
@@ -74,6 +75,19 @@ class Space(enum.IntEnum):
     """The host tier's arena (index 0)."""
     DISK = 4
     """The plan's own extent on disk (index 0). Arguments and results on disk keep their spaces."""
+
+
+def is_one_of(kind: np.ndarray, kinds: tuple[Kind, ...]) -> np.ndarray:
+    """Whether each vertex, by its Kind, is of one of these: `np.isin`, in a tenth of its time for a
+    small graph."""
+    return _table_of(kinds)[kind]
+
+
+@functools.cache
+def _table_of(kinds: tuple[Kind, ...]) -> np.ndarray:
+    found = np.zeros(len(Kind), dtype=bool)
+    found[list(kinds)] = True
+    return found
 
 
 class EdgeKind(enum.IntEnum):
@@ -190,7 +204,7 @@ class MemGraph:
         graph, found = self.taskgraph, np.zeros(self.num_vertices, dtype=bool)
         if not (graph.device_arguments or graph.device_results):
             return found
-        copies = np.flatnonzero(np.isin(self.kind, (Kind.RELOAD, Kind.OFFLOAD)))
+        copies = np.flatnonzero(is_one_of(self.kind, (Kind.RELOAD, Kind.OFFLOAD)))
         far = self.out_of_reach()
         read = self.inputs[self.input_offsets[copies]]
         made = self.outputs[self.output_offsets[copies]]
@@ -229,7 +243,7 @@ class MemGraph:
     def moved_bytes(self, *kinds: Kind) -> int:
         """Bytes that all vertices of some copying kinds move in a run that finds the residents in
         their places."""
-        chosen = np.flatnonzero(np.isin(self.kind, kinds) & ~self.idle())
+        chosen = np.flatnonzero(is_one_of(self.kind, kinds) & ~self.idle())
         return int(self.version_bytes()[self.inputs[self.input_offsets[chosen]]].sum())
 
     def describe(self, vertex_id: int) -> str:

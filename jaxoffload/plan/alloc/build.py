@@ -144,6 +144,8 @@ def build_memgraph(
             enough.append(plan.host_bytes())
     if not plans:
         raise _no_room(graph, refused[0], host_memory, disk, min(enough, default=0))
+    if len(plans) == 1:
+        return plans[0]
     return min(plans, key=lambda plan: plan.moved_bytes(*COPIES))
 
 
@@ -180,8 +182,10 @@ def _refuse_if_too_small(graph: TaskGraph, budgets: list[int]) -> None:
 
 
 def _refuse_if_host_too_small(graph: TaskGraph, host_memory: int | None, disk: bool) -> None:
+    if host_memory is None:
+        return
     least, tensor_id = min_host_memory(graph, disk)
-    if host_memory is None or host_memory >= least:
+    if host_memory >= least:
         return
     tensor = graph.tensors[tensor_id]
     source = f" at {tensor.source}" if tensor.source else ""

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxoffload import _native
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
+from jaxoffload.graphs.memo import once_a_graph
 from jaxoffload.graphs.taskgraph import MOVES_ROWS, TaskGraph, Tensor
 
 
@@ -84,6 +85,7 @@ def most_workspace(graph: TaskGraph) -> int:
     return max(reserved_workspace(graph, num_devices(graph)))
 
 
+@once_a_graph
 def num_devices(graph: TaskGraph) -> int:
     """One more than the highest device that the graph names."""
     columns = graph.columns
@@ -120,6 +122,7 @@ def min_budget(graph: TaskGraph) -> tuple[int, int]:
     return max(min_budgets(graph), key=lambda found: found[0], default=(0, 0))
 
 
+@once_a_graph
 def min_budgets(graph: TaskGraph) -> list[tuple[int, int]]:
     """The same for each device by itself."""
     need = working_sets(graph)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxoffload.graphs.memgraph import Kind, MemGraph
+from jaxoffload.graphs.memo import once_a_graph
 from jaxoffload.graphs.taskgraph import TaskGraph, VertexKind
 
 
@@ -120,20 +121,19 @@ class Machine:
 
     def task_seconds(self, graph: TaskGraph) -> np.ndarray:
         """Time of each vertex of a TaskGraph, float64; of one without vertices [0]."""
-        tasks = graph.vertices
-        known = np.array([bool(v.flops or v.traffic) for v in tasks] or [False])
-        flops = np.array([v.flops for v in tasks] or [0.0])
-        traffic = np.array([v.traffic for v in tasks] or [0.0])
-        on_host = graph.columns.kind == VertexKind.HOST_KERNEL if tasks else np.array([False])
+        flops, traffic, given = _work(graph)
+        known = (flops != 0) | (traffic != 0)
+        kind = graph.columns.kind if graph.vertices else np.array([VertexKind.KERNEL])
         work = np.where(
-            on_host, self.host_seconds(flops, traffic), self.kernel_seconds(flops, traffic)
+            kind == VertexKind.HOST_KERNEL,
+            self.host_seconds(flops, traffic),
+            self.kernel_seconds(flops, traffic),
         )
-        given = np.array([v.seconds for v in tasks] or [0.0])
         found = np.where(known, work + self.launch, given)
         ways = {VertexKind.LOAD_ROWS: self.disk_read, VertexKind.STORE_ROWS: self.disk_write}
-        for i, vertex in enumerate(tasks):
-            if known[i] and vertex.kind in ways:
-                found[i] = ways[vertex.kind].seconds(traffic[i])
+        for by_rows, link in ways.items():
+            chosen = known & (kind == by_rows)
+            found[chosen] = link.seconds(traffic[chosen])
         return found
 
     def work_seconds(self, graph: TaskGraph) -> float:
@@ -166,7 +166,10 @@ class Machine:
             Kind.PEER_RELOAD: self.peer,
         }
         sizes = memgraph.version_bytes()
+        counts = np.bincount(memgraph.kind, minlength=len(Kind))
         for kind, link in ways.items():
+            if not counts[kind]:
+                continue
             chosen = np.flatnonzero(memgraph.kind == kind)
             first = memgraph.inputs[memgraph.input_offsets[chosen]]
             seconds[chosen] = link.seconds(sizes[first])
@@ -274,6 +277,16 @@ _GPUS = {
     "P100": P100_SERVER,
 }
 """Models of one device by a word of the name that its driver gives it."""
+
+
+@once_a_graph
+def _work(graph: TaskGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Operations, bytes of traffic, and seconds as given, of each vertex; of a graph without
+    vertices [0]."""
+    tasks = graph.vertices
+    columns = ([v.flops for v in tasks], [v.traffic for v in tasks], [v.seconds for v in tasks])
+    flops, traffic, given = (np.array(column or [0.0], dtype=np.float64) for column in columns)
+    return flops, traffic, given
 
 
 def gpu(device_kind: str, device_bytes: int | None = None) -> Machine:

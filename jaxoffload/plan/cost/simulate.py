@@ -13,7 +13,7 @@ import dataclasses
 import numpy as np
 
 from jaxoffload import policies
-from jaxoffload.graphs.memgraph import Kind, MemGraph
+from jaxoffload.graphs.memgraph import Kind, MemGraph, is_one_of
 from jaxoffload.plan.cost.machines import SMALL_SERVER, Machine
 from jaxoffload.plan.cost.priority import floats, successors
 
@@ -77,11 +77,11 @@ def lanes_of(
     kind = np.where(kind == Kind.INPUT, int(Kind.KERNEL), kind)
     kind = np.where(kind == Kind.LOAD_ROWS, int(Kind.LOAD), kind)
     kind = np.where(kind == Kind.STORE_ROWS, int(Kind.STORE), kind)
-    device = np.where(np.isin(kind, (Kind.LOAD, Kind.STORE, Kind.HOST_KERNEL)), 0, device)
+    device = np.where(is_one_of(kind, (Kind.LOAD, Kind.STORE, Kind.HOST_KERNEL)), 0, device)
     if machine is not None:
         if machine.is_host:
             kind = np.where(kind == Kind.HOST_KERNEL, int(Kind.KERNEL), kind)
-        copies = np.isin(kind, (Kind.RELOAD, Kind.OFFLOAD))
+        copies = is_one_of(kind, (Kind.RELOAD, Kind.OFFLOAD))
         if machine.links is not None:
             device = np.where(copies, device % machine.links, device)
         if not machine.duplex:
