@@ -55,7 +55,10 @@ class Captured:
     @functools.cached_property
     def workspace(self) -> list[int]:
         """Bytes that each vertex takes, as far as can be told before it is compiled."""
-        return list(map(estimated_workspace, self.clusters))
+        return [
+            estimated_workspace(cluster, {write for _, write in vertex.overwrites})
+            for vertex, cluster in zip(self.taskgraph.vertices, self.clusters, strict=True)
+        ]
 
     @functools.cached_property
     def with_kernels(self) -> "Captured":

@@ -3,7 +3,8 @@
 XLA's own figure is known once a kernel is compiled; plans rely on that alone.
 """
 
-from collections.abc import Sequence
+import collections
+from collections.abc import Collection, Sequence
 
 from jaxoffload.capture import operations
 from jaxoffload.capture.cluster import Cluster
@@ -11,12 +12,25 @@ from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.operations import is_view
 
 
-def estimated_workspace(cluster: Cluster) -> int:
+def estimated_workspace(cluster: Cluster, overwriting: Collection[int] = ()) -> int:
     """Bytes of what one vertex holds beside its operands and results: values that XLA does not
-    fuse away, while they are needed, and of a loop over tiles one tile of all."""
+    fuse away, while they are needed, and of a loop over tiles one tile of all.
+
+    Args:
+      overwriting: positions of the results that are written over operands.
+    """
     outputs = set(cluster.outputs)
     last: dict[Value, int] = {}
+    # A result of its own memory has it until it is made.
+    spare = collections.Counter(
+        v.num_bytes() for i, v in enumerate(cluster.outputs) if i not in overwriting
+    )
     unfused: set[Value] = set()
+    for v in _computed_once(cluster):
+        if spare[v.num_bytes()]:
+            spare[v.num_bytes()] -= 1
+        else:
+            unfused.add(v)
     for i, equation in enumerate(cluster.equations):
         view = is_view(equation)
         fuses = view or _fuses(equation)
@@ -36,6 +50,35 @@ def estimated_workspace(cluster: Cluster) -> int:
         most = max(most, held + _inside(equation))
         held -= free.pop(i, 0)
     return most
+
+
+_LONG_TO_COMPUTE = frozenset(
+    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh div erf erf_inv erfc exp exp2 expm1 "
+    "lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh".split()
+)
+"""Elementwise operations that XLA does once, and not in each loop that reads what they make."""
+
+
+def _computed_once(cluster: Cluster) -> list[Value]:
+    """Values that are made by such an operation and read by more than one loop: one ends where a
+    sum does, or a result of the vertex."""
+    results = set(cluster.outputs)
+    loops: dict[Value, set[object]] = {}  # that read each value, two of them if there are more
+    found = []
+    for equation in reversed(cluster.equations):
+        (output,) = equation.outputs if len(equation.outputs) == 1 else (None,)
+        own: set[object] = {equation}
+        if output is not None and (operations.of(equation).is_elementwise or is_view(equation)):
+            own = loops.get(output, set())
+            is_long = equation.operation.name in _LONG_TO_COMPUTE
+            if output in results or (is_long and len(own) > 1):
+                if output not in results:
+                    found.append(output)
+                own = {equation}
+        for v in equation.values():
+            read = loops.setdefault(v, set())
+            read.update(list(own - read)[: 2 - len(read)])
+    return found
 
 
 def _fuses(equation: Equation) -> bool:
