@@ -14,6 +14,7 @@ from jaxoffload.compile.cache import ExecutableCache
 from jaxoffload.compile.compilers import JaxCompiler, WithHost
 from jaxoffload.runtime import backends
 from tests.cuda.test_functions import state_and_batch, train_step
+from tests.cuda.test_near import check_use_in_place
 from tests.devices.programs import STEPS
 from tests.transform import test_memory_spaces as spaces
 from tests.transform import test_small_dtypes as small
@@ -144,6 +145,11 @@ def test_weights_in_host_memory_are_no_operands_under_jit():
         device_memory="300KiB", vertex_memory=1,
     )  # fmt: skip
     assert_equal(step(kept, batch), jax.jit(lambda x: step(kept, x))(batch))
+
+
+@pytest.mark.parametrize("is_donated", [False, True])
+def test_what_is_on_the_gpu_is_read_and_written_there(is_donated):
+    check_use_in_place(is_donated)
 
 
 def test_results_are_committed_as_under_jit():
