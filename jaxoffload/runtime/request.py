@@ -102,7 +102,9 @@ class Request:
         """Arguments and results, of all devices, that are neither on disk nor in host memory: of a
         device that has memory of its own the host's cores do not reach them."""
         below = self.disk_arguments | self.host_arguments
-        after = {j for i, j in self.donated if i in below} | self.host_results
+        after: Set[int] = {j for i, j in self.donated if i in below} | self.host_results
+        if self.options.results == "host":
+            after = frozenset(range(len(self.jaxpr.out_avals)))
 
         def others(count: int, lower: Set[int]) -> frozenset[int]:
             return self.of_all(i for i in range(count) if i not in lower)
@@ -154,25 +156,28 @@ def make_request(
       donated: for each argument.
       tiers: for each argument "host", "disk" or "".
       argument_names: see Request.
-      has_spaces: whether arguments and results are where JAX's memory spaces have them, as in
-        calls outside of `jax.jit`.
+      has_spaces: whether results are to be where JAX's memory spaces have them, as in calls outside
+        of `jax.jit`.
       in_numpys: arguments in NumPy's memory, where the device has memory of its own: results take
         none of it.
     """
     numpys = frozenset(in_numpys)
-    may_pair = [d and i not in numpys for i, d in enumerate(donated)]
+    # Results in host memory take that of arguments in a lower tier alone.
+    to_host = options.results == "host"
+    may_pair = [
+        d and i not in numpys and not (to_host and not any(tiers[i : i + 1]))
+        for i, d in enumerate(donated)
+    ]
     pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, may_pair)
     disk, host = (
         frozenset(i for i, tier in enumerate(tiers) if tier == each) for each in ("disk", "host")
     )
-    wanted: frozenset[int] = frozenset()
-    if has_spaces:
-        arguments, wanted = (
-            frozenset(i for i, aval in enumerate(avals) if compat.is_in_host_space(aval))
-            for avals in (jaxpr.in_avals, jaxpr.out_avals)
-        )
-        host |= arguments
-    host |= numpys
+    there, wanted = (
+        frozenset(i for i, aval in enumerate(avals) if compat.is_in_host_space(aval))
+        for avals in (jaxpr.in_avals, jaxpr.out_avals)
+    )
+    wanted = wanted if has_spaces else frozenset()
+    host |= there | numpys
     paired = {i for i, _ in pairs}
     lasting = frozenset(
         i

@@ -61,6 +61,30 @@ def test_what_is_on_the_gpu_is_read_and_written_there(gpu, is_donated, monkeypat
     assert not any(isinstance(array, np.ndarray) for array in whole)
 
 
+@pytest.mark.parametrize("donated", [(), (1,)])
+def test_results_in_host_memory_come_down(gpu, donated):
+    """No kernel writes there, nor over what was given."""
+
+    def step(x, weights):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x, [w * 0.5 for w in weights]
+
+    x, weights = jnp.ones((64, 64)), [jnp.full((64, 64), float(i)) for i in range(4)]
+    want = jax.tree.map(np.asarray, jax.jit(step)(x, weights))
+    offloaded = jo.offload(
+        step, device_memory=3 * x.nbytes, cut="always", results="host", donate_argnums=donated
+    )
+    got = offloaded(x, weights)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert all(isinstance(leaf, jo.HostArray) for leaf in jax.tree.leaves(got))
+    assert all(w.is_deleted() for w in weights) == bool(donated)
+    graph = offloaded.last_run.memgraph
+    assert not (graph.space[graph.outputs[written_by(graph, Kind.KERNEL)]] == Space.RESULT).any()
+    assert copied(graph, Kind.OFFLOAD) == {j: x.nbytes for j in range(5)}
+    assert not graph.stays_on_device().any()  # they cross the link, and are priced so
+
+
 @pytest.mark.parametrize("at", [jnp.asarray, np.asarray])
 def test_what_a_function_closes_over_is_read_where_it_is(gpu, at):
     """On the GPU, or in host memory; by the host's cores too, which do not reach the GPU's."""
@@ -86,3 +110,9 @@ def read_on(graph, kind):
     """Entries of `inputs` of vertices of a kind."""
     reader = np.repeat(np.arange(graph.num_vertices), np.diff(graph.input_offsets))
     return np.flatnonzero(graph.kind[reader] == kind)
+
+
+def written_by(graph, kind):
+    """Entries of `outputs` of vertices of a kind."""
+    writer = np.repeat(np.arange(graph.num_vertices), np.diff(graph.output_offsets))
+    return np.flatnonzero(graph.kind[writer] == kind)
