@@ -52,26 +52,19 @@ def estimated_workspace(cluster: Cluster, overwriting: Collection[int] = ()) -> 
     return most
 
 
-_LONG_TO_COMPUTE = frozenset(
-    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh div erf erf_inv erfc exp exp2 expm1 "
-    "lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh".split()
-)
-"""Elementwise operations that XLA does once, and not in each loop that reads what they make."""
-
-
 def _computed_once(cluster: Cluster) -> list[Value]:
-    """Values that are made by such an operation and read by more than one loop: one ends where a
-    sum does, or a result of the vertex."""
+    """Values that XLA computes once, and not in each loop that reads them: they are not cheap, and
+    read by more than one. A loop ends where a sum does, or a result of the vertex."""
     results = set(cluster.outputs)
     loops: dict[Value, set[object]] = {}  # that read each value, two of them if there are more
     found = []
     for equation in reversed(cluster.equations):
         (output,) = equation.outputs if len(equation.outputs) == 1 else (None,)
         own: set[object] = {equation}
-        if output is not None and (operations.of(equation).is_elementwise or is_view(equation)):
+        known = operations.of(equation)
+        if output is not None and (known.is_elementwise or is_view(equation)):
             own = loops.get(output, set())
-            is_long = equation.operation.name in _LONG_TO_COMPUTE
-            if output in results or (is_long and len(own) > 1):
+            if output in results or (not known.is_cheap and len(own) > 1):
                 if output not in results:
                     found.append(output)
                 own = {equation}

@@ -162,16 +162,14 @@ def make_request(
         none of it.
     """
     numpys = frozenset(in_numpys)
-    # Results in host memory take that of arguments in a lower tier alone.
-    to_host = options.results == "host"
-    may_pair = [
-        d and i not in numpys and not (to_host and not any(tiers[i : i + 1]))
-        for i, d in enumerate(donated)
-    ]
-    pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, may_pair)
     disk, host = (
         frozenset(i for i, tier in enumerate(tiers) if tier == each) for each in ("disk", "host")
     )
+    giving = {i for i, is_donated in enumerate(donated) if is_donated} - numpys
+    if options.results == "host":  # they take the memory of arguments in a lower tier alone
+        giving &= disk | host
+    may = [i in giving for i in range(len(donated))]
+    pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, may)
     there, wanted = (
         frozenset(i for i, aval in enumerate(avals) if compat.is_in_host_space(aval))
         for avals in (jaxpr.in_avals, jaxpr.out_avals)
