@@ -81,6 +81,7 @@ from jaxoffload._jax_compat.rules import (
 )
 from jaxoffload._jax_compat.tracing import (
     at_line_of,
+    context_mesh,
     hide_frames_of,
     in_manual_region,
     is_jit_disabled,

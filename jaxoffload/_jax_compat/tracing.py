@@ -8,6 +8,7 @@ import jax
 from jax._src import api_util as _api_util
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
 
@@ -93,6 +94,13 @@ def is_tracing() -> bool:
 def trace_context() -> Any:
     """All settings of JAX on which tracing and lowering depend, hashable: jit's own key."""
     return _config.trace_context()
+
+
+def context_mesh() -> Any:
+    """The mesh that `jax.set_mesh` has set, with its devices, under `jit` as well; None: none, or
+    one of a single device. It is no part of `trace_context`, which knows its axes alone."""
+    mesh = _mesh.get_concrete_mesh()
+    return None if mesh is None or mesh.size <= 1 else mesh
 
 
 def optimizes_little() -> bool:

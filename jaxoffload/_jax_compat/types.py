@@ -159,9 +159,10 @@ def shape_struct(shape: Any, dtype: Any, weak: bool, where: Any) -> Any:
 def sharding_in_type(array: Any) -> Any:
     """How an array, or what has its shape, is spread, where that is part of its type: over axes of
     a mesh that are explicit; `jax.memory.Space.Host` of one in host memory. None elsewhere."""
-    sharding = getattr(array, "sharding", None)
+    of = array.aval if isinstance(array, Tracer) else array
+    sharding = getattr(of, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
-    if isinstance(array, Tracer) or mesh is None or mesh.size == 1:
+    if mesh is None or mesh.size == 1:
         return jax.memory.Space.Host if is_in_host_space(array) else None
     explicit = jax.sharding.AxisType.Explicit
     return sharding if explicit in mesh.axis_types else None

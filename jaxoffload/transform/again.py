@@ -37,11 +37,12 @@ class Again:
       has_numpys: whether some leaf is an array of NumPy's.
     """
 
-    __slots__ = ("_context", "_looks", "_tree", "device", "has_numpys", "program")
+    __slots__ = ("_context", "_looks", "_mesh", "_tree", "device", "has_numpys", "program")
 
     def __init__(self, program: Program, call: Call, device: Any):
         self.program, self.device = program, device
         self._tree, self._context = call.signature.tree, compat.trace_context()
+        self._mesh = compat.context_mesh()
         self._looks = _native.Looks(call.leaves, _ATTRIBUTES)
         self.has_numpys = any(type(leaf) is np.ndarray for leaf in call.leaves)
 
@@ -52,6 +53,7 @@ class Again:
             tree == self._tree
             and self._looks.match(leaves)
             and compat.trace_context() == self._context
+            and compat.context_mesh() == self._mesh
             and not compat.is_tracing()
             and not (self.has_numpys and compat.refuses_transfers_to_device())
         )

@@ -60,8 +60,7 @@ def with_cuts(call: Call, wanted: Any = None) -> Call | None:
       wanted: the mesh over which the function itself spreads work, or None.
     """
     found: list[PartitionSpec] = []
-    context = jax.sharding.get_mesh()
-    first: Any = context if not context.empty and context.size > 1 else None
+    first = compat.context_mesh()
     for leaf in call.leaves:
         sharding = None if isinstance(leaf, np.ndarray) else getattr(leaf, "sharding", None)
         if sharding is None or len(sharding.device_set) == 1:

@@ -316,7 +316,7 @@ class Offloaded:
 
     def _program_of(self, call: Call, traced: Traced | None = None) -> Program:
         backend = backends.current_name()
-        key = call.signature.key(compat.trace_context(), backend)
+        key = call.signature.key(compat.trace_context(), compat.context_mesh(), backend)
         program = self._programs.get(key)
         if program is None:
             backends.prepare(backend)

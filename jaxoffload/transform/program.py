@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.parts import has_loops
@@ -92,7 +93,8 @@ class Program:
         self._refusal: CaptureError | None = None
         if is_over_devices:
             try:
-                cut = [s for s in (*signature.shardings, *signature.cuts) if hasattr(s, "mesh")]
+                cut = [getattr(s, "mesh", None) for s in (*signature.shardings, *signature.cuts)]
+                meshes = [m for m in (*cut, compat.context_mesh()) if isinstance(m, Mesh)]
                 in_specs = [s.spec for s in signature.cuts] or None
                 jaxpr = self.traced.jaxpr
                 pairs = (
@@ -100,7 +102,7 @@ class Program:
                     if in_specs
                     else ()
                 )
-                self._spread = spread(jaxpr, [s.mesh for s in cut], in_specs, pairs)
+                self._spread = spread(jaxpr, meshes, in_specs, pairs)
             except CaptureError as error:
                 self._refusal = error  # unless it runs whole
         self._shards: Shards | None = None
