@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.interpreters import ad, mlir
+from jax.interpreters import mlir
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
@@ -44,12 +44,11 @@ class Asked:
         return f"Asked({self.request.name})"
 
 
-def call_of_all(leaves: Sequence[Any], made: Spread, request: Request, derived: Link) -> list[Any]:
+def call_of_all(leaves: Sequence[Any], made: Spread, asked: Asked, derived: Link) -> list[Any]:
     """Applies a function over several devices to tracers.
 
     Args:
       leaves: its arguments, of all devices together.
-      request: what is planned for direct calls.
       derived: keeps the plan.
 
     Raises:
@@ -58,21 +57,17 @@ def call_of_all(leaves: Sequence[Any], made: Spread, request: Request, derived: 
     here = set(jax.local_devices())
     if not here.issuperset(made.mesh.devices.flat):
         raise CaptureError(
-            f"offload({request.name}) is over devices of other processes. Offload what each device "
-            "computes between collectives: jax.shard_map(offload(f), ...)."
+            f"offload({asked.request.name}) is over devices of other processes. Offload what each "
+            "device computes between collectives: jax.shard_map(offload(f), ...)."
         )
-    part = call_of_each(made, Asked(request, made.devices), derived)
-
-    # Eager transformations come here with arrays, for which there is no such call.
+    part = call_of_each(made, asked, derived)
     return list(
-        jax.jit(
-            jax.shard_map(
-                part,
-                mesh=made.mesh,
-                in_specs=made.in_specs,
-                out_specs=list(made.out_specs),
-                check_vma=False,
-            )
+        jax.shard_map(
+            part,
+            mesh=made.mesh,
+            in_specs=made.in_specs,
+            out_specs=list(made.out_specs),
+            check_vma=False,
         )(*leaves)
     )
 
@@ -148,25 +143,3 @@ def _refuse_on_gpus(context: Any, *operands: Any, asked: Asked, derived: Link) -
 
 mlir.register_lowering(offload_devices_p, _lower, platform="cpu", cacheable=False)
 mlir.register_lowering(offload_devices_p, _refuse_on_gpus, platform="gpu", cacheable=False)
-
-
-def _refuse(asked: Asked, what: str, instead: str) -> Any:
-    name = asked.request.name
-    raise CaptureError(
-        f"offload({name}) is over several devices, and is {what} from outside. Put the offload "
-        f"around all of it: {instead}."
-    )
-
-
-def _jvp(primals: Any, tangents: Any, *, asked: Asked, derived: Link) -> Any:
-    return _refuse(asked, "differentiated", "offload(jax.value_and_grad(f))")
-
-
-def _batch(axis: Any, operands: Any, dims: Any, *, asked: Asked, derived: Link) -> Any:
-    return _refuse(asked, "batched", "offload(jax.vmap(f))")
-
-
-def register() -> None:
-    """Tells JAX of these rules."""
-    ad.primitive_jvps[offload_devices_p] = _jvp
-    compat.register_batcher(offload_devices_p, _batch)

@@ -7,7 +7,7 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload.options import make_options
 from jaxoffload.policies import LaunchPolicy
 from jaxoffload.runtime.profile import Profile
-from jaxoffload.transform import devices_call, partitioned, rules
+from jaxoffload.transform import partitioned, rules
 from jaxoffload.transform.offloaded import Offloaded
 from jaxoffload.transform.signature import ArgumentSpec
 
@@ -135,7 +135,6 @@ def offload(
     return decorate if function is None else decorate(function)
 
 
-devices_call.register()
 partitioned.register()
 rules.register()
 compat.hide_frames_of(__file__)

@@ -131,9 +131,8 @@ class Offloaded:
             if whole is not None:
                 more = program.traced.captured_words()
                 flat = whole.inline(*program.as_given(call.leaves), *more)
-            elif program.is_over_devices:
-                flat = program.in_call_of_devices(call.leaves)
             else:
+                program.check_below(call.leaves)
                 leaves = [*call.leaves, *program.traced.captured_words()]
                 flat = bind(leaves, program.traced.jaxpr, **program.params())
         else:

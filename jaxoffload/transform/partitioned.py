@@ -1,9 +1,10 @@
-"""Calls inside `jax.jit` whose arguments are spread over a mesh: planned as XLA cuts them.
+"""Calls over several devices inside `jax.jit` and other transformations.
 
-Takes a call that is lowered for several devices. While a program is traced and lowered nobody knows
-how its arrays are cut; XLA's partitioner does, and asks what each device has to do. What is planned
-then is the function over several devices (capture/spread.py), as for direct calls, and each
-device's program has its part of the one custom call (devices_call.py).
+Takes a call that is lowered for several devices. Where a function has shard_maps, they say how its
+arrays are cut. Of another nobody knows while a program is traced and lowered; XLA's partitioner
+does, and asks what each device has to do. What is planned then is the function over several devices
+(capture/spread.py), as for direct calls, and each device's program has its part of the one custom
+call (devices_call.py).
 """
 
 import dataclasses
@@ -23,22 +24,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.collectives import Axes
 from jaxoffload.capture.placing import Spec
-from jaxoffload.capture.spread import Spread, partition, spread, wanted_mesh
+from jaxoffload.capture.spread import Spread, is_spread, partition, spread, wanted_mesh
 from jaxoffload.capture.spread_factors import likenesses
 from jaxoffload.capture.spread_hints import part_of, spec_of
 from jaxoffload.errors import CaptureError
 from jaxoffload.runtime.request import pair_donated
 from jaxoffload.search.whole import Whole, is_always_cut, may_run_whole
-from jaxoffload.transform.devices_call import Asked, call_of_each
+from jaxoffload.transform.devices_call import Asked, call_of_all, call_of_each
 from jaxoffload.transform.held import Held
-from jaxoffload.transform.primitive import lower, offload_p
+from jaxoffload.transform.primitive import evaluate, lower, offload_p
 from jaxoffload.transform.shards import options_of_each, request_of_each
 from jaxoffload.transform.targets import kept_by
 
 
-def _lower(context: Any, *operands: Any, **params: Any) -> Any:
-    if not _is_over_devices(context, params):
-        return lower("cpu", context, *operands, **params)
+def _lower(backend_name: str, context: Any, *operands: Any, **params: Any) -> Any:
+    if not (compat.is_export(context) or compat.is_lowering_kernels()):
+        call = _as_written(params)
+        if call is not None:
+            return mlir.lower_fun(call, multiple_results=True)(context, *operands)
+    if backend_name != "cpu" or not _is_over_devices(context, params):
+        return lower(backend_name, context, *operands, **params)
     kept: list[Any] = []  # by the program
     compat.keep_alive(context, Held(params["name"], kept))
     call = custom_partitioning(lambda *operands: offload_p.bind(*operands, **params))
@@ -50,6 +55,46 @@ def _lower(context: Any, *operands: Any, **params: Any) -> Any:
 
     call.def_partition(parts, sharding_rule=_rule(params))
     return compat.lower_partitioned(context, call, *operands)
+
+
+def _as_written(params: dict[str, Any]) -> Callable[..., list[Any]] | None:
+    """The call on all devices of a function whose shard_maps say how they take its arguments; None
+    where there are none, or nobody knows what each device does."""
+    jaxpr, derived = params["jaxpr"], params["derived"]
+    if not is_spread(jaxpr) or params["tier_leaves"]:
+        return None
+    mesh = compat.context_mesh()
+
+    def make() -> tuple[Any, Callable[..., list[Any]] | None]:
+        try:
+            made = spread(jaxpr, [] if mesh is None else [mesh])
+        except CaptureError:
+            return jaxpr, None
+        asked = _asked(params, made)
+        return jaxpr, jax.jit(lambda *leaves: call_of_all(leaves, made, asked, derived))
+
+    # The jaxpr is kept, and so its id.
+    key = ("as written", id(jaxpr), mesh, params["donated"], params["options"])
+    return derived.get().plans.get(key, make)[1]
+
+
+def _evaluate(*operands: Any, **params: Any) -> list[Any]:
+    """What an eager transformation makes of a call."""
+    params["donated"] = (False,) * len(params["donated"])
+    call = _as_written(params)
+    if call is None and not params["tier_leaves"] and _are_spread(operands):
+        jaxpr = params["jaxpr"]
+        key = ("partitioned", id(jaxpr), params["options"])
+        make = lambda: (jaxpr, jax.jit(functools.partial(offload_p.bind, **params)))  # noqa: E731
+        call = params["derived"].get().plans.get(key, make)[1]
+    return evaluate(*operands, **params) if call is None else list(call(*operands))
+
+
+def _are_spread(operands: Sequence[Any]) -> bool:
+    """Whether arrays, or what `jax.set_mesh` has set, are of several devices."""
+    return compat.context_mesh() is not None or any(
+        isinstance(x, jax.Array) and len(x.sharding.device_set) > 1 for x in operands
+    )
 
 
 def _is_over_devices(context: Any, params: dict[str, Any]) -> bool:
@@ -202,6 +247,10 @@ def _specs(shapes: Sequence[Any], mesh: Any) -> list[Spec]:
 
 def register() -> None:
     """Tells JAX of it."""
+    offload_p.def_impl(_evaluate)
     compat.needs_devices_to_be_lowered(offload_p)
     mlir.register_lowering(part_p, _lower_part, platform="cpu", cacheable=False)
-    mlir.register_lowering(offload_p, _lower, platform="cpu", cacheable=False)
+    for name in ("cpu", "cuda"):
+        mlir.register_lowering(
+            offload_p, functools.partial(_lower, name), platform=name, cacheable=False
+        )

@@ -6,7 +6,6 @@ transformations make of it is in rules.py.
 
 import bisect
 import dataclasses
-import functools
 import math
 import weakref
 from collections.abc import Sequence
@@ -314,8 +313,8 @@ def _plan_of_part(
     return found
 
 
-@offload_p.def_impl
-def _impl(*operands: Any, **params: Any) -> list[Any]:
+def evaluate(*operands: Any, **params: Any) -> list[Any]:
+    """What an eager transformation makes of a call, on one device."""
     leaves = leaves_of(operands, params["tier_leaves"])
     backend = backends.current()
     plan = _plan({**params, "donated": (False,) * len(leaves)}, backend)
@@ -379,9 +378,6 @@ def _lower_elsewhere(context: Any, *operands: Any, **params: Any) -> Any:
 
 
 mlir.register_lowering(offload_p, _lower_elsewhere)
-mlir.register_lowering(
-    offload_p, functools.partial(lower, "cuda"), platform="cuda", cacheable=False
-)
 
 
 def in_plain_jax(params: dict[str, Any]) -> Any:

@@ -41,7 +41,6 @@ from jaxoffload.search.whole import (
     whole_or_refused,
 )
 from jaxoffload.transform import queued
-from jaxoffload.transform.devices_call import call_of_all
 from jaxoffload.transform.loops import LoopPlan, sweeps_of
 from jaxoffload.transform.primitive import Derived, plan_request
 from jaxoffload.transform.queued import QueuedCalls
@@ -172,26 +171,19 @@ class Program:
         """Whether it is planned for several devices together."""
         return self._spread is not None
 
-    def in_call_of_devices(self, leaves: Sequence[Any]) -> list[Any]:
-        """The call of a function over several devices inside `jax.jit`.
+    def check_below(self, leaves: Sequence[Any]) -> None:
+        """Looks at the arguments of a call inside a transformation.
 
         Raises:
-          CaptureError: it closes over what is traced, or is over devices of other processes.
-          ValueError: an argument is in a lower tier.
+          ValueError: it is over several devices, and one is in a lower tier.
         """
-        if self.traced.captured or self._spread is None:
-            raise CaptureError(
-                f"offload({self._name}) is over several devices, and closes over values of the "
-                "jax.jit or other transformation around it. Pass them as arguments."
+        below = [leaf for leaf in leaves if isinstance(leaf, TierArray)]
+        if below and self.is_over_devices:
+            raise ValueError(
+                f"offload({self._name}) is over several devices, and an argument inside "
+                f"jax.jit is {below[0]!r}, which XLA cannot divide among them. Pass a NumPy array "
+                "or a jax.Array, or call it outside of jax.jit."
             )
-        for leaf in leaves:
-            if isinstance(leaf, TierArray):
-                raise ValueError(
-                    f"offload({self._name}) is over several devices, and an argument inside "
-                    f"jax.jit is {leaf!r}, which XLA cannot divide among them. Pass a NumPy array "
-                    "or a jax.Array, or call it outside of jax.jit."
-                )
-        return call_of_all(leaves, self._spread, self.request(), self._derived.link)
 
     @functools.cached_property
     def sweeps(self) -> bool:

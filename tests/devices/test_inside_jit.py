@@ -215,20 +215,12 @@ def test_plans_end_with_their_programs():
 
 def test_what_cannot_be_is_refused_and_says_what_to_write():
     g = jo.offload(mapped(product), device_memory=BUDGET)
-    with pytest.raises(jo.CaptureError, match=r"differentiated from outside.*value_and_grad"):
-        jax.grad(lambda w: jnp.sum(g(w, X)))(W)
-    with pytest.raises(jo.CaptureError, match=r"batched from outside.*vmap"):
-        jax.vmap(g)(np.stack([W, W]), np.stack([X, X]))
     with pytest.raises(ValueError, match=r"inside jax.jit.*NumPy"):
         jax.jit(lambda x: g(jo.host_put(W), x))(X)
     with pytest.raises(jo.PlanError, match="below the smallest feasible"):
         jax.jit(jo.offload(mapped(product), device_memory=1000))(W, X)
-
-    def closes_over(w, x):
-        return jo.offload(mapped(lambda a: product(w[:16], a), in_specs=P("x")), device_memory=1)(x)
-
-    with pytest.raises(jo.CaptureError, match="closes over"):
-        jax.jit(closes_over)(W, X)
+    with pytest.raises(jo.PlanError, match="below the smallest feasible"):
+        jax.grad(lambda w: jo.offload(mapped(product), device_memory=1000)(w, X).sum())(W)
 
 
 @pytest.mark.parametrize("lost", [0, 2])

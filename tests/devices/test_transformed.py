@@ -1,0 +1,157 @@
+"""What JAX's transformations make of a function over several devices, and calls of it where types,
+or the mesh that is set, say how arrays are spread."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoffload as jo
+from tests.devices.programs import normal, weights
+
+AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+W, X = list(weights(4, 64)), normal(64, 64)
+BUDGET = "48KiB"  # a device's forward pass takes 60 KiB, and 32 at least
+
+
+def mesh_of(kind, first=0, count=4):
+    devices = jax.devices()[first : first + count]
+    return jax.make_mesh((count,), ("x",), axis_types=(AXES[kind],), devices=devices)
+
+
+def layers(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ lax.all_gather(w, "x", tiled=True))
+    return x
+
+
+def mapped(**options):
+    return jax.shard_map(layers, in_specs=(P("x"), P("x")), out_specs=P("x"), **options)
+
+
+def placed(mesh):
+    put = lambda a: jax.device_put(a, NamedSharding(mesh, P("x")))  # noqa: E731
+    return list(map(put, W)), put(X)
+
+
+def loss(function):
+    return lambda ws, x: (function(ws, x) ** 2).mean()
+
+
+TRANSFORMED = {
+    "grad": lambda f: jax.grad(loss(f)),
+    "jit of grad": lambda f: jax.jit(jax.value_and_grad(loss(f))),
+    "both": lambda f: jax.jit(jax.grad(loss(f), argnums=(0, 1))),
+    "jvp": lambda f: lambda ws, x: jax.jvp(lambda x: f(ws, x), (x,), (x + 1,)),
+    "vmap": lambda f: lambda ws, x: jax.vmap(lambda s: f(ws, x * s))(jnp.arange(1.0, 3.0)),
+    "checkpoint": lambda f: jax.grad(loss(jax.checkpoint(f))),
+    "second": lambda f: jax.jit(jax.grad(lambda ws, x: sum(
+        (g**2).sum() for g in jax.grad(loss(f))(ws, x)
+    ))),
+}  # fmt: skip
+
+
+def check(got, want):
+    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        scale = float(np.abs(np.asarray(b)).max())
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("kind", AXES)
+@pytest.mark.parametrize("how", TRANSFORMED)
+def test_transformations_are_offloaded(how, kind):
+    mesh = mesh_of(kind)
+    transform, plain = TRANSFORMED[how], mapped(mesh=mesh)
+    limit = 120 << 10 if how in ("vmap", "second") else 48 << 10
+    offloaded = jo.offload(plain, device_memory=limit)
+    args = placed(mesh)
+    with jax.set_mesh(mesh):
+        step = transform(offloaded)
+        check(step(*args), transform(plain)(*args))
+    plans = [plan for plan in offloaded._plans() if len(plan.memgraph.capacity) == 4]
+    assert len(plans) >= (1 if how == "vmap" else 2)
+    for plan in plans:
+        assert plan.last_report().peak_device_bytes <= plan.memgraph.capacity.max() <= limit
+    with jax.set_mesh(mesh):
+        text = jax.jit(step).lower(*args).as_text()
+    assert text.count("jaxoffload_run_devices") >= (1 if how == "vmap" else 2)
+
+
+@pytest.mark.parametrize("kind", AXES)
+def test_what_arguments_alone_spread_is_transformed(kind):
+    """A function of one device, whose eager transformations are over the devices of its arrays."""
+
+    def plain(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return x
+
+    mesh = mesh_of(kind)
+    everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
+    args = [jax.device_put(w, everywhere) for w in W], jax.device_put(X, rows)
+    offloaded = jo.offload(plain, device_memory="96KiB")
+    with jax.set_mesh(mesh):
+        got, want = (jax.grad(loss(f))(*args) for f in (offloaded, plain))
+        check(got, want)
+        assert all(len(g.sharding.device_set) == 4 for g in got)
+
+
+def test_explicit_types_hold_inside_jit():
+    """`jax.make_mesh` makes such axes where it is told nothing."""
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    args = placed(mesh)
+    plain = mapped(mesh=mesh)
+    offloaded = jo.offload(plain, device_memory=BUDGET)
+    want, direct = jax.jit(plain)(*args), offloaded(*args)
+    got = jax.jit(offloaded)(*args)
+    check(got, want)
+    np.testing.assert_array_equal(got, direct)
+    assert jax.typeof(got) == jax.typeof(want)
+    assert got.sharding.is_equivalent_to(want.sharding, got.ndim)
+
+
+@pytest.mark.parametrize("kind", AXES)
+def test_the_mesh_that_is_set_is_that_of_shard_maps_without_one(kind):
+    offloaded = jo.offload(mapped(), device_memory=BUDGET)
+    step = jax.jit(offloaded)
+    for first in (0, 4, 0):  # the same axes, other devices
+        mesh = mesh_of(kind, first)
+        args = placed(mesh)
+        with jax.set_mesh(mesh):
+            want = jax.jit(mapped())(*args)
+            for call in (offloaded, step):
+                got = call(*args)
+                check(got, want)
+                assert got.sharding.device_set == set(mesh.devices.flat)
+
+
+def test_devices_are_those_of_the_mesh_that_is_set():
+    """With arrays that are on none of them."""
+    offloaded = jo.offload(mapped(), device_memory=BUDGET)
+    for first in (0, 4, 0):
+        mesh = mesh_of("auto", first)
+        with jax.set_mesh(mesh):
+            for call in (offloaded, jax.jit(offloaded)):
+                assert call(W, X).sharding.device_set == set(mesh.devices.flat)
+
+
+def test_what_is_closed_over_is_an_operand():
+    mesh = mesh_of("auto")
+
+    def function(call):
+        def closes_over(ws, x):
+            ws = [jnp.sin(w) for w in ws]
+            return call(lambda x: mapped(mesh=mesh)(ws, x))(x)
+
+        return jax.jit(closes_over)
+
+    args = placed(mesh)
+    offloaded = function(lambda f: jo.offload(f, device_memory=BUDGET))
+    assert "jaxoffload_run_devices" in offloaded.lower(*args).as_text()
+    check(offloaded(*args), function(lambda f: f)(*args))
