@@ -3,7 +3,8 @@
 Takes a `Device` (spread_device.py) and a step that is a scan, a `while_loop` or a `cond`; gives
 what the device has of its results. The body is computed by all devices together, as steps outside
 are; what a loop carries is cut as its steps cut it. What a scan adds up over its steps, gradients
-above all, stays a sum of what devices have until the scan has ended.
+of what these share above all, stays a sum of what devices have until the scan has ended. Gradients
+of layers are added up layer by layer, so that they need never be there all together.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import jax
 from jax import lax
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture import collectives
+from jaxoffload.capture import collectives, loops
 from jaxoffload.capture.device_body import strong
 from jaxoffload.capture.flat import Value
 from jaxoffload.capture.placing import Cut, Part, Spec, axis_of, nowhere
@@ -23,6 +24,9 @@ from jaxoffload.capture.whole import every_equation
 
 _UNROLLED = 32
 """Steps of a scan in which devices may exchange something: it is unrolled then."""
+_LARGE_BYTES = 64 << 10
+"""Of a sum that each step of an unrolled scan gives, from which on devices add it up with the step:
+less takes longer to begin than to exchange, and is added up once, after the scan."""
 _ROUNDS = 3
 """Times that a carry may be found to be cut otherwise than was thought."""
 
@@ -50,18 +54,27 @@ def scan(device: Any, step: Step, operands: Sequence[Part]) -> list[Part]:
     values = device.moved(operands, cuts, eqn)
     carried = inside[carry_at]
     starts = [Part(values[i], cuts[i]) for i in range(num_consts, first)]
+    is_unrolled = found[2] > 0 or params["length"] <= _UNROLLED
+    large = _LARGE_BYTES if is_unrolled else loops.LAYER_BYTES
+    stacked = [Cut(((), *cut.spec), cut.sums) for cut in made[num_carry:]]
+    for i, value in enumerate(step.outputs[num_carry:]):
+        if value.num_bytes() >= large * params["length"] and params["length"] <= loops.MOST_LAYERS:
+            stacked[i] = Cut(stacked[i].spec)
 
     def one(carry: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
         outs = body.run([*values[:num_consts], *carry, *own], inside, [*_specs(carried), *each])
         back = device.moved(outs[:num_carry], carried, eqn)
-        return strong(back), [part.x for part in outs[num_carry:]]
+        rows = zip(outs[num_carry:], stacked, strict=True)
+        given = [
+            part.x if cut.sums == part.sums else device.summed(part, None).x for part, cut in rows
+        ]
+        return strong(back), given
 
     with compat.at_line_of(eqn):
         carry, stacks = lax.scan(
             one, strong(device.moved(starts, carried, eqn)), values[first:], params["length"],
             params["reverse"], params["unroll"],
         )  # fmt: skip
-    stacked = [Cut(((), *cut.spec), cut.sums) for cut in made[num_carry:]]
     outs = zip([*carry, *stacks], [*carried, *stacked], strict=True)
     return [Part(x, cut, eqn) for x, cut in outs]
 

@@ -11,6 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoffload as jo
+from jaxoffload.capture import collectives
+from jaxoffload.capture.spread import spread
+from jaxoffload.capture.whole import every_equation
 from tests.devices.programs import mesh_of, normal
 from tests.devices.test_steps import agreement, judges_of
 
@@ -228,3 +231,42 @@ def test_one_row_is_written_where_it_is(how):
     args = put(x, None, "y"), put(u, "x")
     got = jo.offload(f, device_memory=None, cut="always")(*args)
     np.testing.assert_array_equal(got, jax.jit(f)(x, u))
+
+
+def deep(depth, width):
+    """The gradient of layers that a scan goes through, and its arguments' shapes."""
+
+    def loss(ws, x):
+        return (lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0] ** 2).mean()
+
+    return jax.value_and_grad(loss), (depth, width, width)
+
+
+def exchanged(depth, width):
+    """Elements of each exchange, in and outside of loops, of the gradient of some layers by data
+    parallel devices."""
+    step, shape = deep(depth, width)
+    traced = jax.make_jaxpr(step)(np.zeros(shape, np.float32), np.zeros((8, width), np.float32))
+    made = spread(traced, [MESH], [P(), P("x")])
+    return [
+        eqn.outvars[0].aval.size
+        for eqn in every_equation(made.jaxpr)
+        if eqn.primitive is collectives.collective_p
+    ]
+
+
+def test_gradients_of_layers_are_added_up_layer_by_layer():
+    """All of them together would have to be there twice: before they are exchanged, and after."""
+    step, shape = deep(6, 128)
+    args = put(normal(*shape) / 8), put(normal(64, 128), "x")
+    offloaded = jo.offload(step, device_memory=None)
+    least = offloaded.plan(*args).min_device_memory
+    assert least < 5 * 128 * 128 * 4 < 2 * args[0].nbytes
+    got, want = jo.offload(step, device_memory=least)(*args), jax.jit(step)(*args)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
+    assert 128 * 128 in exchanged(6, 128)
+    assert 6 * 32 * 32 in exchanged(6, 32)  # which takes no room, and is exchanged sooner at once
+    assert 40 * 128 * 128 in exchanged(40, 128)  # no layers: the loop stays one
+    assert 512 * 512 in exchanged(40, 512)
+    assert 200 * 512 * 512 in exchanged(200, 512)
