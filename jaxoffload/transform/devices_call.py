@@ -22,9 +22,10 @@ from jaxoffload import _native
 from jaxoffload.capture.spread import Spread
 from jaxoffload.errors import CaptureError
 from jaxoffload.runtime import backends
+from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.whole import make_plan
-from jaxoffload.transform.primitive import Link
+from jaxoffload.transform.primitive import Derived, Link
 from jaxoffload.transform.targets import DEVICES_TARGET, lower_call, register_devices_target
 
 _PATIENCE = re.compile(r"--xla_cpu_collective_call_terminate_timeout_seconds=(\d+)")
@@ -100,17 +101,9 @@ def _lower(context: Any, *operands: Any, asked: Asked, derived: Link) -> Any:
         )
     register_devices_target()
     count, backend = request.num_devices, backends.several(asked.devices)
-    key = ("devices", id(request.jaxpr), request.options, backend.name)
     make = lambda: (request.jaxpr, make_plan(request, None, backend))  # noqa: E731
-    plan: Any = derived.get().plans.get(key, make)[1]
+    plan: Any = derived.get().plans.get(_key(asked), make)[1]
     registration = _native.PlanRegistration(plan.native)
-    pairs = set(plan.taskgraph.donated)
-    # XLA copies an argument that is needed afterwards. The first operand is the device's number.
-    aliases = {
-        1 + i: j
-        for i, j in request.donated
-        if pairs.issuperset((i * count + d, j * count + d) for d in range(count))
-    }
     return lower_call(
         DEVICES_TARGET,
         context,
@@ -119,11 +112,36 @@ def _lower(context: Any, *operands: Any, asked: Asked, derived: Link) -> Any:
         request.name,
         request.options,
         plan.constants[::count],  # every device has all of each
-        aliases=aliases,
+        # The first operand is the device's number.
+        aliases={1 + i: j for i, j in aliases_of(plan).items()},
         has_effect=bool(request.jaxpr.effects),
         devices=count,
         patience_s=_patience_seconds(),
     )
+
+
+def _key(asked: Asked) -> tuple[Any, ...]:
+    """What tells its plan from others of the same `Derived`, which keeps the jaxpr."""
+    request = asked.request
+    return "devices", id(request.jaxpr), request.options, backends.several(asked.devices).name
+
+
+def with_plan(plan: Plan, asked: Asked) -> Derived:
+    """What keeps a plan that was made before."""
+    found = Derived()
+    found.plans.get(_key(asked), lambda: (asked.request.jaxpr, plan))
+    return found
+
+
+def aliases_of(plan: Plan) -> dict[int, int]:
+    """Arguments of a function over several devices whose memory, on all of them, results take. XLA
+    copies one that is needed afterwards."""
+    count, pairs = plan.request.num_devices, set(plan.taskgraph.donated)
+    return {
+        i: j
+        for i, j in plan.request.donated
+        if pairs.issuperset((i * count + d, j * count + d) for d in range(count))
+    }
 
 
 def _patience_seconds() -> int:

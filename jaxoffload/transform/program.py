@@ -297,12 +297,12 @@ class Program:
 
     def _queue_next(self, plan: Plan, run: Run) -> None:
         """Has calls from now on be queued, where that is right and compiling the program pays."""
-        if self._tuner.measures or self.plan() is not plan or self._shards is not None:
+        if self._tuner.measures or self.plan() is not plan:
             return
         self._calls += 1
         if self._calls == queued.CALLS_BEFORE:
             tiers, jaxpr = self._signature.tiers, self.traced.jaxpr
-            self._queued = queued.queued_calls(plan, run, jaxpr, self.params(), tiers)
+            self._queued = queued.queued_calls(plan, run, jaxpr, self.params(), tiers, self._spread)
 
     def wait(self) -> None:
         """Waits for the end of the last call that was queued."""

@@ -10,17 +10,20 @@ those with large new results: waited for, they take the memory of the ones befor
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
+from jaxoffload.capture.spread import Spread
 from jaxoffload.runtime.host_results import byte_count
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.run import Run, annotation, make_run
+from jaxoffload.transform.devices_call import Asked, aliases_of, call_of_all, with_plan
 from jaxoffload.transform.primitive import Derived, bind
 
 CALLS_BEFORE = 16
@@ -37,45 +40,40 @@ _CONSTANT_BYTES = 1 << 20
 """Of what the function closes over: a program has a copy."""
 
 
+Call = Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]
+"""Of flat tracers: the flat results of a plan, and what is there when its run has ended; nothing of
+the latter where the results are as good."""
+
+
 class QueuedCalls:
     """A plan as a program of JAX's.
 
     Args:
-      jaxpr: the function that is planned, closed, over arrays.
-      params: what the primitive takes beside it.
-      returns_at_once: a call comes back before its run has ended. Otherwise it runs on the thread
-        that calls, which is quicker where a thread takes as long to wake.
+      paired: arguments whose memory results take.
+      params: what the primitive takes beside the function.
     """
 
-    def __init__(self, plan: Plan, jaxpr: Any, params: dict[str, Any], returns_at_once: bool):
+    def __init__(self, plan: Plan, call: Call, paired: set[int], params: dict[str, Any]):
         self._plan, self._is_waited_for = plan, params["options"].check
         self._title = f"jaxoffload {plan.name}"
-        self._derived = Derived.of_plan(plan, jaxpr, params)
-        paired = {i for i, _ in plan.taskgraph.donated}
-        self._others = [i for i, d in enumerate(params["donated"]) if d and i not in paired]
+        given = [i for i, d in enumerate(params["donated"]) if d]
+        self._others = [i for i in given if i not in paired]
 
-        def function(*leaves: Any) -> tuple[list[Any], Any]:
-            own: dict[str, Any] = {**params, "derived": self._derived.link}
-            results = bind(leaves, jaxpr, **own)
-            some = next((x for x in results if returns_at_once and x.size), None)
-            if some is None:
-                return results, jnp.zeros(0)
-            # XLA's CPU client executes programs of fewer operations on the calling thread, and
-            # does not know of ours.
-            count = jnp.arange(_OPERATIONS, dtype=jnp.int32)
-            return results, count * some.ravel()[0].astype(bool).astype(jnp.int32)
+        def function(*leaves: Any) -> tuple[list[Any], list[Any]]:
+            return call(leaves)
 
         function.__name__ = params["name"]
-        donated = [i for i, d in enumerate(params["donated"]) if d and i in paired]
+        donated = [i for i in given if i in paired]
         self._program = jax.jit(function, donate_argnums=donated)
         self._donates, self._process = bool(donated), os.getpid()
-        self._ended: Any = None  # a result of the last call
+        self._is_refused = False
+        self._ended: list[Any] = []  # of the last call
 
     def run(self, leaves: list[Any], may_have_numpys: bool = True) -> list[Any] | None:
         """Queues a run on arrays, those that are donated are deleted; gives its flat results.
 
         None, and nothing has happened, where JAX would not take them: what is donated is passed
-        twice, or this is a forked child.
+        twice, arrays are on other devices, or this is a forked child.
 
         Raises:
           RunError: it failed, and is known to have at once. Otherwise who reads a result is told,
@@ -83,7 +81,7 @@ class QueuedCalls:
         """
         if self._donates and not _native.are_distinct(leaves):
             return None
-        if os.getpid() != self._process:
+        if self._is_refused or os.getpid() != self._process:
             return None
         # JAX reads NumPy's arrays where they are, and they are the caller's once the call returns.
         is_read, numpys = False, ()
@@ -98,12 +96,13 @@ class QueuedCalls:
                     leaves[i] = leaves[i].copy()
         try:
             with annotation(self._title):
-                results, self._ended = self._program(*leaves)
+                results, ended = self._program(*leaves)
+            self._ended = ended or results
             for i in self._others:
                 if isinstance(leaves[i], jax.Array):
                     leaves[i].delete()
             if self._is_waited_for or is_read:
-                self._ended.block_until_ready()
+                jax.block_until_ready(self._ended)
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             report = self._plan.last_report()
             if report is not None and report.error_message and report.error_message in str(error):
@@ -111,24 +110,70 @@ class QueuedCalls:
             is_gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
             if "INVALID_ARGUMENT" in str(error) and not is_gone:
                 return None  # two arrays that have one memory
+            if "incompatible devices" in str(error) and not is_gone:
+                self._is_refused = True
+                return None
             raise
         return results
 
     def wait(self) -> None:
         """Waits for the end of the last run, however it ends."""
-        ended = self._ended
-        if ended is not None:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                ended.block_until_ready()
+        for x in self._ended:
+            if not x.is_deleted():  # what takes it over comes after the run
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    x.block_until_ready()
+
+
+def _on_one(plan: Plan, run: Run, jaxpr: Any, params: dict[str, Any]) -> Call:
+    """A call of one device, which comes back before its run has ended, but for quick ones: they run
+    on the thread that calls, which is quicker where a thread takes as long to wake."""
+    derived = Derived.of_plan(plan, jaxpr, params)
+    returns_at_once = run.seconds >= _QUICK_SECONDS
+
+    def call(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        own: dict[str, Any] = {**params, "derived": derived.link}
+        results = bind(leaves, jaxpr, **own)
+        some = next((x for x in results if returns_at_once and x.size), None)
+        if some is None:
+            return results, [jnp.zeros(0)]
+        # XLA's CPU client executes programs of fewer operations on the calling thread, and
+        # does not know of ours.
+        count = jnp.arange(_OPERATIONS, dtype=jnp.int32)
+        return results, [count * some.ravel()[0].astype(bool).astype(jnp.int32)]
+
+    return call
+
+
+def _on_several(plan: Plan, jaxpr: Any, made: Spread) -> Call:
+    """A call of several devices, which XLA executes on a thread each."""
+    asked = Asked(plan.request, made.devices)
+    derived = with_plan(plan, asked)
+
+    def call(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        results = call_of_all(leaves, made, asked, derived.link)
+        return [
+            compat.weakly_typed(x) if aval.weak_type else x
+            for x, aval in zip(results, jaxpr.out_avals, strict=True)
+        ], []
+
+    return call
 
 
 def queued_calls(
-    plan: Plan, run: Run, jaxpr: Any, params: dict[str, Any], tiers: Sequence[str]
+    plan: Plan,
+    run: Run,
+    jaxpr: Any,
+    params: dict[str, Any],
+    tiers: Sequence[str],
+    made: Spread | None = None,
 ) -> QueuedCalls | None:
     """The calls of a plan, one run of which was this, if they may be queued: None otherwise.
 
     Args:
+      jaxpr: the function that is planned, closed, over arrays.
+      params: what the primitive takes beside it.
       tiers: of each argument "host", "disk" or "".
+      made: the function over several devices, or None.
     """
     options = params["options"]
     leaves = len(params["kinds"]) + len(plan.out_shapes)
@@ -146,4 +191,10 @@ def queued_calls(
         and constants <= _CONSTANT_BYTES
         and not plan.calls_back  # what a callback raises is told at once
     )
-    return QueuedCalls(plan, jaxpr, params, run.seconds >= _QUICK_SECONDS) if may else None
+    if not may:
+        return None
+    if made is None:
+        return QueuedCalls(
+            plan, _on_one(plan, run, jaxpr, params), {i for i, _ in plan.taskgraph.donated}, params
+        )
+    return QueuedCalls(plan, _on_several(plan, jaxpr, made), set(aliases_of(plan)), params)
