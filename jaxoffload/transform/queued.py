@@ -10,6 +10,7 @@ those with large new results: waited for, they take the memory of the ones befor
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,9 @@ _LEAF_BYTES = 80 << 10
 """Of how many bytes of new results clearing the pages takes as long as a leaf that is not made in
 C++."""
 _OPERATIONS = 1024
+_queuing_thread: list[int] = []
+"""That queues calls over several devices, the first to do so. Programs of JAX's CPU client that are
+over several devices and come from several threads can wait for one another for good."""
 _CONSTANT_BYTES = 1 << 20
 """Of what the function closes over: a program has a copy."""
 
@@ -51,10 +55,19 @@ class QueuedCalls:
     Args:
       paired: arguments whose memory results take.
       params: what the primitive takes beside the function.
+      thread: whose calls are queued; None: those of all.
     """
 
-    def __init__(self, plan: Plan, call: Call, paired: set[int], params: dict[str, Any]):
+    def __init__(
+        self,
+        plan: Plan,
+        call: Call,
+        paired: set[int],
+        params: dict[str, Any],
+        thread: int | None = None,
+    ):
         self._plan, self._is_waited_for = plan, params["options"].check
+        self._thread = thread
         self._title = f"jaxoffload {plan.name}"
         given = [i for i, d in enumerate(params["donated"]) if d]
         self._others = [i for i in given if i not in paired]
@@ -73,7 +86,7 @@ class QueuedCalls:
         """Queues a run on arrays, those that are donated are deleted; gives its flat results.
 
         None, and nothing has happened, where JAX would not take them: what is donated is passed
-        twice, arrays are on other devices, or this is a forked child.
+        twice, arrays are on other devices, this is a thread or a child that may not queue.
 
         Raises:
           RunError: it failed, and is known to have at once. Otherwise who reads a result is told,
@@ -82,6 +95,8 @@ class QueuedCalls:
         if self._donates and not _native.are_distinct(leaves):
             return None
         if self._is_refused or os.getpid() != self._process:
+            return None
+        if self._thread is not None and self._thread != threading.get_ident():
             return None
         # JAX reads NumPy's arrays where they are, and they are the caller's once the call returns.
         is_read, numpys = False, ()
@@ -197,4 +212,8 @@ def queued_calls(
         return QueuedCalls(
             plan, _on_one(plan, run, jaxpr, params), {i for i, _ in plan.taskgraph.donated}, params
         )
-    return QueuedCalls(plan, _on_several(plan, jaxpr, made), set(aliases_of(plan)), params)
+    thread = (_queuing_thread or [threading.get_ident()])[0]
+    if thread != threading.get_ident():
+        return None
+    _queuing_thread[:] = [thread]
+    return QueuedCalls(plan, _on_several(plan, jaxpr, made), set(aliases_of(plan)), params, thread)
