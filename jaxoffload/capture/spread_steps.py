@@ -134,7 +134,8 @@ def mesh_of(steps: Sequence[Step], meshes: Sequence[Any]) -> Any:
                 raise CaptureError(
                     f"offload: {line_of(eqn)} repeats or chooses a shard_map, which is planned as "
                     "often as it is written. Write a loop with a fixed number of steps, or the "
-                    "loop or the choice inside the shard_map."
+                    "loop or the choice inside the shard_map; or offload what it repeats or "
+                    "chooses, and have jax.jit of all around it."
                 )
             continue
         mesh = eqn.params["mesh"]

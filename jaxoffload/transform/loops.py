@@ -27,7 +27,7 @@ from jaxoffload.runtime.request import Request
 from jaxoffload.runtime.run import tier_results
 from jaxoffload.search.whole import WholePlan
 
-_HEAVY = 8
+HEAVY = 8
 """First only loops are taken apart that read and give more than one such part of the budget: what
 XLA repeats by itself costs no call."""
 _MOST_PROGRAMS = 4
@@ -44,27 +44,26 @@ class LoopPlan:
 
     Attributes:
       request: what it was asked for.
-      plans: of the parts, in program order.
-      main: of those, the one that holds most.
     """
 
     def __init__(
         self,
         request: Request,
-        tiers: Sequence[str],
         parts: Parts,
         bind: Bind,
-        plan: MakePlan,
         stamps: Callable[[Sequence[Any]], Any],
-        is_last: bool = True,
+        plans: Sequence[Plan] = (),
     ):
-        self._stamps = stamps
+        self._stamps, self._plans = stamps, plans
         self.request, self._parts, self._bind = request, parts, bind
-        self.plans = _plans(request, tiers, parts, plan, is_last)
-        cut = [p for p in self.plans if not isinstance(p, WholePlan)]
-        self.main = max(cut, key=lambda p: p.resident_peak_bytes) if cut else self.plans[0]
         self._programs: dict[Any, Any] = {}
         self._lock = threading.Lock()
+
+    @property
+    def main(self) -> Plan:
+        """Of the plans of its parts the one that holds most."""
+        cut = [p for p in self._plans if not isinstance(p, WholePlan)]
+        return max(cut, key=lambda p: p.resident_peak_bytes) if cut else self._plans[0]
 
     def function(self, leaves: Sequence[Any]) -> Callable[..., list[Any]]:
         """The function of those leaves that are arrays.
@@ -93,7 +92,7 @@ class LoopPlan:
           The flat results; those that come back in a lower tier were waited for.
         """
         below = tier_results(self.request, leaves, options, donated)
-        outs = self._program(leaves, donated)(*(x for x in leaves if not isinstance(x, TierArray)))
+        outs = self.program(leaves, donated)(*(x for x in leaves if not isinstance(x, TierArray)))
         for j, array in below.items():
             array.seen_as(outs[j].dtype).write(np.asarray(outs[j]))
             outs[j] = array
@@ -105,7 +104,7 @@ class LoopPlan:
                 self._programs.pop(_key(leaves, donated), None)
         return outs
 
-    def _program(self, leaves: Sequence[Any], donated: Sequence[bool]) -> Any:
+    def program(self, leaves: Sequence[Any], donated: Sequence[bool]) -> Any:
         """The function of the leaves that are arrays, jitted."""
         key = _key(leaves, donated)
         with self._lock:
@@ -170,14 +169,19 @@ def loop_plan(
     budget = request.options.device_memory
     if not isinstance(budget, int):
         return None
-    heavy = cut(budget / _HEAVY)
+
+    def planned(parts: Parts, is_last: bool = True) -> LoopPlan:
+        plans = _plans(request, tiers, parts, plan, is_last)
+        return LoopPlan(request, parts, bind, stamps, plans)
+
+    heavy = cut(budget / HEAVY)
     if heavy.repeats and heavy.is_finest:
-        return LoopPlan(request, tiers, heavy, bind, plan, stamps)
+        return planned(heavy)
     if heavy.repeats:
         with contextlib.suppress(PlanError):
-            return LoopPlan(request, tiers, heavy, bind, plan, stamps, is_last=False)
+            return planned(heavy, is_last=False)
     fine = cut(0)
-    return LoopPlan(request, tiers, fine, bind, plan, stamps) if fine.repeats else None
+    return planned(fine) if fine.repeats else None
 
 
 def _key(leaves: Sequence[Any], donated: Sequence[bool]) -> Any:

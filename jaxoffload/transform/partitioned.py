@@ -27,12 +27,12 @@ from jaxoffload.capture.placing import Spec
 from jaxoffload.capture.spread import Spread, is_spread, partition, spread, wanted_mesh
 from jaxoffload.capture.spread_factors import likenesses
 from jaxoffload.capture.spread_hints import part_of, spec_of
-from jaxoffload.errors import CaptureError
+from jaxoffload.errors import CaptureError, PlanError
 from jaxoffload.runtime.request import pair_donated
 from jaxoffload.search.whole import Whole, is_always_cut, may_run_whole
 from jaxoffload.transform.devices_call import Asked, call_of_all, call_of_each
 from jaxoffload.transform.held import Held
-from jaxoffload.transform.primitive import evaluate, lower, offload_p
+from jaxoffload.transform.primitive import Link, evaluate, lower, offload_p
 from jaxoffload.transform.shards import options_of_each, request_of_each
 from jaxoffload.transform.targets import kept_by
 
@@ -159,7 +159,7 @@ def _parts(
     else:
         function = call_of_each(made, _asked(params, made), params["derived"])
         in_specs, out_specs = made.in_specs, made.out_specs
-    of_each = _Part(function, kept, settings)
+    of_each = _Part(function, params["derived"], kept, settings)
 
     def part(*local: Any) -> list[Any]:
         with settings.restored(), compat.no_mesh():  # no type says how one device's part is cut
@@ -187,11 +187,13 @@ class _Part:
     """What a device does, as a param: a part of a program, which keeps nothing alive by itself.
 
     Attributes:
+      derived: takes what refuses it.
       kept: takes what is to live as long as the program.
       settings: in which it is lowered.
     """
 
     function: Callable[..., Any]
+    derived: Link
     kept: list[Any]
     settings: compat.LoweringSettings
 
@@ -208,7 +210,11 @@ def _abstract_eval(*avals: Any, of_each: _Part) -> tuple[list[Any], Any]:
 
 def _lower_part(context: Any, *operands: Any, of_each: _Part) -> Any:
     with of_each.settings.restored(), kept_by(of_each.kept):
-        return mlir.lower_fun(of_each.function, multiple_results=True)(context, *operands)
+        try:
+            return mlir.lower_fun(of_each.function, multiple_results=True)(context, *operands)
+        except PlanError as error:
+            of_each.derived.get().refusal = error
+            raise
 
 
 def _spread(

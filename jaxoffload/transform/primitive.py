@@ -55,6 +55,8 @@ class Derived:
       cuts: the jaxpr in parts, by `least_bytes`.
       parts: of each part's jaxpr the same as this.
       known_parts: see `in_parts`.
+      refusal: of a plan over several devices that was made for XLA's partitioner, which passes
+        on its words alone.
       link: leads here, as a param of the primitive, for as long as the owner keeps it.
     """
 
@@ -65,6 +67,7 @@ class Derived:
         self.known_parts: dict[Any, Any] = {}
         self.batched = OnceEach()
         self.derivatives = OnceEach()
+        self.refusal: PlanError | None = None
         self.link = Link(self)
         _all_derived.add(self)
 
@@ -251,7 +254,7 @@ def plan_request(
                     ),
                 ),
                 lambda part, leaves, fixed: bind(
-                    leaves, part.jaxpr, **_of_part(request, part, derived), fixed=fixed
+                    leaves, part.jaxpr, **of_part(request, part, derived), fixed=fixed
                 ),
                 lambda part, x, fixed: _plan_of_part(request, part, x, fixed, derived, backend),
                 new_stamps,
@@ -278,7 +281,7 @@ def plan_request(
     raise min(refusals, key=lambda e: e.min_device_memory or math.inf)
 
 
-def _of_part(request: Request, part: Part, derived: Derived) -> dict[str, Any]:
+def of_part(request: Request, part: Part, derived: Derived) -> dict[str, Any]:
     """What the primitive takes beside a part of a function."""
     count = len(part.reads)
     # A part that fits is left to the XLA that repeats it.
@@ -303,7 +306,7 @@ def _plan_of_part(
 ) -> Plan:
     below = {i: x for i, x in enumerate(leaves) if isinstance(x, Below)}
     params = {
-        **_of_part(request, part, derived),
+        **of_part(request, part, derived),
         "jaxpr": part.jaxpr,
         "tier_leaves": tuple(below.items()),
         "fixed": tuple((i, n) for i, n in fixed.operands if i not in below),

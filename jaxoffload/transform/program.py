@@ -41,6 +41,7 @@ from jaxoffload.search.whole import (
     whole_or_refused,
 )
 from jaxoffload.transform import queued
+from jaxoffload.transform.devices_loops import devices_loop_plan
 from jaxoffload.transform.loops import LoopPlan, sweeps_of
 from jaxoffload.transform.primitive import Derived, plan_request
 from jaxoffload.transform.queued import QueuedCalls
@@ -241,7 +242,14 @@ class Program:
         made = self._spread
         backend = backends.current() if made is None else backends.several(made.devices)
         tiers = self._signature.tiers
-        plan = plan_request(self.request(), tiers, self._derived, self._whole, backend)
+        try:
+            plan = plan_request(self.request(), tiers, self._derived, self._whole, backend)
+        except PlanError as error:
+            if made is None or self.traced.captured:
+                raise
+            plan = devices_loop_plan(
+                error, self.traced.jaxpr, self.params(), self._signature, self._derived
+            )
         if isinstance(plan, LoopPlan):
             return plan
         self._say_if_idle(plan)
