@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.parts import has_loops
 from jaxoffload.capture.spread import Spread, is_spread, spread, wanted_mesh
+from jaxoffload.capture.sweeps import Sweeps
 from jaxoffload.capture.trace import Traced, trace
 from jaxoffload.capture.whole import must_run_whole
 from jaxoffload.errors import CaptureError, PlanError, warn
@@ -199,8 +200,7 @@ class Program:
         jaxpr = self.traced.jaxpr
         if not isinstance(self.options.device_memory, int):
             return None
-        _, last, _ = sweeps_of(self.request(), backends.current_name())
-        if not has_loops(jaxpr) and not last.any(jaxpr):
+        if not has_loops(jaxpr) and not Sweeps.every().any(jaxpr):
             return None
         try:
             plan = self.plan()

@@ -78,6 +78,7 @@ def test_what_is_repeated_is_planned_for_all_devices(function, how):
     ran = [p.last_report() for p in plans if p.last_report() is not None]
     assert ran and all(report.peak_device_bytes <= budget for report in ran)
     assert offloaded.plan(*args) in plans
+    assert offloaded.explain(*args).plan is not None
 
 
 def test_arrays_may_be_anywhere_and_donated_ones_are_gone():
