@@ -41,8 +41,9 @@ def rows(x):
 
 
 @pytest.mark.plain_runs
-@pytest.mark.parametrize("donated", [(), (0,)])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    ("name", "donated"), [*((name, (0,)) for name in STEPS), ("fsdp", ()), ("experts", ())]
+)
 def test_training_has_the_bits_and_shardings_of_calls_that_are_waited_for(
     name, donated, monkeypatch
 ):
