@@ -4,14 +4,13 @@ Takes a global array and a `NamedSharding`; gives an array of `HostArray`s or `D
 device, so that what a device writes over its part lies together, however the array is cut.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxoffload.runtime import rows
 from jaxoffload.runtime.arrays import DiskArray, HostArray, TierArray, to_disk, to_host
 
 
@@ -88,19 +87,40 @@ class ShardedArray(TierArray):
         for index, part in zip(_indices(self.sharding, self.shape), self.parts, strict=True):
             part.write(np.asarray(values)[index])
 
-    def _bytes(self) -> np.ndarray:
-        return np.asarray(self).reshape(-1).view(np.uint8)
+    def _rows_of_each(self) -> Iterator[tuple[range, tuple[slice, ...], Any]]:
+        """Which rows a part has, what of the other dimensions, and the part; shared ones once."""
+        seen: set[int] = set()
+        for index, part in zip(_indices(self.sharding, self.shape), self.parts, strict=True):
+            if id(part) not in seen:
+                yield range(self.shape[0])[index[0]], index[1:], part
+            seen.add(id(part))
 
     def _read_bytes(self, offset: int, count: int) -> np.ndarray:
-        return self._bytes()[offset : offset + count]
+        if not count:
+            return np.empty(0, np.uint8)
+        row = self._row_bytes()
+        ids = range(offset // row, (offset + count) // row)
+        found = np.empty((len(ids), *self.shape[1:]), self.dtype)
+        for own, others, part in self._rows_of_each():
+            first, end = max(own.start, ids.start), min(own.stop, ids.stop)
+            if first < end:
+                place = slice(first - ids.start, end - ids.start)
+                found[(place, *others)] = part[first - own.start : end - own.start]
+        return found.reshape(-1).view(np.uint8)
 
     def _read_rows(self, ids: np.ndarray, to: np.ndarray) -> None:
-        rows.take_host(self._bytes(), ids, self._row_bytes(), to)
+        found = to.view(self.dtype).reshape(ids.size, *self.shape[1:])
+        for own, others, part in self._rows_of_each():
+            (mine,) = np.nonzero((ids >= own.start) & (ids < own.stop))
+            if mine.size:
+                found[(mine, *others)] = part.take(ids[mine] - own.start)
 
     def _write_rows(self, ids: np.ndarray, values: np.ndarray) -> None:
-        words = self._bytes()
-        rows.put_host(words, ids, self._row_bytes(), values)
-        self.write(words.view(self.dtype).reshape(self.shape))
+        given = values.view(self.dtype).reshape(ids.size, *self.shape[1:])
+        for own, others, part in self._rows_of_each():
+            (mine,) = np.nonzero((ids >= own.start) & (ids < own.stop))
+            if mine.size:
+                part.put(ids[mine] - own.start, given[(mine, *others)])
 
     def _where(self) -> str:
         where = {"host": "in host memory", "disk": "on disk"}[self.tier]
@@ -151,17 +171,21 @@ def to_sharded(leaf: Any, sharding: NamedSharding, put: Callable[[Any], Any]) ->
     Raises:
       ValueError: the mesh does not divide it.
     """
-    shape, is_zeros = tuple(leaf.shape), isinstance(leaf, jax.ShapeDtypeStruct)
+    shape, known = tuple(leaf.shape), dict[str, Any]()
     zeros = jax.ShapeDtypeStruct(sharding.shard_shape(shape), leaf.dtype)
-    whole = None if is_zeros else np.asarray(leaf)
-    known: dict[str, Any] = {}
-    parts = []
-    for index in _indices(sharding, shape):
-        key = str(index)
-        if key not in known:
-            known[key] = put(zeros if whole is None else whole[index])
-        parts.append(known[key])
-    return of_parts(shape, sharding, parts)
+    indices = _indices(sharding, shape)
+    are_rows = all(of == slice(None) for index in indices for of in index[1:])
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        own = lambda index: zeros  # noqa: E731
+    elif isinstance(leaf, TierArray) and shape and are_rows:
+        own = lambda index: leaf[index[0]]  # noqa: E731
+    else:
+        whole = np.asarray(leaf)
+        own = lambda index: whole[index]  # noqa: E731
+    for index in indices:
+        if str(index) not in known:
+            known[str(index)] = put(own(index))
+    return of_parts(shape, sharding, [known[str(index)] for index in indices])
 
 
 def _indices(sharding: NamedSharding, shape: tuple[int, ...]) -> list[Any]:

@@ -37,12 +37,11 @@ _LEAF_BYTES = 80 << 10
 """Of how many bytes of new results clearing the pages takes as long as a leaf that is not made in
 C++."""
 _OPERATIONS = 1024
+_CONSTANT_BYTES = 1 << 20
+"""Of what the function closes over: a program has a copy."""
 _queuing_thread: list[int] = []
 """That queues calls over several devices, the first to do so. Programs of JAX's CPU client that are
 over several devices and come from several threads can wait for one another for good."""
-_CONSTANT_BYTES = 1 << 20
-"""Of what the function closes over: a program has a copy."""
-
 
 Call = Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]
 """Of flat tracers: the flat results of a plan, and what is there when its run has ended; nothing of
@@ -80,6 +79,7 @@ class QueuedCalls:
         self._program = jax.jit(function, donate_argnums=donated)
         self._donates, self._process = bool(donated), os.getpid()
         self._is_refused = False
+        self._which: int | None = None
         self._ended: list[Any] = []  # of the last call
 
     def run(self, leaves: list[Any], may_have_numpys: bool = True) -> list[Any] | None:
@@ -112,7 +112,7 @@ class QueuedCalls:
         try:
             with annotation(self._title):
                 results, ended = self._program(*leaves)
-            self._ended = ended or results
+            self._ended = ended or self._smallest(results)
             for i in self._others:
                 if isinstance(leaves[i], jax.Array):
                     leaves[i].delete()
@@ -130,6 +130,12 @@ class QueuedCalls:
                 return None
             raise
         return results
+
+    def _smallest(self, results: list[Any]) -> list[Any]:
+        """One of the results, to be waited for: it is kept until the next call."""
+        if self._which is None and results:
+            self._which = min(range(len(results)), key=lambda j: results[j].nbytes)
+        return [] if self._which is None else [results[self._which]]
 
     def wait(self) -> None:
         """Waits for the end of the last run, however it ends."""

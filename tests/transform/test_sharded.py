@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoffload as jo
+from jaxoffload.finetune import checkpoint
 from jaxoffload.runtime import backends
 from tests.devices.programs import mesh_of, normal
 
@@ -131,6 +132,41 @@ def test_parts_make_the_array(sharding, put):
     zeros = put(jax.ShapeDtypeStruct(X.shape, jnp.bfloat16), sharding)
     assert not np.asarray(zeros).any() and zeros.dtype == jnp.bfloat16
     assert "in parts for 2 devices" in repr(array)
+
+
+@pytest.mark.parametrize("sharding", [ROWS, COLUMNS, WHOLE], ids=str)
+def test_rows_are_read_and_written_where_they_are(sharding, put, monkeypatch):
+    """As checkpoints do: no array of all of it is made, not for each of its rows."""
+    array, want = put(X, sharding), X.copy()
+    for each in {id(part): part for part in array.parts}.values():
+        monkeypatch.setattr(
+            type(each), "__array__", lambda *_: pytest.fail("a part was read whole")
+        )
+    monkeypatch.setattr(type(array), "__array__", lambda *_: pytest.fail("it was read whole"))
+    rows = [array[i : i + 3] for i in range(0, len(X), 3)]
+    np.testing.assert_array_equal(np.concatenate(rows), want)
+    np.testing.assert_array_equal(array[7], want[7])
+    assert array[4:4].shape == (0, WIDTH)
+    ids = np.array([15, 0, 9, 9, 1])
+    np.testing.assert_array_equal(array.take(ids), want[ids])
+    array.put(ids[:3], want[:3] * 5)
+    want[ids[:3]] = want[:3] * 5
+    np.testing.assert_array_equal(array[0:16], want)
+
+
+@pytest.mark.parametrize("sharding", [ROWS, COLUMNS, WHOLE], ids=str)
+def test_checkpoints_keep_state_in_parts(sharding, put, tmp_path):
+    state = {"w": put(X, sharding), "step": np.int32(3)}
+    with checkpoint.Checkpoints(tmp_path / "kept") as kept:
+        kept.save(3, state, {})
+        step, found = kept.load(state, {})
+    assert step == 3
+    again = put(found["w"], sharding)
+    assert again.sharding == sharding
+    np.testing.assert_array_equal(again, X)
+    for a, b in zip(again.parts, state["w"].parts, strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(found["step"], 3)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int4, jnp.float8_e4m3fn], ids=str)
