@@ -64,14 +64,20 @@ def _as_written(params: dict[str, Any]) -> Callable[..., list[Any]] | None:
     if not is_spread(jaxpr) or params["tier_leaves"]:
         return None
     mesh = compat.context_mesh()
+    own = () if mesh is None else (mesh,)
 
     def make() -> tuple[Any, Callable[..., list[Any]] | None]:
         try:
-            made = spread(jaxpr, [] if mesh is None else [mesh])
+            made = derived.get().spread_as_written(jaxpr, lambda: spread(jaxpr, own))
         except CaptureError:
             return jaxpr, None
         asked = _asked(params, made)
-        return jaxpr, jax.jit(lambda *leaves: call_of_all(leaves, made, asked, derived))
+
+        def call(*leaves: Any) -> list[Any]:
+            return call_of_all(leaves, made, asked, derived)
+
+        call.__name__ = params["name"]
+        return jaxpr, jax.jit(call)
 
     # The jaxpr is kept, and so its id.
     key = ("as written", id(jaxpr), mesh, params["donated"], params["options"])

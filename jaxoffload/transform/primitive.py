@@ -8,7 +8,7 @@ import bisect
 import dataclasses
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.extend as jex
@@ -78,6 +78,11 @@ class Derived:
         key = _key({**params, "jaxpr": jaxpr, "tier_leaves": (), "fixed": ()}, plan.backend)
         found.plans.get(key, lambda: (jaxpr, plan))
         return found
+
+    def spread_as_written(self, jaxpr: Any, make: Callable[[], Any]) -> Any:
+        """What each device does of a jaxpr whose shard_maps say so, under the mesh that is set."""
+        key = "spread as written", id(jaxpr), compat.context_mesh()
+        return self.plans.get(key, lambda: (jaxpr, make()))[1]  # the jaxpr is kept, and so its id
 
     def made_plans(self) -> list[Plan]:
         """Every plan made so far, of what was batched, too."""

@@ -103,7 +103,11 @@ class Program:
                     if in_specs
                     else ()
                 )
-                self._spread = spread(jaxpr, meshes, in_specs, pairs)
+                make = functools.partial(spread, jaxpr, meshes, in_specs, pairs)
+                if in_specs is None:
+                    self._spread = self._derived.spread_as_written(jaxpr, make)
+                else:
+                    self._spread = make()
             except CaptureError as error:
                 self._refusal = error  # unless it runs whole
         self._shards: Shards | None = None
