@@ -159,10 +159,11 @@ def shape_struct(shape: Any, dtype: Any, weak: bool, where: Any) -> Any:
 def sharding_in_type(array: Any) -> Any:
     """How an array, or what has its shape, is spread, where that is part of its type: over axes of
     a mesh that are explicit; `jax.memory.Space.Host` of one in host memory. None elsewhere."""
-    of = array.aval if isinstance(array, Tracer) else array
-    sharding = getattr(of, "sharding", None)
+    is_traced = isinstance(array, Tracer)
+    sharding = getattr(array.aval if is_traced else array, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
-    if mesh is None or mesh.size == 1:
-        return jax.memory.Space.Host if is_in_host_space(array) else None
-    explicit = jax.sharding.AxisType.Explicit
-    return sharding if explicit in mesh.axis_types else None
+    is_spread = mesh is not None and mesh.size > 1
+    if is_spread and jax.sharding.AxisType.Explicit in mesh.axis_types:
+        return sharding
+    may_be = is_traced or not is_spread
+    return jax.memory.Space.Host if may_be and is_in_host_space(array) else None
