@@ -28,6 +28,7 @@ from jaxoffload.capture.spread import Spread, is_spread, partition, spread, want
 from jaxoffload.capture.spread_factors import likenesses
 from jaxoffload.capture.spread_hints import part_of, spec_of
 from jaxoffload.errors import CaptureError, PlanError
+from jaxoffload.options import Options
 from jaxoffload.runtime.request import pair_donated
 from jaxoffload.search.whole import Whole, is_always_cut, may_run_whole
 from jaxoffload.transform.devices_call import Asked, call_of_all, call_of_each
@@ -71,7 +72,7 @@ def _as_written(params: dict[str, Any]) -> Callable[..., list[Any]] | None:
             made = derived.get().spread_as_written(jaxpr, lambda: spread(jaxpr, own))
         except CaptureError:
             return jaxpr, None
-        asked = _asked(params, made)
+        asked = _asked(params, made, params["options"])
 
         def call(*leaves: Any) -> list[Any]:
             return call_of_all(leaves, made, asked, derived)
@@ -163,7 +164,8 @@ def _parts(
         function = functools.partial(offload_p.bind, **params)
         in_specs, out_specs = ([PartitionSpec()] * len(each) for each in (arguments, results))
     else:
-        function = call_of_each(made, _asked(params, made), params["derived"])
+        asked = _asked(params, made, options_of_each(params["options"], made.devices))
+        function = call_of_each(made, asked, params["derived"])
         in_specs, out_specs = made.in_specs, made.out_specs
     of_each = _Part(function, params["derived"], kept, settings)
 
@@ -175,14 +177,14 @@ def _parts(
     return mesh, part, there[1], tuple(there[0])
 
 
-def _asked(params: dict[str, Any], made: Spread) -> Asked:
-    """What is planned."""
+def _asked(params: dict[str, Any], made: Spread, options: Options) -> Asked:
+    """What is planned, with the options of each device."""
     request = request_of_each(
         made,
         params["name"],
         params["kinds"],
         params["donated"],
-        options_of_each(params["options"], made.devices),
+        options,
         argument_names=params["argument_names"],
     )
     return Asked(request, made.devices)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoffload as jo
 from jaxoffload import _native
+from jaxoffload.runtime import backends
 from tests.devices.programs import STEPS, fsdp, mesh_of, normal
 
 MESH = mesh_of(4)
@@ -201,6 +202,15 @@ def test_constants_and_two_axes():
     want, got = jax.jit(f)(W, X), jax.jit(offloaded)(W, X)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     assert equal(got, offloaded(W, X))
+
+
+def test_devices_share_free_memory_once(monkeypatch):
+    monkeypatch.setattr(type(backends.current()), "free_memory", lambda self: 160 << 10)
+    offloaded = jo.offload(mapped(product), device_memory="auto")
+    want = offloaded.plan(W, X).budget
+    jax.jit(offloaded)(W, X)
+    found = [plan.budget for plan in offloaded._plans()]
+    assert found == [want, want] and want > (160 << 10) / 8
 
 
 def test_plans_end_with_their_programs():
