@@ -64,8 +64,11 @@ def check(got, want):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("how", SPREAD)
-@pytest.mark.parametrize("function", [counted, to_convergence, chosen, nested])
+@pytest.mark.parametrize(
+    ("function", "how"),
+    [*((f, "rows") for f in (counted, to_convergence, chosen, nested)),
+     (counted, "both"), (chosen, "both"), (to_convergence, "columns"), (counted, "columns")],
+)  # fmt: skip
 def test_what_is_repeated_is_planned_for_all_devices(function, how):
     args, budget = placed(how), BUDGET
     if how == "columns" and function is not counted:
