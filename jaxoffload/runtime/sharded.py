@@ -87,13 +87,18 @@ class ShardedArray(TierArray):
         for index, part in zip(_indices(self.sharding, self.shape), self.parts, strict=True):
             part.write(np.asarray(values)[index])
 
-    def _rows_of_each(self) -> Iterator[tuple[range, tuple[slice, ...], Any]]:
-        """Which rows a part has, what of the other dimensions, and the part; shared ones once."""
-        seen: set[int] = set()
+    def _rows_of_each(self, copies: bool = False) -> Iterator[tuple[range, tuple[slice, ...], Any]]:
+        """Which rows a part has, what of the other dimensions, and the part; shared ones once.
+
+        Args:
+          copies: parts that devices have alike and not in common, too.
+        """
+        seen: set[Any] = set()
         for index, part in zip(_indices(self.sharding, self.shape), self.parts, strict=True):
-            if id(part) not in seen:
+            key = id(part) if copies else str(index)
+            if key not in seen:
                 yield range(self.shape[0])[index[0]], index[1:], part
-            seen.add(id(part))
+            seen.add(key)
 
     def _read_bytes(self, offset: int, count: int) -> np.ndarray:
         if not count:
@@ -117,7 +122,7 @@ class ShardedArray(TierArray):
 
     def _write_rows(self, ids: np.ndarray, values: np.ndarray) -> None:
         given = values.view(self.dtype).reshape(ids.size, *self.shape[1:])
-        for own, others, part in self._rows_of_each():
+        for own, others, part in self._rows_of_each(copies=True):
             (mine,) = np.nonzero((ids >= own.start) & (ids < own.stop))
             if mine.size:
                 part.put(ids[mine] - own.start, given[(mine, *others)])

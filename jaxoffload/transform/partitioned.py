@@ -62,12 +62,14 @@ def _as_written(params: dict[str, Any]) -> Callable[..., list[Any]] | None:
     """The call on all devices of a function whose shard_maps say how they take its arguments; None
     where there are none, or nobody knows what each device does."""
     jaxpr, derived = params["jaxpr"], params["derived"]
-    if not is_spread(jaxpr) or params["tier_leaves"]:
+    if params["tier_leaves"]:
         return None
     mesh = compat.context_mesh()
     own = () if mesh is None else (mesh,)
 
     def make() -> tuple[Any, Callable[..., list[Any]] | None]:
+        if not is_spread(jaxpr):
+            return jaxpr, None
         try:
             made = derived.get().spread_as_written(jaxpr, lambda: spread(jaxpr, own))
         except CaptureError:

@@ -114,6 +114,11 @@ def test_parts_that_are_the_same_are_one_until_they_are_donated(put):
     assert got.parts[0] is not got.parts[1] and array.is_deleted()
     for part in got.parts:
         np.testing.assert_array_equal(part, X + 1)
+    got.put(np.array([3]), X[:1])
+    for part in got.parts:
+        np.testing.assert_array_equal(part[3], X[0])
+        np.testing.assert_array_equal(part[4:], X[4:] + 1)
+    np.testing.assert_array_equal(got.take([3, 4]), [X[0], X[4] + 1])
 
 
 @pytest.mark.parametrize("sharding", [ROWS, COLUMNS, WHOLE], ids=str)
