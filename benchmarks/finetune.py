@@ -195,7 +195,7 @@ def packed(small: bool, rounds: int) -> list[dict[str, Any]]:
         formats = {"bfloat16": "none"}
     jobs = {name: Job.make(small, "bfloat16", quantize=how) for name, how in formats.items()}
     first, sizes = jobs["bfloat16"], SMALL if small else FEW_TOKENS
-    budget = jit_peak_bytes(first.step(), first.args(*sizes), ()) // 4
+    budget = jit_peak_bytes(first.step(), first.args(*sizes), ()) // (2 if small else 4)
     rows: list[dict[str, Any]] = []
     with slow_link():
         calls = {

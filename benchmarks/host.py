@@ -47,7 +47,7 @@ def perceptron(small: bool, clips: bool = False, layers: int = 16) -> Step:
     Args:
       clips: whether no update can begin before the norm of all gradients is known.
     """
-    width, layers = (64, 10) if small else (768, layers)
+    width, layers = (64, 6) if small else (768, layers)
     keys = jax.random.split(jax.random.key(0), layers)
     params = [jax.random.normal(k, (width, width)) / width**0.5 for k in keys]
     optimizer = optax.adamw(1e-3)
@@ -176,14 +176,15 @@ def from_disk(name: str, small: bool, rounds: int) -> dict[str, Any]:
     function, args, donate = STEPS[name](small)
     alone, _ = kernels_alone(function, args)
     data = sum(x.nbytes for x in jax.tree.leaves(args[:2]))
+    limit = data // (4 if small else 8)
     want = jax.jit(function)(*args)
     row: dict[str, Any] = {"step": f"{name}, from disk", "data": data}
     with tempfile.TemporaryDirectory() as folder:
         for way in WAYS[:2]:
             step = jo.offload(
                 function,
-                device_memory=data // 8,
-                host_memory=data // 8,
+                device_memory=limit,
+                host_memory=limit,
                 disk=folder,
                 donate_argnums=donate,
                 host_compute=way,

@@ -24,7 +24,7 @@ from jaxoffload.plan.cost.machines import SMALL_SERVER
 from jaxoffload.transform.verification import max_relative_difference
 
 SHARES = (None, 0.5, 0.25, 0.18)
-SMALL_SHARES = (None, 0.25)
+SMALL_SHARES = (0.5,)
 
 
 def jit_peak_bytes(function: Callable[..., Any], args: Any, donate: Any) -> int:

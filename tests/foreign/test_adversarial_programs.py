@@ -123,7 +123,7 @@ CONSTANTS = {
 
 @pytest.mark.parametrize("kind", CONSTANTS)
 @hypothesis.settings(
-    max_examples=2,
+    max_examples=1,
     deadline=None,
     # Programs are small as they are drawn, and every step down would compile half a dozen.
     phases=[hypothesis.Phase.reuse, hypothesis.Phase.generate],
