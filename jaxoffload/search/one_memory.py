@@ -232,9 +232,9 @@ class OneMemoryPlanner(Planner):
 
     def _whole_needs(self, room: int) -> int:
         """Bytes beside its arguments that the function takes where it runs whole; some that are too
-        many where that is clear before it is compiled."""
+        many where its results alone are."""
         assert self._whole_bytes is not None
-        if self.hopeful_peak - self._argument_bytes >= room:
+        if self._result_bytes >= room:
             return room
         return max(1, self._whole_bytes() - self._argument_bytes)
 

@@ -21,7 +21,6 @@ What all of these compare by are drafts (drafts.py), each built and simulated on
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -224,10 +223,9 @@ class Planner(Cutting):
         results = set(range(len(jaxpr.out_avals))).difference(result for _, result in donated)
         arrays = sum(map(byte_count, jaxpr.in_avals))
         arrays += sum(byte_count(jaxpr.out_avals[i]) for i in results)
-        hopeful = max(arrays, math.ceil(self.hopeful_peak))  # known before anything is compiled
-        if self._whole_bytes is None or hopeful >= least:
+        if self._whole_bytes is None or arrays >= least:
             return least
-        return min(least, max(hopeful, self._whole_bytes()))
+        return min(least, self._whole_bytes())
 
     @garbage.paused()
     def minimum(self) -> tuple[int, TaskGraph, int]:

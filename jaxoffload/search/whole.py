@@ -7,7 +7,7 @@ compiler: its first call costs what jit's costs, and its results are jit's.
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import jax.extend as jex
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.whole import bodies_of
 from jaxoffload.compile.cache import CompileReport
-from jaxoffload.errors import CaptureError
+from jaxoffload.errors import CaptureError, PlanError
 from jaxoffload.graphs.memgraph import MemGraph
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 from jaxoffload.options import Options, format_bytes
@@ -26,7 +26,7 @@ from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.kept import KeptPlan
 from jaxoffload.search.one_memory import planner_for
-from jaxoffload.search.planner import Planner
+from jaxoffload.search.planner import NoCutFound, Planner
 from jaxoffload.showing import Shown
 
 _AMPLE = 2
@@ -269,15 +269,34 @@ def make_plan(
         found = kept.find()
         if found is not None:
             return found
-        if not is_cut:
-            assert budget is not None
-            room = budget
-            if request.options.memory is not None:  # which does not count arguments
-                room += sum(map(compat.byte_count, request.jaxpr.in_avals))
-            if kept.runs_whole() or (planner.hopeful_peak <= room and whole.needed_bytes <= room):
-                kept.keep_whole()
-                return WholePlan(request, whole, backend)
-        return kept.made(has_other_ways)
+        if is_cut:
+            return kept.made(has_other_ways)
+        assert budget is not None
+        room = budget
+        if request.options.memory is not None:  # which does not count arguments
+            room += sum(map(compat.byte_count, request.jaxpr.in_avals))
+
+        def run_whole() -> Plan:
+            kept.keep_whole()
+            return WholePlan(request, whole, backend)
+
+        def unless_refused(make: Callable[[], Plan]) -> Plan:
+            try:
+                return make()
+            except PlanError as error:
+                # Whole it may take far less than seemed hopeful: asked when nothing else is left.
+                least = error.min_device_memory
+                if least is None or least > budget or whole.needed_bytes > room:
+                    raise
+                return run_whole()
+
+        if kept.runs_whole() or (planner.hopeful_peak <= room and whole.needed_bytes <= room):
+            return run_whole()
+        try:
+            return unless_refused(lambda: kept.made(has_other_ways))
+        except NoCutFound as error:
+            search_on = error.search_on
+            raise NoCutFound(lambda: unless_refused(search_on)) from None
     except CaptureError as error:
         if not whole.surely_fits(budget):
             _refuse(request, whole, error)

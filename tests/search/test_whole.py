@@ -181,6 +181,43 @@ def test_the_least_budget_may_be_that_of_the_whole():
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+def behind_a_barrier(x, w):
+    y, x = jax.lax.optimization_barrier((x @ w, x))
+    return x * y
+
+
+def newton(x, w):
+    def step(_, y):
+        return y - (y**3 - x) / (3 * y * y + 1e-3)
+
+    return jax.lax.fori_loop(0, 20, step, jnp.abs(x) + 1) + w
+
+
+@pytest.mark.parametrize("function", [behind_a_barrier, newton])
+def test_the_least_budget_is_never_more_than_xla_needs(function):
+    stats = jax.jit(function).lower(X, X).compile().memory_analysis()
+    needed = 3 * X.nbytes + stats.temp_size_in_bytes
+    assert jo.offload(function, device_memory=None).plan(X, X).min_device_memory <= needed
+    step = jo.offload(function, device_memory=needed)
+    want = jax.jit(function)(X, X)
+    np.testing.assert_allclose(step(X, X), want, rtol=1e-6)
+
+
+def test_a_refusal_names_what_xla_needs():
+    """It takes half of what its values would."""
+    needed = 3 * X.nbytes
+    with pytest.raises(jo.PlanError, match=f"feasible {needed} bytes .* to run whole; cut,"):
+        jo.offload(behind_a_barrier, device_memory=needed - 1)(X, X)
+    same(
+        jo.offload(behind_a_barrier, device_memory=needed)(X, X),
+        jax.jit(behind_a_barrier)(X, X),
+    )
+    # Beside its arguments:
+    with pytest.raises(jo.PlanError, match=f"smallest feasible {X.nbytes} bytes"):
+        jo.offload(behind_a_barrier, memory=X.nbytes - 1)(X, X)
+    jo.offload(behind_a_barrier, memory=X.nbytes)(X, X)
+
+
 def test_always_cut():
     plan = jo.offload(chain, device_memory=None, cut="always").plan(X, X)
     assert not isinstance(plan, WholePlan)
