@@ -14,15 +14,24 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.kernel import Kernel
 from jaxoffload.capture.words import code_of, decoded, encoded
-from jaxoffload.compile import callbacks, convolutions, products, reductions, transpositions
+from jaxoffload.compile import (
+    callbacks,
+    convolutions,
+    float8,
+    products,
+    reductions,
+    transpositions,
+)
 
-RULES = {
-    **reductions.RULES,
-    **products.RULES,
-    **transpositions.RULES,
-    **convolutions.RULES,
-    **callbacks.RULES,
-}
+RULES = float8.with_float8(
+    {
+        **reductions.RULES,
+        **products.RULES,
+        **transpositions.RULES,
+        **convolutions.RULES,
+        **callbacks.RULES,
+    }
+)
 
 
 def lower(kernel: Kernel, platform: str) -> Any:
