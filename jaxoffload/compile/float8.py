@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import primitives
 
@@ -21,13 +22,15 @@ FORMATS = tuple(
 """Those that the plugin rounds wrongly; others it knows."""
 _COMPUTED = (
     "abs add add_jaxvals argmax argmin atan2 cbrt ceil clamp cos cosh cummax cummin cumprod cumsum "
-    "div eq erf erfc exp exp2 expm1 floor gather ge gt integer_pow le log log1p logistic lt max "
+    "div eq erf erfc exp exp2 expm1 floor ge gt integer_pow le log log1p logistic lt max "
     "min mul ne neg pow reduce_max reduce_min reduce_precision reduce_prod reduce_sum rem round "
     "rsqrt scatter_add scatter_max scatter_min scatter_mul sign sin sinh sqrt square sub tan "
     "tanh"
 ).split()
 _MULTIPLIED = "conv_general_dilated dot_general".split()
-_MOVED = "concatenate dynamic_slice dynamic_update_slice pad rev scatter select_n slice".split()
+_MOVED = (
+    "concatenate dynamic_slice dynamic_update_slice gather pad rev scatter select_n slice".split()
+)
 Rules = dict[Any, tuple[Callable[..., Any], Callable[..., bool]]]
 
 
@@ -176,6 +179,9 @@ def _moved(primitive: Callable[..., Any]) -> Callable[..., Any]:
     def move(*xs: Any, **params: Any) -> Any:
         dtype = next(x.dtype for x in xs if x.dtype in FORMATS)
         words = [lax.bitcast_convert_type(x, jnp.uint8) if x.dtype in FORMATS else x for x in xs]
+        if "fill_value" in params:  # a gather's
+            filling = float("nan") if params["fill_value"] is None else params["fill_value"]
+            params["fill_value"] = int(np.asarray(filling, dtype).view(np.uint8))
         return lax.bitcast_convert_type(primitive(*words, **params), dtype)
 
     return move
