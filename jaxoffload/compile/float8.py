@@ -15,6 +15,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import primitives
 
+from jaxoffload.capture.whole import every_equation
+
 FORMATS = tuple(
     jnp.dtype(f"float8_{name}")
     for name in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e4m3b11fnuz")
@@ -32,6 +34,15 @@ _MOVED = (
     "concatenate dynamic_slice dynamic_update_slice gather pad rev scatter select_n slice".split()
 )
 Rules = dict[Any, tuple[Callable[..., Any], Callable[..., bool]]]
+
+
+def is_in(jaxpr: Any) -> bool:
+    """Whether a closed jaxpr computes with any of `FORMATS`."""
+    return any(
+        getattr(value.aval, "dtype", None) in FORMATS
+        for equation in every_equation(jaxpr)
+        for value in (*equation.invars, *equation.outvars)
+    )
 
 
 def rounded(x: Any, dtype: Any) -> Any:

@@ -23,15 +23,14 @@ from jaxoffload.compile import (
     transpositions,
 )
 
-RULES = float8.with_float8(
-    {
-        **reductions.RULES,
-        **products.RULES,
-        **transpositions.RULES,
-        **convolutions.RULES,
-        **callbacks.RULES,
-    }
-)
+RULES = {
+    **reductions.RULES,
+    **products.RULES,
+    **transpositions.RULES,
+    **convolutions.RULES,
+    **callbacks.RULES,
+}
+_FLOAT8_RULES = float8.with_float8(RULES)
 
 
 def lower(kernel: Kernel, platform: str) -> Any:
@@ -52,9 +51,12 @@ def lower(kernel: Kernel, platform: str) -> Any:
         for a in (*kernel.inputs, *places)
     ]
     # Every output finds its donor, so that JAX has nothing to warn of.
-    rules = RULES if platform == "cpu" else {}  # for GPUs XLA has better of its own
     with compat.no_mesh():
-        return compat.lower(function.trace(*shapes), platform, rules)
+        traced = function.trace(*shapes)
+        rules = {}  # for GPUs XLA has better of its own
+        if platform == "cpu":  # those for float8 are of most primitives, and take time
+            rules = _FLOAT8_RULES if float8.is_in(traced.jaxpr) else RULES
+        return compat.lower(traced, platform, rules)
 
 
 def _code(aval: Any) -> Any:
