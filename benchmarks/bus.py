@@ -168,7 +168,7 @@ def run(small: bool = False, out: str | None = None) -> None:
     model = Size(64, 3, 4, 128, 256) if small else MODEL
     batch, length = (2, 16) if small else (4, 256)
     cases = {"DISCO's example": disco(layers, width, rows_of_x, unit)}
-    for way in WAYS[:1] if small else WAYS:
+    for way in (DATA_PARALLEL,) if small else WAYS:
         cases[f"LLaMA prefill, {way}"] = prefill(model, batch, length, COUNT, way)
     print(machine())
     rows = []

@@ -23,16 +23,17 @@ FORMATS = tuple(
 )
 """Those that the plugin rounds wrongly; others it knows."""
 _COMPUTED = (
-    "abs add add_jaxvals argmax argmin atan2 cbrt ceil clamp cos cosh cummax cummin cumprod cumsum "
-    "div eq erf erfc exp exp2 expm1 floor ge gt integer_pow le log log1p logistic lt max "
-    "min mul ne neg pow reduce_max reduce_min reduce_precision reduce_prod reduce_sum rem round "
-    "rsqrt scatter_add scatter_max scatter_min scatter_mul sign sin sinh sqrt square sub tan "
-    "tanh"
+    "abs acos acosh add add_jaxvals argmax argmin asin asinh atan atan2 atanh cbrt ceil clamp cos "
+    "cosh cumlogsumexp cummax cummin cumprod cumsum digamma div eq erf erf_inv erfc exp exp2 expm1 "
+    "floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg pow "
+    "reduce_max reduce_min reduce_precision reduce_prod reduce_sum reduce_window_max "
+    "reduce_window_min reduce_window_sum rem round rsqrt scatter_add scatter_max scatter_min "
+    "scatter_mul sign sin sinh sqrt square sub tan tanh top_k"
 ).split()
 _MULTIPLIED = "conv_general_dilated dot_general".split()
 _MOVED = (
-    "concatenate dynamic_slice dynamic_update_slice gather pad rev scatter select_n slice".split()
-)
+    "concatenate dynamic_slice dynamic_update_slice gather pad rev scatter select_n slice split"
+).split()
 Rules = dict[Any, tuple[Callable[..., Any], Callable[..., bool]]]
 
 
@@ -89,7 +90,7 @@ def with_float8(rules: Rules) -> Rules:
     ]  # fmt: skip
     for names, way in ways:
         for name in names:
-            primitive = getattr(primitives, f"{name}_p")
+            primitive = getattr(lax if name == "split" else primitives, f"{name}_p")
             other, holds = rules.get(primitive, (primitive.bind, _never))
             bind = _scattered(name) if name.startswith("scatter") else primitive.bind
             found[primitive] = _first(way, bind, other, holds)
@@ -144,7 +145,8 @@ def _computed(primitive: Callable[..., Any]) -> Callable[..., Any]:
 
     def compute(*xs: Any, **params: Any) -> Any:
         found = primitive(*map(_wide, xs), **params)
-        return _as(found, next(x for x in xs if x.dtype in FORMATS))
+        operand = next(x for x in xs if x.dtype in FORMATS)
+        return jax.tree.map(lambda x: _as(x, operand), found)
 
     return compute
 
@@ -193,6 +195,7 @@ def _moved(primitive: Callable[..., Any]) -> Callable[..., Any]:
         if "fill_value" in params:  # a gather's
             filling = float("nan") if params["fill_value"] is None else params["fill_value"]
             params["fill_value"] = int(np.asarray(filling, dtype).view(np.uint8))
-        return lax.bitcast_convert_type(primitive(*words, **params), dtype)
+        found = primitive(*words, **params)
+        return jax.tree.map(lambda x: lax.bitcast_convert_type(x, dtype), found)
 
     return move

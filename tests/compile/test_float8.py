@@ -82,6 +82,7 @@ MOVES = {
     "slice, pad": lambda x: jnp.pad(x[3:200:3], 2),
     "rows": lambda x: x.reshape(16, 16)[jnp.array([3, 3, 15])],
     "turned": lambda x: x.reshape(16, 16).T[::-1],
+    "split": lambda x: jnp.concatenate(jnp.split(x, 4)[::-1]),
     "where": lambda x: jnp.where(jnp.arange(256) % 3 == 0, x, x[::-1]),
     "in a loop": lambda x: lax.fori_loop(0, 3, lambda i, y: jnp.roll(y, i), x),
     "in a branch": lambda x: lax.cond(x[0] == 0, lambda x: x, lambda x: x[::-1], x),
@@ -100,6 +101,9 @@ READS = {
     "rows beyond the end": lambda x: jnp.take(x, jnp.array([7, 300]), mode="fill"),
     "negative": lambda x: (-x, abs(x)),
     "compared": lambda x: (x > x[::-1], x == x[::-1], x != x, jnp.argmax(x), (x < 0).sum()),
+    "windows": lambda x: lax.reduce_window(x[:100], -jnp.inf, lax.max, (4,), (2,), "VALID"),
+    "best": lambda x: lax.top_k(x[:100], 7),
+    "finite": lambda x: (jnp.isfinite(x), jnp.isnan(x)),
     "largest": lambda x: (jnp.max(x[:100]), lax.cummax(x[:100])),
 }
 
