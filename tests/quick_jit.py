@@ -43,15 +43,22 @@ def _compile(backend, module, devices, options, host_callbacks, *args):
     if "custom_call" in text:
         return _compile_with_jax(backend, module, devices, options, host_callbacks, *args)
     key = id(backend), text, str(devices), options.SerializeAsString()
-    if key not in _compiled:
-        _compiled[key] = _compile_with_jax(backend, module, devices, options, host_callbacks, *args)
-    _compiled.move_to_end(key)
-    if len(_compiled) > KEPT:
+    found = _compiled.pop(key, None)
+    if found is None:
+        found = _compile_with_jax(backend, module, devices, options, host_callbacks, *args)
+    _compiled[key] = found
+    while len(_compiled) > KEPT:
         _compiled.popitem(last=False)
-    return _compiled[key]
+    return found
 
 
 compiler.backend_compile_and_load = _compile
+
+
+def forget():
+    """Lets the programs go that were kept."""
+    _compiled.clear()
+
 
 _USES = 50
 _make_context = lowering.make_ir_context
