@@ -55,8 +55,6 @@ def _watched_options(*args, **kwargs):
 
 
 _offload.make_options = _watched_options
-# What one test has compiled another may need.
-sys.modules[f"{jaxoffload.__name__}.compile.cache"].KEPT = 2048
 # Every second call is queued, where it can be.
 sys.modules[f"{jaxoffload.__name__}.transform.queued"].CALLS_BEFORE = 1
 

@@ -1,13 +1,11 @@
 """What JAX itself compiles for tests is compiled in a quarter of the time (JAX 0.12: in half
 of it), and runs slower; what it lowers, it lowers in contexts that it has used before, which saves
-it 4 ms a function (JAX 0.12 does so by itself). The last few hundred programs stay: a fifth of what
-tests of one file compile, others have compiled.
+it 4 ms a function (JAX 0.12 does so by itself).
 
 Most of it is a reference that is called once. Kernels have flags of their own
 (jaxoffload/compile/options.py), so they are those that users get.
 """
 
-import collections
 import contextlib
 import functools
 import threading
@@ -31,34 +29,6 @@ def _options(*args, **kwargs):
 
 
 compiler.get_compile_options = _options
-
-KEPT = 512
-_compile_with_jax = compiler.backend_compile_and_load
-_compiled = collections.OrderedDict()
-
-
-def _compile(backend, module, devices, options, host_callbacks, *args):
-    """Programs of this process, which call what lives no longer, are compiled in each test."""
-    text = str(module) if _is_quick and not host_callbacks else "custom_call"
-    if "custom_call" in text:
-        return _compile_with_jax(backend, module, devices, options, host_callbacks, *args)
-    key = id(backend), text, str(devices), options.SerializeAsString()
-    found = _compiled.pop(key, None)
-    if found is None:
-        found = _compile_with_jax(backend, module, devices, options, host_callbacks, *args)
-    _compiled[key] = found
-    while len(_compiled) > KEPT:
-        _compiled.popitem(last=False)
-    return found
-
-
-compiler.backend_compile_and_load = _compile
-
-
-def forget():
-    """Lets the programs go that were kept."""
-    _compiled.clear()
-
 
 _USES = 50
 _make_context = lowering.make_ir_context

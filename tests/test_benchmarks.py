@@ -7,7 +7,6 @@ import pytest
 from benchmarks import run
 from benchmarks.gpu import run as gpu_run
 from jaxoffload.compile import cache
-from tests import quick_jit
 
 ELSEWHERE = ("soak", "plans", "gpu_plans", "mesh")
 """Those that have tests of their own."""
@@ -41,8 +40,6 @@ def test_plans_are_compared_with_those_of_another_version(tmp_path, capsys):
 def test_nothing_grows_with_calls_and_what_a_function_takes_ends_with_it(tmp_path, monkeypatch):
     """Growth a step in each phase of one short soak, which two tests would run on two workers."""
     monkeypatch.setattr(cache, "KEPT", 16)  # so few functions would only fill the cache
-    monkeypatch.setattr(quick_jit, "KEPT", 0)
-    quick_jit.forget()  # what is kept, or goes for what comes, would hide what grows
     run.main(["soak", "--small", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "soak.json").read_text())["rows"]
     assert rows[0]["first"]["arena_bytes"] > 0 and rows[0]["first"]["disk_bytes"] > 0

@@ -43,25 +43,6 @@ def test_one_of_what_runs_whole_as_for_users(is_quick):
     assert not is_quick
 
 
-def test_programs_stay_but_those_of_this_process(monkeypatch):
-    compiled, compile_with_jax = [], quick_jit._compile_with_jax
-
-    def compile_and_count(backend, module, *args):
-        compiled.append(str(module.operation.attributes["sym_name"]))
-        return compile_with_jax(backend, module, *args)
-
-    monkeypatch.setattr(quick_jit, "_compile_with_jax", compile_and_count)
-    for number in (2.5, 2.5, 3.5):
-        found = jax.jit(lambda x, number=number: x * number)(X)
-        np.testing.assert_array_equal(found, number * X)
-    assert len(compiled) == 2
-    for _ in range(2):
-        called = []
-        jax.jit(lambda x, called=called: jax.debug.callback(called.append, x[0, 0]))(X)
-        jax.effects_barrier()
-        assert called == [1]
-
-
 def test_kernels_are_those_that_users_get(monkeypatch):
     sizes, compile_kernel = [], PluginCompiler.compile
 

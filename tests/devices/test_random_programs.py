@@ -98,7 +98,7 @@ def function_of(program, sizes):
 
 @pytest.mark.filterwarnings("ignore:.*everything fits:jaxoffload.errors.OffloadWarning")
 @pytest.mark.parametrize("mesh", MESHES)
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(program=programs(), seed=st.integers(0, 99), share=st.sampled_from([1.0, 0.5, 0.0]))
 def test_random_programs_are_those_of_jit(mesh, program, seed, share):
     sizes = MESHES[mesh]
