@@ -9,6 +9,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+from jax import dtypes
+
 from jaxoffload import _jax_compat as compat
 from jaxoffload import identity
 from jaxoffload.capture import cost, operations
@@ -53,7 +56,7 @@ class Kernel:
         in the order of the inputs that they overwrite.
       key: interned; equal keys mean equal functions, wherever they run.
       traffic: bytes that its operations read and write, each by itself; infinite if nobody knows
-        how often, and of elements of less than a byte.
+        how often, and of elements of less than a byte, or floats of one.
       adds, reduces: whether it may add several elements of an array, and whether in a reduction,
         which is fused with what makes its operand: in an order that is the compiler's.
       on_host: whether it runs on the host's cores.
@@ -139,10 +142,17 @@ def _reference(operand: Any, slot: dict[Value, int]) -> Any:
     return operand if is_literal(operand) else slot[operand]
 
 
+def _is_rare(dtype: Any) -> bool:
+    """Whether the former emitters (compile/options.py) do not know such elements, or round them
+    wrongly: floats of eight bits."""
+    is_float = dtypes.issubdtype(dtype, np.floating)
+    return compat.is_small(dtype) or (is_float and dtype.itemsize == 1)
+
+
 def _traffic(equation: Equation) -> float:
     operation = equation.operation
     eqn, inner = operation.eqn, operation.equations
-    if any(compat.is_small(x.aval.dtype) for x in (*equation.inputs, *equation.outputs)):
+    if any(_is_rare(x.aval.dtype) for x in (*equation.inputs, *equation.outputs)):
         return math.inf
     if inner is not None:
         return cost.traffic(equation) if all(_traffic(e) < math.inf for e in inner) else math.inf

@@ -14,14 +14,7 @@ import numpy as np
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.kernel import Kernel
 from jaxoffload.capture.words import code_of, decoded, encoded
-from jaxoffload.compile import (
-    callbacks,
-    convolutions,
-    float8,
-    products,
-    reductions,
-    transpositions,
-)
+from jaxoffload.compile import callbacks, convolutions, products, reductions, transpositions
 
 RULES = {
     **reductions.RULES,
@@ -30,7 +23,6 @@ RULES = {
     **convolutions.RULES,
     **callbacks.RULES,
 }
-_FLOAT8_RULES = float8.with_float8(RULES)
 
 
 def lower(kernel: Kernel, platform: str) -> Any:
@@ -51,12 +43,9 @@ def lower(kernel: Kernel, platform: str) -> Any:
         for a in (*kernel.inputs, *places)
     ]
     # Every output finds its donor, so that JAX has nothing to warn of.
+    rules = RULES if platform == "cpu" else {}  # for GPUs XLA has better of its own
     with compat.no_mesh():
-        traced = function.trace(*shapes)
-        rules = {}  # for GPUs XLA has better of its own
-        if platform == "cpu":  # those for float8 are of most primitives, and take time
-            rules = _FLOAT8_RULES if float8.is_in(traced.jaxpr) else RULES
-        return compat.lower(traced, platform, rules)
+        return compat.lower(function.trace(*shapes), platform, rules)
 
 
 def _code(aval: Any) -> Any:
