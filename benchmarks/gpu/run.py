@@ -12,7 +12,8 @@ is written after each, so that a visit that ends early leaves what it has found:
     host     a full AdamW step, its state in host memory: updates on the device, on the host's
              cores, and where the planner puts them
     order    work-conserving against fixed order, 20 runs each on one MemGraph
-    long     many steps; what is left behind
+    rows     of a table in host memory that kernels read over the link: rates by their length
+    long     many steps, for JAXOFFLOAD_GPU_SECONDS; what is left behind
 
 `--only launch,llama` chooses; of llama's cases and budgets JAXOFFLOAD_GPU_CASES="lora 1 x 512" and
 JAXOFFLOAD_GPU_BUDGETS=8,16 do, in GB. A visit that ended early goes on: sections that the file in
@@ -23,6 +24,7 @@ trying the script; `--rehearse` runs it on the imitated GPU of the tests.
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -225,6 +227,19 @@ def order(small: bool) -> dict[str, Any]:
     return {"over_fixed": ratio, "spread": times["fixed"].spread}
 
 
+def rows(small: bool) -> dict[str, Any]:
+    """Bytes a second of random rows of a table in host memory, by the bytes of a row."""
+    most, moved = (2**22, 2**18) if small else (4 * 2**30, 2**28)
+    random, found = np.random.default_rng(0), {}
+    for nbytes in (256, 1024, 4096, 16384):
+        table = jo.host_put(np.ones((most // nbytes, nbytes // 4), np.float32))
+        ids = random.permutation(len(table))[: moved // nbytes].astype(np.int32)
+        take = jo.offload(lambda table, ids: table[ids], device_memory=3 * moved)
+        call = functools.partial(take, table, jax.numpy.asarray(ids))
+        found[str(nbytes)] = moved / _seconds(call, 1 if small else 5)
+    return found
+
+
 def long(small: bool) -> dict[str, Any]:
     """Steps for some minutes; memory before and after."""
     config = SMALL if small else model.PRESETS["small"]
@@ -244,9 +259,10 @@ def long(small: bool) -> dict[str, Any]:
             "resident_bytes": resident,
         }
 
-    end = time.monotonic() + (1 if small else LIMIT_SECONDS * 0.8)
     for _ in range(5):
         jax.block_until_ready(step(base, *given))
+    seconds = float(os.environ.get("JAXOFFLOAD_GPU_SECONDS", LIMIT_SECONDS * 0.8))
+    end = time.monotonic() + (1 if small else seconds)
     before, count = figures(), 0
     while time.monotonic() < end:
         jax.block_until_ready(step(base, *given))
@@ -275,6 +291,7 @@ SECTIONS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "llama": run_llama,
     "host": host,
     "order": order,
+    "rows": rows,
     "long": long,
 }
 

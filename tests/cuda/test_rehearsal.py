@@ -8,7 +8,7 @@ import pytest
 from benchmarks.gpu import claims, run
 from tests.cuda import fake
 
-SECTIONS = ["rates", "launch", "llama", "host", "order", "long"]
+SECTIONS = ["rates", "launch", "llama", "host", "order", "rows", "long"]
 pytestmark = [pytest.mark.plain_runs, pytest.mark.optimized]
 
 
