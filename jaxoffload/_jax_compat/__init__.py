@@ -94,6 +94,7 @@ from jaxoffload._jax_compat.tracing import (
     source_line,
     trace_context,
     transfers_allowed,
+    unchecked,
 )
 from jaxoffload._jax_compat.types import (
     ArrayImpl,

@@ -250,5 +250,7 @@ def address_of(array: Any) -> int:
     return compat.pointer_of(array)
 
 
-identities = jax.jit(lambda arrays: list(arrays), donate_argnums=0, keep_unused=True)
+identities = compat.unchecked(
+    jax.jit(lambda arrays: list(arrays), donate_argnums=0, keep_unused=True)
+)
 """Arrays with the bytes, and where XLA allows it the memory, of some that are donated."""

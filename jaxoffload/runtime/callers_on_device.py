@@ -148,7 +148,7 @@ class DeviceMemory:
             if len(set(addresses)) == len(addresses):
                 return made
         each = zip(shapes, devices, strict=True)
-        return [jnp.empty(shape.shape, shape.dtype, device=device) for shape, device in each]
+        return [_empty(shape.shape, shape.dtype, device=device) for shape, device in each]
 
     def empty_on_host(self, shape: Any, device: Any) -> Any:
         """The same in JAX's memory space for pinned host memory."""
@@ -171,11 +171,12 @@ class DeviceMemory:
         return address_of(array)
 
 
-_identity = jax.jit(lambda x: x, donate_argnums=0)
-_in_rows = jax.jit(lambda x: x)
+_identity = compat.unchecked(jax.jit(lambda x: x, donate_argnums=0))
+_in_rows = compat.unchecked(jax.jit(lambda x: x))
+_empty = compat.unchecked(jnp.empty)
 
 
 @functools.lru_cache(maxsize=256)
 def _all_empty(shapes: tuple[tuple[tuple[int, ...], Any], ...]) -> Callable[[], list[Any]]:
     """A program that makes arrays of these shapes and dtypes."""
-    return jax.jit(lambda: [jnp.empty(*shape) for shape in shapes])
+    return compat.unchecked(jax.jit(lambda: [jnp.empty(*shape) for shape in shapes]))

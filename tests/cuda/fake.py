@@ -164,7 +164,7 @@ class FakeMemory(DeviceMemory):
         return super().results(plan, dataclasses.replace(run, made=made), device)
 
     def _of_jax(self, array, devices):
-        values = jax.numpy.asarray(np.asarray(array))
+        values = jax.device_put(np.asarray(array))
         several = isinstance(devices, tuple)
         return jax.device_put(values, devices[array.device]) if several else values
 

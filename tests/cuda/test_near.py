@@ -9,6 +9,7 @@ import pytest
 
 import jaxoffload as jo
 from jaxoffload.graphs.memgraph import Kind, Space
+from jaxoffload.runtime.callers_on_device import DeviceMemory
 from tests.transform.test_host_compute import on_the_host
 
 
@@ -50,6 +51,41 @@ def check_use_in_place(is_donated):
         assert set(copied(run.memgraph, Kind.RELOAD)) == ({1, 2, 3, 4} if in_numpys else set())
         assert in_numpys or not is_donated or all(w.is_deleted() for w in given)
     assert offloaded.plan(jnp.asarray(x), weights).memgraph is offloaded.last_run.memgraph
+
+
+def check_special_values(donated):
+    """`jax_debug_nans` reads results once they are there, and nothing that was in their memory, nor
+    what was given."""
+    step = lambda x, y: (jnp.nan_to_num(x) + y, jnp.log(y))  # noqa: E731
+    offloaded = jo.offload(step, device_memory=None, vertex_memory=1, donate_argnums=donated)
+    with_nan = np.full((64, 64), np.nan, np.float32)
+    for number in range(3):
+        y = np.full((64, 64), number + 1.0, np.float32)
+        x, negative = jnp.asarray(with_nan), -y
+        with jax.debug_nans(True):
+            got = offloaded(x, y)
+        np.testing.assert_array_equal(got[0], y)
+        np.testing.assert_allclose(got[1], np.log(y), rtol=1e-6)
+        x = jnp.asarray(with_nan)
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="flat result 1"):
+            offloaded(x, negative)
+
+
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_special_values_are_looked_for_in_results_alone(gpu, donated):
+    check_special_values(donated)
+
+
+def test_nothing_is_looked_for_in_memory_for_results():
+    """Nor read: JAX keeps what it has read of an array."""
+    device = jax.devices()[0]
+    memory = DeviceMemory((device,))
+    given = jnp.full((64, 64), jnp.nan)
+    shapes = [jax.ShapeDtypeStruct((8, 8), np.float32)] * 2
+    with jax.debug_nans(True), jax.debug_infs(True):
+        made = [*memory.take_over([given]), *memory.empty(shapes, [device] * 2)]
+    assert given.is_deleted() and np.isnan(np.array(made[0])).all()
+    assert [array._npy_value for array in made[1:]] == [None, None]
 
 
 @pytest.mark.parametrize("is_donated", [False, True])

@@ -71,6 +71,15 @@ def differs(got, want):
     return np.array(found)
 
 
+def in_float64(step, args):
+    """What a function gives where its floats are of 64 bits."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(
+            lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, copied(args)
+        )
+        return jax.tree.map(np.asarray, jax.jit(step)(*wide))
+
+
 def same(got, want):
     return all(map(np.array_equal, jax.tree.leaves(got), jax.tree.leaves(want)))
 
@@ -101,11 +110,7 @@ def test_any_optimizer_on_the_hosts_cores_is_right(name, donated):
     if name in SAME_BITS:
         assert same(made["always"], made["never"])
         return
-    with jax.enable_x64(True):
-        wide = jax.tree.map(
-            lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, copied(args)
-        )
-        exact = jax.tree.map(np.asarray, jax.jit(step)(*wide))
+    exact = in_float64(step, args)
     own = differs(jax.jit(step)(*args), exact)
     assert (differs(made["always"], exact) <= 2 * own + 1e-6).all()
 
