@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu.torch_baseline '{"kind": "prefill", "batch": 1, "length": 1024, ...}'
 
-Prints JSON: seconds a step and the most memory that torch took. Seen on an H100: prefill, not LoRA.
+Prints JSON: seconds a step and the most memory that torch took. On an H100 prefill ran;
+LoRA did not fit in 8 GB.
 """
 
 import json
