@@ -6,6 +6,8 @@ are marked `plain_runs`; so are those of programs that are run in a process of t
 functions that run whole say `cut="auto"` by the marker `runs_whole`. Nothing is kept between
 processes.
 
+Of tests with many cases a run draws some (drawing.py).
+
 What JAX itself compiles, references above all, it compiles quickly (quick_jit.py), but for tests
 of what runs whole, and for those marked `optimized`: of jit's own error, memory or rules of
 lowering. Kernels are those that users get but in FOLDERS_OF_NO_NUMBERS.
@@ -34,7 +36,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 import jaxoffload  # noqa: E402
-from tests import quick_jit  # noqa: E402
+from tests import drawing, quick_jit  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -76,7 +78,31 @@ def pytest_addoption(parser):
         action="store_true",
         help="tests/foreign: all of JAX's cases for its primitives (half an hour), not one of 25",
     )
+    group.addoption(
+        "--every-case", action="store_true", help="draws none away, see tests/drawing.py"
+    )
     group.addoption("--foreign-seed", type=int, default=0, help="tests/foreign: draws other cases")
+
+
+def _draws(config):
+    is_named = any("[" in argument for argument in config.args) or config.getoption("keyword")
+    return not (is_named or config.getoption("--every-case"))
+
+
+def pytest_configure():
+    drawing.day()  # which the processes of this run are to have
+
+
+def pytest_collection_modifyitems(config, items):
+    if _draws(config):
+        items[:], left = drawing.select(items, drawing.day())
+        config.hook.pytest_deselected(items=left)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if _draws(config):
+        day = f"{drawing.DAY}={drawing.day()}"
+        terminalreporter.write_line(f"Cases were drawn by {day}; --every-case runs all.")
 
 
 @pytest.fixture(autouse=True)

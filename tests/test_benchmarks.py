@@ -13,6 +13,7 @@ ELSEWHERE = ("soak", "plans", "gpu_plans", "mesh")
 pytestmark = [pytest.mark.plain_runs, pytest.mark.usefixtures("little_is_optimized")]
 
 
+@pytest.mark.drawn(7)
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
 @pytest.mark.parametrize("name", [name for name in run.NAMES if name not in ELSEWHERE])
 def test_benchmark_runs(name, tmp_path, capsys):
@@ -37,6 +38,7 @@ def test_plans_are_compared_with_those_of_another_version(tmp_path, capsys):
     assert len(worse) == 1 and f"{slower['budget']} {slower['link']}: 1.200" in worse[0]
 
 
+@pytest.mark.drawn(every=2)
 def test_nothing_grows_with_calls_and_what_a_function_takes_ends_with_it(tmp_path, monkeypatch):
     """Growth a step in each phase of one short soak, which two tests would run on two workers."""
     monkeypatch.setattr(cache, "KEPT", 16)  # so few functions would only fill the cache

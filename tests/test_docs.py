@@ -30,6 +30,7 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.plain_runs  # as for those who read it
 @pytest.mark.runs_whole
 @pytest.mark.usefixtures("little_is_optimized")

@@ -57,6 +57,7 @@ def test_there_are_eight():
     assert [path.name[:2] for path in execute.ALL] == [f"0{n}" for n in range(1, 9)]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("path", execute.ALL, ids=lambda path: path.stem)
 def test_notebook_runs(path, monkeypatch):
     monkeypatch.setenv("JAXOFFLOAD_SMALL", "1")

@@ -36,6 +36,7 @@ def assert_as_good_as_jit(found, dtype):
     assert np.isfinite(allowed) and max(found.values()) <= allowed, (found, allowed)
 
 
+@pytest.mark.drawn(20)
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -45,6 +46,7 @@ def test_float32_is_as_good_as_jit(name, size):
     assert_as_good_as_jit(found, jnp.float32)
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_bfloat16_is_as_good_as_jit(name):
@@ -133,6 +135,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("shape, axes", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64, np.int32, jnp.bfloat16])
 def test_a_sum_in_blocks_has_every_term_once(shape, axes, dtype):

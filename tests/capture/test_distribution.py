@@ -165,6 +165,7 @@ def products(captured):
     return inside, len(found) - inside
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("piece_bytes", [ALL, 6000])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_loops_in_parts_match(name, piece_bytes):

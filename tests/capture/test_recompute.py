@@ -86,6 +86,7 @@ def interpret(ordered, leaves):
     return [[np.asarray(read(part)) for part, _ in parts] for parts in ordered.program.results]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_every_share_gives_the_same_bits_operation_by_operation(name):
     function, args, _ = WORKLOADS[name]()

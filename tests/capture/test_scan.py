@@ -144,6 +144,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.drawn(18)
 @pytest.mark.parametrize("piece_bytes", [ALL, 700, 0])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_whole_in_chunks_and_in_steps_match(name, piece_bytes):

@@ -97,6 +97,7 @@ def part(x, dim, number, count):
     return lax.dynamic_slice_in_dim(x, number * size, size, dim)
 
 
+@pytest.mark.drawn(11)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_tiling_computes_the_operation_tile_by_tile(name):
     """Every equation of the function, by every tiling that is known of it."""
@@ -187,6 +188,7 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("share", [0.5, 0.1, 0.02])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_split_functions_give_what_whole_ones_do(name, share):

@@ -122,6 +122,7 @@ def test_depthwise_convolutions_are_lowered_as_shifted_products(several):
     assert code.count("stablehlo.convolution") == 2 * (several - 1)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.optimized  # jit's own error is the measure
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("groups", [1, 2, 4])

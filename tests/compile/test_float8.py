@@ -47,6 +47,7 @@ def numbers(dtype):
     return np.concatenate(found)
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.filterwarnings("ignore:.* encountered in cast:RuntimeWarning")
 @pytest.mark.parametrize("source", ["float32", "float64", "bfloat16", "float16", "int32", "bool"])
 def test_every_number_is_rounded_once(dtype, source):
@@ -62,6 +63,7 @@ def test_every_number_is_rounded_once(dtype, source):
         same_bits(offloaded(lambda x: x.astype(dtype), x), want)  # NumPy rounds float64 twice
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("target", ["float32", "bfloat16", "float16", "int32", "float8_e4m3"])
 def test_every_number_is_read(dtype, target):
     x = ALL.view(dtype)
@@ -70,6 +72,7 @@ def test_every_number_is_read(dtype, target):
     np.testing.assert_array_equal(np.float64(got), np.float64(want))
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "div", "rem"])
 def test_two_numbers_are_computed_with_exactly_and_rounded_once(dtype, name):
     x, y = (z.ravel().view(dtype) for z in np.meshgrid(ALL, ALL))
@@ -94,6 +97,7 @@ MOVES = {
 }
 
 
+@pytest.mark.drawn(14)
 @pytest.mark.parametrize("name", MOVES)
 def test_what_is_moved_stays_as_it_is(dtype, name):
     want = np.asarray(jax.jit(MOVES[name])(ALL)).view(dtype)
@@ -111,6 +115,7 @@ READS = {
 }
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("name", READS)
 def test_what_is_read_gives_what_float32_gives(dtype, name):
     x = ALL.view(dtype)

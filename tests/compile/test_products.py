@@ -189,6 +189,7 @@ SOME_ROWS = {
 }
 
 
+@pytest.mark.drawn(15)
 @pytest.mark.parametrize("name", SOME_ROWS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("threads", [1, 2, 4])

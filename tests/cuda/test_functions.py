@@ -26,6 +26,7 @@ def on_cpu(f, args, **options):
     return jax.tree.map(np.array, step(*args))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
 @pytest.mark.parametrize("name", ALL)
 def test_every_budget_and_policy_gives_the_bits_of_cpu(name, monkeypatch):
@@ -76,6 +77,7 @@ def three_steps(state, batch, **options):
     return state, values, step
 
 
+@pytest.mark.drawn()
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
 @pytest.mark.parametrize("budget", ["300KiB", "64MiB"])
 @pytest.mark.parametrize("tier", ["numpy", "host", "disk", "device"])

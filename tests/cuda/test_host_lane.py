@@ -64,6 +64,7 @@ def read_by_host(graph):
     return graph.inputs[graph.kind[reader] == Kind.HOST_KERNEL]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("tier", ["device", "numpy", "host", "disk"])
 @pytest.mark.parametrize("name", ["adamw", "clipped"])
 def test_updates_are_those_of_the_cpu(gpu, tmp_path, name, tier):

@@ -80,6 +80,7 @@ LOST = {
 }  # fmt: skip
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_fault_ends_the_run_with_its_cause_and_the_next_run_works(monkeypatch, what, ahead):
@@ -97,6 +98,7 @@ def test_a_fault_ends_the_run_with_its_cause_and_the_next_run_works(monkeypatch,
     assert fake.count("taken_bytes") == before
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 @pytest.mark.parametrize("what", LOST)
 def test_a_lost_context_ends_every_run_and_leaves_nothing_behind(monkeypatch, what, ahead):

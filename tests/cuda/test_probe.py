@@ -1,5 +1,7 @@
 """The probe of benchmarks/gpu asks the fakes, so that it works when it meets a GPU."""
 
+import pytest
+
 from benchmarks.gpu import claims, probe
 from tests.cuda import fake
 
@@ -19,6 +21,7 @@ def test_the_probe_finds_what_the_fakes_do(tmp_path, monkeypatch):
     assert all(value > 0 for value in answers.values())
 
 
+@pytest.mark.drawn(every=2)
 def test_a_check_that_fails_is_an_answer():
     found = probe.run_all(limit_seconds=60)
     assert set(found) == set(probe.CHECKS)

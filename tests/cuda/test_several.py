@@ -37,6 +37,7 @@ def gpus(monkeypatch):
     return found
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
 @pytest.mark.parametrize("name", STEPS)
 def test_every_budget_and_order_gives_the_bits_of_cpu(name, request):

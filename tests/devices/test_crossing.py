@@ -21,6 +21,7 @@ def as_users_write():
         yield
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", mesh.CASES)
 def test_no_more_crosses_than_for_xla(name):
     step, args = mesh.CASES[name]()

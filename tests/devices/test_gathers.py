@@ -74,6 +74,7 @@ def matrix():
     return normal(N, N) / 16
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_least_budget_is_below_the_whole_matrix(name):
     step, args = mapped(name), (matrix(), normal(8 * ROWS, N, seed=1))
@@ -166,6 +167,7 @@ def test_a_product_of_two_gathered_matrices():
     np.testing.assert_allclose(got, jax.jit(step)(w, x), rtol=2e-4, atol=1e-4)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("program", ["fsdp", "tensor_parallel"])
 def test_what_devices_exchange_is_made_again(program):
     """Rather than kept: gathers of weights, sums of activations; the same bits in any order."""

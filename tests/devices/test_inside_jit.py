@@ -34,6 +34,7 @@ def equal(a, b):
     return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_have_the_bits_of_direct_calls(name):
     step, args = STEPS[name](4)

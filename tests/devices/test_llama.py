@@ -119,6 +119,7 @@ def case(request, spread):
     return function, args, jo.offload(function, device_memory=None).plan(*args)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.filterwarnings("ignore:.*everything fits:jaxoffload.errors.OffloadWarning")
 def test_the_model_is_that_of_jit_within_the_least_budget(case):
     function, args, plan = case
@@ -134,6 +135,7 @@ def test_the_model_is_that_of_jit_within_the_least_budget(case):
     assert run.bytes_reloaded > 0
 
 
+@pytest.mark.drawn(1)
 def test_it_is_the_model_on_one_device(spread):
     """What the devices do together is what one does by itself."""
     functions, (params, tokens), loss = spread

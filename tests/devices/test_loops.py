@@ -64,6 +64,7 @@ def check(got, want):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("function", "how"),
     [*((f, "rows") for f in (counted, to_convergence, chosen, nested)),

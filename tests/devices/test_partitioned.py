@@ -33,6 +33,7 @@ def collectives_of(step, *args):
     return sum(text.count(f" {name}{form}(") for name in names for form in ("", "-start"))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_those_of_direct_calls(name):
     """XLA brings every device what it has, and moves nothing by itself."""
@@ -125,6 +126,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_wherever_the_call_stands(name):

@@ -101,6 +101,7 @@ def case(request):
     return step, args, free.plan(*args), judges_of(step, args)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("share", [0.5, 0.0])
 def test_steps_are_those_of_jit_within_every_budget(case, share):
     step, args, plan, judges = case

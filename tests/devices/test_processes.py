@@ -21,7 +21,7 @@ PAIRS = [FILES[i : i + 2] for i in range(0, len(FILES), 2)]
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(len(jax.devices()) >= DEVICES, reason="this is such a process")
 @pytest.mark.parametrize("names", PAIRS, ids="+".join)
-def test_in_a_process_with_more_devices(names):
+def test_in_a_process_with_more_devices(names, pytestconfig):
     environment = {**os.environ, "JAXOFFLOAD_TEST_DEVICES": str(DEVICES)}
     environment["XLA_FLAGS"] = ""
     # Half of the time would go into compiling, and references are compiled alike.
@@ -29,6 +29,7 @@ def test_in_a_process_with_more_devices(names):
     for key in [key for key in environment if key.startswith("PYTEST_")]:
         del environment[key]  # of the worker that this runs in
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["--every-case"] * pytestconfig.getoption("--every-case")
     command += [str(HERE / name) for name in names]
     found = subprocess.run(
         command, env=environment, cwd=HERE.parent.parent, capture_output=True, text=True

@@ -40,6 +40,7 @@ def rows(x):
     return jnp.sin(x @ x.T) @ x
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.plain_runs
 @pytest.mark.parametrize(("name", "donated"), [*((name, (0,)) for name in STEPS), ("fsdp", ())])
 def test_training_has_the_bits_and_shardings_of_calls_that_are_waited_for(

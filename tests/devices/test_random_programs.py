@@ -96,6 +96,7 @@ def function_of(program, sizes):
     return jax.value_and_grad(lambda x, y: sum(jnp.sum(z * z) for z in f(x, y)), argnums=(0, 1))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.filterwarnings("ignore:.*everything fits:jaxoffload.errors.OffloadWarning")
 @pytest.mark.parametrize("mesh", MESHES)
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))

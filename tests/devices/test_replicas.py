@@ -116,6 +116,7 @@ def test_halves_that_pairs_of_devices_have():
         assert chosen.any() and (abs(between) == (1 if number == 2 else 2)).all()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mapped", [False, True])
 def test_training_any_order_the_same_bits(mapped):
     if mapped:

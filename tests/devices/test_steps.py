@@ -71,6 +71,7 @@ def test_results_have_the_shardings_of_jit(case):
         )  # fmt: skip
 
 
+@pytest.mark.drawn(4)
 def test_bits_are_the_same_in_every_order(case):
     step, args, plan, *_ = case
     size = plan.resident_peak_bytes // 8  # one cut for all

@@ -63,6 +63,7 @@ def check(got, want):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("how", "kind"),
     [*((how, "auto") for how in TRANSFORMED), ("both", "explicit"), ("vmap", "explicit")],

@@ -56,6 +56,7 @@ def test_a_prompt_and_what_follows_may_be_together():
     assert steps == [((1, 32), 0), ((1, 1), 0)]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("prompt", [PROMPT, LONG[:32], LONG[:33], LONG], ids=len)
 def test_blocks_are_joined_and_prompts_come_in_parts(small_blocks, prompt):
     config = CONFIGS["everything else"]
@@ -177,6 +178,7 @@ def test_the_end_is_seen_one_step_late_where_steps_are_not_waited_for(ready):
     assert len(calls) == 2
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_within_a_part_of_the_memory_the_tokens_are_the_same(tier, small_blocks, tmp_path):
     params = random_params(WIDE)

@@ -30,6 +30,7 @@ def wanted(model, text, count):
     return found, model.tokenizer.decode(found, skip_special_tokens=True)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_the_text_is_that_without_a_budget(folder, tier, capsys):

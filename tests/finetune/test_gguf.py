@@ -175,6 +175,7 @@ def test_other_architectures_keep_their_order_and_have_their_own(tmp_path, archi
     jax.tree.map(np.testing.assert_array_equal, opened.params, params)
 
 
+@pytest.mark.drawn()
 @pytest.mark.parametrize("tier", ["host", "device", "disk"])
 @pytest.mark.parametrize("form", [None, "none", "int8", "nf4"])
 def test_every_tier_and_packing_gives_the_same_logits(tmp_path, tier, form):

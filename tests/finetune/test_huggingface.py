@@ -73,6 +73,7 @@ def rewrite(path, change):
     path.write_text(json.dumps(entry))
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_comes_back_as_it_was_written(tmp_path, name):
     config = CONFIGS[name]

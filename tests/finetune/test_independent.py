@@ -16,6 +16,7 @@ from tests.finetune.test_huggingface import random_params
 from tests.finetune.transformers_logits import ALL, COLUMNS, KEPT, ROWS, error, tokens_of
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("name", ALL)
 def test_logits_are_as_near_to_float64_as_those_of_transformers(tmp_path, name):
     config, theirs = ALL[name], json.loads(KEPT.read_text())["families"][name]

@@ -25,6 +25,7 @@ def lora_losses(params, adapters):
     return plain_training(adapters, functools.partial(with_updates, params, 2.0))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_lora_losses_equal_plain_training(params, adapters, lora_losses, accumulate):
     recipe = train.Recipe(5e-3, 50, warmup_steps=5, weight_decay=0.1, accumulate=accumulate)
@@ -38,6 +39,7 @@ def test_lora_losses_equal_plain_training(params, adapters, lora_losses, accumul
     assert run.last_run.bytes_reloaded > 0
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", quantize.MADE)
 def test_losses_on_a_packed_base_equal_plain_training_on_its_numbers(params, adapters, kind):
     def pack(weight):

@@ -13,6 +13,7 @@ def full_losses(params):
     return plain_training(params, lambda trained: trained)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("accumulate, tier", [(1, "host"), (4, "disk")])
 def test_full_losses_equal_plain_training_with_state_in_a_lower_tier(
     params, full_losses, accumulate, tier, tmp_path

@@ -125,6 +125,7 @@ def test_four_processes_have_the_losses_and_adapters_of_one(alone, start, tmp_pa
         np.testing.assert_allclose(trained[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.drawn(every=2)
 def test_stopped_and_killed_they_end_and_go_on_with_the_same_bits(start, tmp_path):
     out = tmp_path / "whole"
     text = ended(start(out, 2))

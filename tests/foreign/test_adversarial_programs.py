@@ -121,6 +121,7 @@ CONSTANTS = {
 }
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("kind", CONSTANTS)
 @hypothesis.settings(
     max_examples=1,
@@ -204,6 +205,7 @@ def depending_on_static():
     return function
 
 
+@pytest.mark.drawn(17)
 @pytest.mark.parametrize("by", ["position", "name"])
 @pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
 @pytest.mark.parametrize("kind", STATIC)
@@ -331,6 +333,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_a_setting_around_the_call_is_followed(kind, swapped):
@@ -373,6 +376,7 @@ WITHIN = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
 @pytest.mark.parametrize("kind", WITHIN)
 def test_a_setting_inside_the_function_is_followed(kind, swapped):

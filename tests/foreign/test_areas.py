@@ -23,6 +23,7 @@ from tests.libraries.agree import differences, normal
 AREAS = "control flow, linalg, gather, random, sparse, transformations, dtypes".split(", ")
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("name", [n for n, (area, _) in PROGRAMS.items() if area in AREAS])
 def test_a_program_equals_jit(name):
     function, args = PROGRAMS[name][1]()

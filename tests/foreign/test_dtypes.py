@@ -30,6 +30,7 @@ def array(name):
     return values.astype(getattr(ml_dtypes, name, name))
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
 @pytest.mark.parametrize("name", OFFLOADED + SHARED_BYTES)
 def test_dtype_equals_jit(name):

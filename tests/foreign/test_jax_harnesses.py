@@ -149,6 +149,7 @@ def arguments(harness):
     return harness.dyn_args_maker(np.random.RandomState(zlib.crc32(harness.fullname.encode())))
 
 
+@pytest.mark.drawn(4)
 def test_case_equals_jit(part, chosen, pytestconfig):
     number, parts = part
     mine = chosen[number::parts]

@@ -17,6 +17,7 @@ SHARES = (0.55, 0.3)
 ULPS = 16
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.optimized  # jit's own error is the measure
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
 @pytest.mark.parametrize("number", range(CHAINS))

@@ -45,6 +45,7 @@ PARAMS = {"first": normal(6, 8), "bias": normal(8), "second": normal(8, 4)}
 X = normal(12, 6)
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("make", list(optimizers()))
 def test_a_step_of(make):
     settings = SETTINGS.get(make.__name__, {"learning_rate": 0.01})

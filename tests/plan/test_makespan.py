@@ -117,6 +117,7 @@ def fewest_steps(graph, places, horizon):
     return round(found.fun)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("share", [0.7, 0.0])
 def test_plans_take_little_longer_than_the_fewest_steps_possible(share):
     taken, fewest = 0, 0

@@ -94,6 +94,7 @@ def fewest_bytes(graph, capacity):
     return round(found.fun) + results
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("share", [0.5, 0.25])
 def test_plans_move_little_more_than_the_fewest_bytes_possible(share):
     moved, fewest, apart = 0, 0, []

@@ -57,6 +57,7 @@ def _arguments():
     return _numbers(NODES, WIDTH), _numbers(TYPES, WIDTH, WIDTH), _numbers(EDGES), src, kind, dst
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("is_trained", (False, True))
 @pytest.mark.parametrize("mode", ("fill", "zero", "clip", "promise_in_bounds", None))
 def test_indices_out_of_bounds_are_as_written(mode, is_trained):
@@ -104,6 +105,7 @@ NOT_SELECTED = {
 }
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("is_trained", (False, True))
 @pytest.mark.parametrize("name", NOT_SELECTED)
 def test_rows_that_nothing_selects_may_hold_anything(name, is_trained):

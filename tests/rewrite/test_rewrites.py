@@ -68,6 +68,7 @@ def _rewritten(function, args, names=REWRITES):
     return made, saving
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("names", WAYS, ids="-".join)
 @pytest.mark.parametrize(("layer", "kind"), [*itertools.product(graphs.LAYERS, (0, 1))])
 def test_layers_are_equal_within_rounding(layer, kind, names):
@@ -255,6 +256,7 @@ def test_a_first_run_is_verified_against_the_program_as_written(monkeypatch):
     assert (EDGES, WIDTH, WIDTH) in set(_shapes(compared[0].jaxpr))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("layer", ["RGCN", "RGAT", "HGT"])
 def test_more_rewrites_never_take_longer_than_fewer(layer):
     """By the model, on WordNet's shape: an order that is best for each value by itself may not be

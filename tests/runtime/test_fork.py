@@ -61,6 +61,7 @@ DISK = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("child", DISK.values(), ids=DISK)
 def test_a_child_does_not_harm_its_parents_arrays_on_disk(child, tmp_path):
     status = 1 if "nosuchthing" in child else 0
@@ -181,6 +182,7 @@ RUN = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("child", RUN.values(), ids=RUN)
 def test_a_child_of_a_process_that_ran_something_is_told_and_ends_normally(child, tmp_path):
     passes(

@@ -614,6 +614,7 @@ def python(body):
     )
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "body",
     [

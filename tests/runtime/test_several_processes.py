@@ -59,6 +59,7 @@ def test_two_processes_have_the_losses_of_one(alone, tmp_path):
         np.testing.assert_allclose(found["weights"], alone[1], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.drawn(every=2)
 def test_a_killed_process_ends_the_other_and_both_go_on(alone, tmp_path):
     port = free_port()
     many = 1_000_000

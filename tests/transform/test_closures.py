@@ -67,6 +67,7 @@ CLOSURES = {
 }
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.filterwarnings("ignore:offload:jaxoffload.errors.OffloadWarning")
 @pytest.mark.parametrize("name", CLOSURES)
 def test_closing_over_an_outer_tracer_is_as_under_jit(name):

@@ -70,6 +70,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_derivatives_are_those_of_jit(name):
@@ -154,6 +155,7 @@ def test_a_layer_in_a_jitted_step():
         np.testing.assert_allclose(g, w, rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.drawn(every=2)
 def test_a_chain_of_a_thousand_light_operations():
     def function(x):
         y = x @ x.T

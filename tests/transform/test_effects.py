@@ -147,6 +147,7 @@ def within(function, budget, *args):
     return jo.offload(function, device_memory=refused.value.min_device_memory)
 
 
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("budget", [WHOLE, LEAST])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_is_called_is_called_as_under_jit(name, budget):

@@ -43,6 +43,7 @@ def budgets(step, args):
     return sorted({max(1, least), (least + most) // 2 or 1, max(1, least, most)})
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", ALL)
 def test_without_a_limit_equals_jit(name):
     f, args, donate = ALL[name]()
@@ -50,6 +51,7 @@ def test_without_a_limit_equals_jit(name):
     assert_close(want, jo.offload(f, device_memory=None, check=True)(*args))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
 @pytest.mark.parametrize("name", ALL)
 def test_every_budget_policy_and_entry_gives_the_same_bits(name):
@@ -121,6 +123,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_place_that_holds_one_matrix_after_another_is_read_afresh(name, dtype):

@@ -88,6 +88,7 @@ def on_host(plan):
     return int((plan.memgraph.kind == Kind.HOST_KERNEL).sum())
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.optimized  # jit's own error is the measure
 @pytest.mark.parametrize("donated", [(), (0, 1)], ids=["kept", "donated"])
 @pytest.mark.parametrize("name", OPTIMIZERS)

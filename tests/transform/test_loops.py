@@ -164,6 +164,7 @@ def plans_of(step):
     return [plan for plan in step._plans() if not plan.resident]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.optimized
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -305,6 +306,7 @@ def test_under_transformations():
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.drawn(every=2)
 @pytest.mark.optimized
 def test_a_search_along_a_line():
     """optax.lbfgs: a loop in a loop, with conditionals that evaluate the function."""
@@ -349,6 +351,7 @@ def test_a_budget_that_is_too_small_names_the_least_and_the_line():
         jax.jit(offloaded(until_small, least - 256))(*args)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.optimized
 @pytest.mark.parametrize("budget", [150 << 10, 200 << 10])
 def test_a_small_loop_that_does_not_fit_in_the_body_of_a_large_one(budget):

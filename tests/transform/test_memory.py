@@ -73,6 +73,7 @@ def test_what_the_allocator_keeps_is_counted_where_it_is_little(monkeypatch):
     assert allocator.kept_bytes(100 * MIB, 2048 * MIB) == 3 * 32 * MIB  # larger ones are mappings
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("disk", [False, True])
 @pytest.mark.parametrize("recompute", ["auto", "never"])
 def test_arena_host_tier_and_results_share_the_memory(disk, recompute, tmp_path):
@@ -192,6 +193,7 @@ assert 64 / 2 <= taken()[1] <= 64 + 48, taken()  # what the other had is given b
 """
 
 
+@pytest.mark.drawn(every=2)
 def test_within_memory_and_a_constant_by_the_kernels_account(tmp_path):
     """In a fresh process: a job that takes jit four times the memory ends under a limit on data;
     and what a function with a larger budget has left is given back."""

@@ -173,6 +173,7 @@ def implementation(request):
     jax.config.update("jax_remat3", before)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", POLICIES)
 def test_checkpoint_policies(kind, implementation):
     @functools.partial(jax.checkpoint, policy=POLICIES[kind])

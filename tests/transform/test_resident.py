@@ -273,6 +273,7 @@ def failing(state, x, fails):
     return ([w for w, _ in done], [m for _, m in done]), y.sum()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_state_after_a_call_that_failed(seed):
     """It is as it was, or it is deleted: never something in between."""

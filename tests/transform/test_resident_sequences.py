@@ -271,17 +271,20 @@ def brought_back(monkeypatch, request):
     assert any(updated)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_one_thread(seed, tmp_path):
     world = World(random.Random(seed), tmp_path)
     Player(world, seed, is_alone=True).play(30)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("seed", (20, 22, 23, 24))
 def test_one_thread_with_all_that_can_be_brought_back(seed, tmp_path, brought_back):
     test_one_thread(seed, tmp_path)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_threads(seed, tmp_path):
     world, wrong = World(random.Random(seed), tmp_path), []
@@ -308,6 +311,7 @@ reported_only = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.drawn(1)
 @reported_only
 @pytest.mark.parametrize("seed", range(3))
 def test_interrupted(seed, tmp_path):
@@ -323,11 +327,13 @@ def test_interrupted(seed, tmp_path):
     player.play(3)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("seed", (20, 22))
 def test_threads_with_all_that_can_be_brought_back(seed, tmp_path, brought_back):
     test_threads(seed, tmp_path)
 
 
+@pytest.mark.drawn(1)
 @reported_only
 @pytest.mark.parametrize("seed", (20, 22))
 def test_interrupted_with_all_that_can_be_brought_back(seed, tmp_path, brought_back):

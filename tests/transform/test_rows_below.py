@@ -50,6 +50,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("dtype", [np.float32, np.int16, jnp.bfloat16], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_are_those_of_jit_and_no_others_are_read(way, dtype, tmp_path):
@@ -154,6 +155,7 @@ UPDATES = {
 }
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("tier", ["disk", "host"])
 @pytest.mark.parametrize("way", UPDATES)
 def test_a_table_is_updated_by_rows_where_it_is(way, tier, tmp_path):
@@ -298,6 +300,7 @@ SCALES = {
 }
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", SCALES)
 def test_rows_that_were_not_taken_are_jit_s_to_the_last_bit(name, tmp_path):
     """Minus zero among them, which plus zero makes plus zero."""

@@ -60,6 +60,7 @@ def put(request, tmp_path):
     return lambda tree, sharding=None: jo.disk_put(tree, tmp_path, sharding)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("budget", ["least", "whole"])
 def test_state_is_trained_where_it_is(budget, put):
     want, want_moments = state()

@@ -40,6 +40,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("dtype", SMALL)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_small_elements_in_and_out_and_between_vertices(dtype, name):

@@ -80,6 +80,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.optimized
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("budget", [BUDGET, 2 * LAYER])

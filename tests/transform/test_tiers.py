@@ -69,6 +69,7 @@ LAUNCH = {
 }
 
 
+@pytest.mark.drawn()
 @pytest.mark.parametrize("launch", LAUNCH.values(), ids=LAUNCH)
 @pytest.mark.parametrize("host_memory", ["100KiB", "200KiB", None])
 @pytest.mark.parametrize("put", ["memory", "host", "disk"])
@@ -387,6 +388,7 @@ LIMITED = """
 """
 
 
+@pytest.mark.drawn(every=2)
 def test_data_of_four_times_the_memory_give_the_same_bits(tmp_path):
     """Under RLIMIT_DATA: 206 MiB for device, host tier, and all else that a run allocates."""
     found = []

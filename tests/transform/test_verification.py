@@ -88,6 +88,7 @@ def test_donated_arguments_are_judged_as_they_were():
     jo.offload(step, device_memory=None, verify=True, donate_argnums=0)(x)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", ALL)
 def test_float64_evaluation_is_what_jit_rounds(name):
     f, args, _ = ALL[name]()
