@@ -171,3 +171,16 @@ def _add_compensated(total: Any, lost: Any, part: Any) -> tuple[Any, Any]:
     error = (total - (after - of_part)) + (part - of_part)
     # An infinite sum has lost nothing that could be said.
     return after, lost + jnp.where(jnp.isfinite(error), error, 0)
+
+
+def tiles_of(steps: Sequence[Any]) -> Any:
+    """Equal for kernels whose steps loop over tiles in the same operations; None for others."""
+    operations = [step.operation for step in steps]
+    if not any(isinstance(operation, TiledOperation) for operation in operations):
+        return None
+    return tuple(
+        (o.name, *[e.operation.name for e in o.equations])
+        if isinstance(o, TiledOperation)
+        else o.name
+        for o in operations
+    )

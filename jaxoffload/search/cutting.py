@@ -177,7 +177,10 @@ class Cutting:
             if sum(not is_view(e) for e in equations) > _LONG:
                 return roughly_least_cut(self._program)
         rest = lambda room: self._ranking(room, self.graph).feasible()  # noqa: E731
-        return least_cut(self._program, rest, may_run_whole=self._whole_bytes is not None)
+        # The search goes by what it has learned of kernels: it has to find the same, whatever
+        # was compiled before for the budget that this request has.
+        with self._program.unknowing():
+            return least_cut(self._program, rest, may_run_whole=self._whole_bytes is not None)
 
     @property
     def _may_update_on_host(self) -> bool:

@@ -4,10 +4,11 @@ Takes a request; gives, for a `Cut`, a TaskGraph with workspace left out, estima
 compiled kernels. What two cuts have in common is worked out once.
 """
 
+import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxoffload import _jax_compat as compat
@@ -27,7 +28,7 @@ from jaxoffload.capture.row_updates import with_rows_updated
 from jaxoffload.capture.rows_on_disk import with_rows_read
 from jaxoffload.capture.scan import unroll
 from jaxoffload.capture.split import Tilings, split
-from jaxoffload.capture.tiled import TiledOperation
+from jaxoffload.capture.tiled import tiles_of
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind, VertexKind
 from jaxoffload.plan.cost.machines import Machine
@@ -111,6 +112,16 @@ class CutProgram:
             self._guessed.clear()
             self._workspaces.clear()
             self._known_runs.clear()
+
+    @contextlib.contextmanager
+    def unknowing(self) -> Iterator[None]:
+        """Within it nothing is known of kernels that were compiled before."""
+        cuts, temp = self._cuts, self._temp
+        self._cuts, self._temp = {}, {}
+        try:
+            yield
+        finally:
+            self._cuts, self._temp = cuts | self._cuts, temp | self._temp
 
     def ordered(self, cut: Cut) -> Ordered:
         """The program, with large intermediates split and values recomputed as the cut asks."""
@@ -233,7 +244,7 @@ class CutProgram:
                 guessed[kernel] = max(guessed.get(kernel, 0), count)
             self._workspaces[key] = guessed
             for kernel in found.kernels:
-                if (tiles := _tiles(kernel)) is not None and kernel.key in guessed:
+                if (tiles := tiles_of(kernel.steps)) is not None and kernel.key in guessed:
                     self._tiles_of[kernel.key] = tiles
                     self._tiled.setdefault(tiles, {})[kernel.key] = guessed[kernel.key]
         return self._workspaces[key]
@@ -385,16 +396,3 @@ def _with_workspace(graph: TaskGraph, temp: Sequence[int]) -> TaskGraph:
         for v, count in zip(graph.vertices, temp, strict=True)
     )
     return dataclasses.replace(graph, vertices=vertices)
-
-
-def _tiles(kernel: Kernel) -> Any:
-    """Equal for kernels that loop over tiles in the same operations; None for others."""
-    operations = [step.operation for step in kernel.steps]
-    if not any(isinstance(operation, TiledOperation) for operation in operations):
-        return None
-    return tuple(
-        (o.name, *[e.operation.name for e in o.equations])
-        if isinstance(o, TiledOperation)
-        else o.name
-        for o in operations
-    )

@@ -94,6 +94,12 @@ class Whole:
     @functools.cached_property
     def _all_bytes(self) -> int:
         avals = [*self._jaxpr.in_avals, *self._jaxpr.consts]
+        made = {id(v) for eqn in self._jaxpr.jaxpr.eqns for v in eqn.outvars}
+        for result in self._jaxpr.jaxpr.outvars:  # what nothing makes, or made before, is copied
+            if id(result) in made:
+                made.remove(id(result))
+            else:
+                avals.append(result.aval)
         return sum(map(compat.byte_count, avals)) + sum(
             map(compat.byte_count, _values(self._jaxpr.jaxpr))
         )

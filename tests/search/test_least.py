@@ -102,6 +102,19 @@ def test_single_steps_are_the_same_program_for_pieces_of_any_size(monkeypatch):
     assert in_chunks is not found and in_chunks.program.has_loops
 
 
+def test_the_search_does_not_depend_on_what_was_compiled_before():
+    """For a budget below the least it would go another way, and name another one."""
+    args = (np.ones((20, 8), np.float32),)
+    first, second = _planner(_stacks, args), _planner(_stacks, args)
+    needed, graph, vertex = first.minimum()
+    known = second._program
+    known._temp = dict.fromkeys(first._program._temp, 2**20)
+    assert second.minimum()[0] == needed
+    assert {key: known._temp[key] for key in first._program._temp} == first._program._temp
+    assert graph.vertices[vertex].name == second.minimum()[1].vertices[vertex].name
+    assert known.cut_of(second._least) == first._program.cut_of(first._least)
+
+
 def test_of_larger_tiles_of_the_same_operations_nothing_is_compiled():
     """They take no less workspace than smaller ones, and what they read and write is the same."""
 

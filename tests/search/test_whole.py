@@ -60,6 +60,22 @@ def test_what_xla_needs_decides():
     assert not isinstance(cut, WholePlan) and len(cut.taskgraph.vertices) > 1
 
 
+@pytest.mark.parametrize("again", ["an argument", "a value"])
+def test_what_is_given_back_several_times_has_memory_several_times(again):
+    def f(x, y):
+        z = x + y
+        return (z, *[x if again == "an argument" else z] * 6)
+
+    needed = jo.offload(f, device_memory=10**9).plan(X, X).peak_device_bytes
+    assert 9 * X.nbytes <= needed < 9 * X.nbytes + 1024  # and the addresses of results
+    assert isinstance(jo.offload(f, device_memory=needed).plan(X, X), WholePlan)
+    for budget in (needed - 1, 7 * X.nbytes):
+        try:
+            assert jo.offload(f, device_memory=budget).plan(X, X).peak_device_bytes <= budget
+        except jo.PlanError as error:
+            assert error.min_device_memory > budget
+
+
 def test_nothing_is_compiled_that_need_not_be(monkeypatch):
     """Neither where all values fit at once, nor where not even the arguments do."""
     compiled = []
