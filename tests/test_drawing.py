@@ -30,7 +30,7 @@ def test_items_keep_their_order_and_those_without_the_marker_stay():
     def item(name, number=None, mark=None):
         about = {"nodeid": name if number is None else f"{name}[{number}]"}
         if number is not None:
-            about["callspec"] = types.SimpleNamespace(indices={"x": number})
+            about["callspec"] = types.SimpleNamespace(params={"x": number})
         return types.SimpleNamespace(**about, get_closest_marker=lambda _: mark)
 
     three = pytest.mark.drawn(3).mark
@@ -41,8 +41,23 @@ def test_items_keep_their_order_and_those_without_the_marker_stay():
     assert items[0] in kept and items[-1] in kept
 
 
-def test_a_long_test_has_its_days():
+def test_long_tests_have_their_days():
     mark = pytest.mark.drawn(every=3).mark
-    long = types.SimpleNamespace(nodeid="a", get_closest_marker=lambda _: mark)
-    drawn = [day for day in range(30) if drawing.select([long], day)[0]]
-    assert len(drawn) == 10 and {b - a for a, b in itertools.pairwise(drawn)} == {3}
+    items = [
+        types.SimpleNamespace(nodeid=name, get_closest_marker=lambda _: mark) for name in "abcdef"
+    ]
+    days = [[item.nodeid for item in drawing.select(items, day)[0]] for day in range(6)]
+    assert [len(names) for names in days] == [2] * 6 and days[:3] == days[3:]
+    assert sorted(sum(days[:3], [])) == list("abcdef")
+
+
+@pytest.mark.drawn()
+@pytest.mark.parametrize("x", range(4))
+@pytest.mark.parametrize("y", "abc")
+def test_of_these_cases_few_are_drawn(x, y, request):
+    items = [item for item in request.session.items if "few_are_drawn[" in item.nodeid]
+    cases = {(item.callspec.params["x"], item.callspec.params["y"]) for item in items}
+    assert (x, y) in cases and len(cases) == len(items)
+    if not request.config.getoption("--every-case") and "[" not in str(request.config.args):
+        assert {x for x, _ in cases} == set(range(4)) and {y for _, y in cases} == set("abc")
+        assert len(cases) < 8 or request.config.getoption("keyword")

@@ -5,11 +5,14 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from jaxoffload.finetune import __main__ as job
 from jaxoffload.finetune import model, models, peft
 from jaxoffload.options import parse_bytes
 
 
+@pytest.mark.drawn(every=2)  # `.ci/run` trains it, too
 def test_it_trains_within_a_budget_and_shows_what_that_took(tmp_path):
     flags = ["--preset=tiny", "--steps=2", "--batch=2", "--length=384", "--pairs=60",
              "--eval_rows=1", f"--trace={tmp_path / 'map.svg'}",
