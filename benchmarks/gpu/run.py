@@ -139,7 +139,7 @@ def _case(config: Any, case: Any, base: Any, small: bool, rate: Any) -> dict[str
             wish = {"budget": budget, "rounds": rounds, "shape": dataclasses.asdict(config)}
             wish |= dataclasses.asdict(case)
             row[str(budget)]["accelerate"] = _in_process(
-                ["-m", "benchmarks.gpu.torch_baseline", json.dumps(wish)], 120
+                ["-m", "benchmarks.gpu.torch_baseline", json.dumps(wish)], 240
             )
     return row
 

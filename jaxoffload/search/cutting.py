@@ -180,7 +180,9 @@ class Cutting:
         # The search goes by what it has learned of kernels: it has to find the same, whatever
         # was compiled before for the budget that this request has.
         with self._program.unknowing():
-            return least_cut(self._program, rest, may_run_whole=self._whole_bytes is not None)
+            found = least_cut(self._program, rest, may_run_whole=self._whole_bytes is not None)
+            cut = self._program.cut_of(found)
+        return self._program.compiled(cut)
 
     @property
     def _may_update_on_host(self) -> bool:

@@ -115,13 +115,14 @@ class CutProgram:
 
     @contextlib.contextmanager
     def unknowing(self) -> Iterator[None]:
-        """Within it nothing is known of kernels that were compiled before."""
+        """Within it nothing is known of kernels that were compiled before. Cuts that were known are
+        the same after it."""
         cuts, temp = self._cuts, self._temp
         self._cuts, self._temp = {}, {}
         try:
             yield
         finally:
-            self._cuts, self._temp = cuts | self._cuts, temp | self._temp
+            self._cuts, self._temp = self._cuts | cuts, temp | self._temp
 
     def ordered(self, cut: Cut) -> Ordered:
         """The program, with large intermediates split and values recomputed as the cut asks."""

@@ -115,6 +115,17 @@ def test_the_search_does_not_depend_on_what_was_compiled_before():
     assert known.cut_of(second._least) == first._program.cut_of(first._least)
 
 
+def test_what_was_compiled_before_the_search_stays_what_it_is():
+    """A plan has its executables, and its cut is found by them."""
+    planner = _planner(_stacks, (np.ones((20, 8), np.float32),))
+    compiled = {cut: planner._program.compiled(cut) for cut in (FINEST, WHOLE)}
+    planner.minimum()
+    for cut, found in compiled.items():
+        assert planner._program.cut_of(found) == cut
+        assert planner._program.compiled(cut) is found
+    assert planner._program.cut_of(planner._least) in planner._program._cuts
+
+
 def test_of_larger_tiles_of_the_same_operations_nothing_is_compiled():
     """They take no less workspace than smaller ones, and what they read and write is the same."""
 
