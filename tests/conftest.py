@@ -84,23 +84,18 @@ def pytest_addoption(parser):
     group.addoption("--foreign-seed", type=int, default=0, help="tests/foreign: draws other cases")
 
 
-def _draws(config):
-    is_named = any("[" in argument for argument in config.args) or config.getoption("keyword")
-    return not (is_named or config.getoption("--every-case"))
-
-
 def pytest_configure():
     drawing.day()  # which the processes of this run are to have
 
 
 def pytest_collection_modifyitems(config, items):
-    if _draws(config):
+    if drawing.draws(config):
         items[:], left = drawing.select(items, drawing.day())
         config.hook.pytest_deselected(items=left)
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if _draws(config):
+    if drawing.draws(config):
         day = f"{drawing.DAY}={drawing.day()}"
         terminalreporter.write_line(f"Cases were drawn by {day}; --every-case runs all.")
 

@@ -24,6 +24,12 @@ def day() -> int:
     return int(os.environ.setdefault(DAY, str(int(time.time()) // SECONDS_OF_A_DAY)))
 
 
+def draws(config: Any) -> bool:
+    """Whether a run draws: it was neither asked for every case nor for some by name."""
+    is_named = any("[" in argument for argument in config.args) or config.getoption("keyword")
+    return not (is_named or config.getoption("--every-case"))
+
+
 def drawn(name: str, values: Sequence[frozenset[Any]], count: int | None, day: int) -> list[int]:
     """Numbers of the cases of a test that a day draws, ascending.
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.plain_runs, pytest.mark.optimized]
 @pytest.fixture(scope="module")
 def visit(tmp_path_factory, pytestconfig):
     """What one visit finds, its sections drawn as cases of tests are, and its folder."""
-    count = None if pytestconfig.getoption("--every-case") else 3
+    count = 3 if drawing.draws(pytestconfig) else None
     sections = [SECTIONS[i] for i in drawing.drawn("visit", ALONE, count, drawing.day())]
     folder = tmp_path_factory.mktemp("visit")
     with pytest.MonkeyPatch.context() as patch:

@@ -12,6 +12,8 @@ import sys
 import jax
 import pytest
 
+from tests import drawing
+
 DEVICES = 8
 HERE = pathlib.Path(__file__).resolve().parent
 FILES = sorted(path.name for path in HERE.glob("test_*.py") if path != pathlib.Path(__file__))
@@ -29,7 +31,7 @@ def test_in_a_process_with_more_devices(names, pytestconfig):
     for key in [key for key in environment if key.startswith("PYTEST_")]:
         del environment[key]  # of the worker that this runs in
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["--every-case"] * pytestconfig.getoption("--every-case")
+    command += ["--every-case"] * (not drawing.draws(pytestconfig))
     command += [str(HERE / name) for name in names]
     found = subprocess.run(
         command, env=environment, cwd=HERE.parent.parent, capture_output=True, text=True
