@@ -18,7 +18,7 @@ from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import pxla as _pxla
 
 from jaxoffload._jax_compat.tracing import no_mesh
-from jaxoffload._jax_compat.types import JaxprEqn, Primitive, ShapedArray
+from jaxoffload._jax_compat.types import ClosedJaxpr, JaxprEqn, Primitive, ShapedArray
 
 
 def with_results(closed: Any, outvars: Sequence[Any]) -> Any:
@@ -103,6 +103,22 @@ def with_a_result(eqn: JaxprEqn) -> JaxprEqn:
     given = with_results(closed, [_core.Literal(byte.type(0), ShapedArray((), byte))])
     out = _core.Var(ShapedArray((eqn.params["length"],), byte))
     return eqn.replace(outvars=[out], params={**eqn.params, "jaxpr": given})
+
+
+def platforms_of(eqn: JaxprEqn) -> Sequence[Sequence[str] | None] | None:
+    """Of a conditional that chooses by platform the names of each branch, None for any other; None
+    of any other equation."""
+    return eqn.params.get("branches_platforms") if eqn.primitive.name == "cond" else None
+
+
+def call_in_place(eqn: JaxprEqn, body: ClosedJaxpr, operands: Sequence[Any]) -> JaxprEqn:
+    """A call of a closed jaxpr on operands in an equation's place."""
+    return eqn.replace(
+        primitive=_core.closed_call_p,
+        invars=list(operands),
+        params={"call_jaxpr": body},
+        effects=body.effects,
+    )
 
 
 def calls_back(jaxpr: Any) -> bool:

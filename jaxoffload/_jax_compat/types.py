@@ -10,6 +10,7 @@ import numpy as np
 from jax._src import array as _array
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
+from jax._src.lax import lax as _lax
 
 ClosedJaxpr = jex.core.ClosedJaxpr
 Jaxpr = jex.core.Jaxpr
@@ -38,6 +39,16 @@ def byte_count(aval: Any) -> int:
         return 0
     shape, dtype = physical(aval)
     return math.prod(shape) * dtype.itemsize
+
+
+def product_types(algorithm: Any, *dtypes: Any) -> tuple[Any, Any, Any]:
+    """The dtypes in which a product's factors are taken, and summed.
+
+    Args:
+      algorithm: `jax.lax.DotAlgorithm`, or a preset.
+      dtypes: of both factors and of the result.
+    """
+    return _lax.get_algorithm_compute_types(algorithm, *dtypes)
 
 
 def is_key(dtype: Any) -> bool:

@@ -21,6 +21,7 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.collectives import Axes
 from jaxoffload.capture.flat import Value
 from jaxoffload.capture.placing import Cut, Part, Spec, nowhere
+from jaxoffload.capture.platforms import for_platform
 from jaxoffload.capture.spread_device import Device
 from jaxoffload.capture.spread_hints import hinted, part_of, spec_of
 from jaxoffload.capture.spread_steps import Held, Step, flatten, mesh_of
@@ -113,6 +114,7 @@ def spread(
       CaptureError: a collective is not known, or not where it stands, or something does more than
         compute; says where, and what to write instead.
     """
+    closed = for_platform(closed, _platform_of(meshes))
     arguments = [Value(aval) for aval in closed.in_avals]
     steps: list[Step] = []
     results = flatten(closed.jaxpr, [Held(c) for c in closed.consts], arguments, steps)
@@ -159,6 +161,12 @@ def spread(
         tuple(axes.places(name) for name in axes.sizes),
         all(step.eqn.params["check_vma"] for step in steps if step.is_shard_map),
     )
+
+
+def _platform_of(meshes: Sequence[Any]) -> str:
+    """The platform of their devices; without any that of JAX's default ones."""
+    first = next((mesh.devices.flat[0].platform for mesh in meshes), jax.default_backend())
+    return "cuda" if first == "gpu" else first
 
 
 def _told(steps: Sequence[Step]) -> dict[Value, Spec]:

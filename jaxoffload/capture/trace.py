@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax.extend as jex
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.rebuild import Rebuilder
 from jaxoffload.capture.words import Code, code_of, decoded, encoded, moved_dtype
 
 
@@ -118,7 +118,6 @@ def _with_own_constants(closed: Any) -> Any:
     """The same jaxpr over copies of what the caller could still change: NumPy arrays. As with
     `jax.jit`, the function keeps what it saw when it was traced."""
     copies: dict[int, Any] = {}
-    bodies: dict[int, Any] = {}
 
     def constant(value: Any) -> Any:
         if not isinstance(value, np.ndarray):
@@ -129,33 +128,7 @@ def _with_own_constants(closed: Any) -> Any:
             copies[id(value)] = value, np.array(value, order="C", copy=True, subok=True)
         return copies[id(value)][1]
 
-    def param(value: Any) -> Any:
-        if isinstance(value, compat.ClosedJaxpr):
-            if id(value) not in bodies:
-                jaxpr, consts = body(value.jaxpr), [constant(c) for c in value.consts]
-                same = jaxpr is value.jaxpr and all(map(operator.is_, consts, value.consts))
-                bodies[id(value)] = value, value if same else compat.ClosedJaxpr(jaxpr, consts)
-            return bodies[id(value)][1]
-        if isinstance(value, compat.Jaxpr):
-            return body(value)
-        if type(value) in (tuple, list):
-            items = [param(item) for item in value]
-            return value if all(map(operator.is_, items, value)) else type(value)(items)
-        return value
-
-    def body(jaxpr: Any) -> Any:
-        if id(jaxpr) in bodies:
-            return bodies[id(jaxpr)][1]
-        eqns = []
-        for eqn in jaxpr.eqns:
-            params = {name: param(value) for name, value in eqn.params.items()}
-            same = all(params[name] is value for name, value in eqn.params.items())
-            eqns.append(eqn if same else eqn.replace(params=params))
-        same = all(map(operator.is_, eqns, jaxpr.eqns))
-        bodies[id(jaxpr)] = jaxpr, jaxpr if same else jaxpr.replace(eqns=eqns)
-        return bodies[id(jaxpr)][1]
-
-    return param(closed)
+    return Rebuilder(constant=constant).closed(closed)
 
 
 compat.hide_frames_of(__file__)

@@ -16,9 +16,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.sums import converted, wider
 from jaxoffload.compile import matrices
 from jaxoffload.compile.reductions import SHORTEST_ROW, block_sum
@@ -30,6 +32,8 @@ loop of less than 1 KiB the compiler makes one function, and has no product of b
 
 def dot_general(x: Any, y: Any, **params: Any) -> Any:
     """What `dot_general` computes (`is_other`)."""
+    if _is_outer_by_algorithm(x, params):
+        return _outer_by_algorithm(x, y, **params)
     if is_long_product(x, y, params):
         return _long_product(x, y, **params)
     return (_of_bfloat16 if _is_of_bfloat16(x, y, params) else matrices.dot_general)(x, y, **params)
@@ -37,11 +41,34 @@ def dot_general(x: Any, y: Any, **params: Any) -> Any:
 
 def is_other(x: Any, y: Any, params: dict[str, Any]) -> bool:
     """Whether a `dot_general` of two abstract values is better not left to XLA as it is."""
+    if _is_outer_by_algorithm(x, params):
+        return True
     if is_long_product(x, y, params) or _is_of_bfloat16(x, y, params):
         return True
     dtype = params["preferred_element_type"] or x.dtype
     is_wide = x.dtype == y.dtype == dtype and dtype in (jnp.float32, jnp.float64)
     return is_wide and matrices.is_other(x, y, params["dimension_numbers"])
+
+
+def _is_outer_by_algorithm(x: Any, params: dict[str, Any]) -> bool:
+    """Whether nothing is summed, by an algorithm that is named: such a product the plugin makes one
+    over no dimension, and does not compile."""
+    over = params["dimension_numbers"][0][0]
+    named = lax.DotAlgorithm, lax.DotAlgorithmPreset
+    return isinstance(params["precision"], named) and all(x.shape[i] == 1 for i in over)
+
+
+def _outer_by_algorithm(
+    x: Any, y: Any, *, precision: Any, preferred_element_type: Any, **params: Any
+) -> Any:
+    """The same of numbers that are rounded as the algorithm says, by none."""
+    dtype = preferred_element_type or x.dtype
+    wanted = compat.product_types(precision, x.dtype, y.dtype, dtype)
+    # In float32 it is the same where float64 is off: one product, rounded once.
+    of_x, of_y, sums = map(jax.dtypes.canonicalize_dtype, wanted)
+    x, y = converted(x, of_x), converted(y, of_y)
+    plain = {"precision": None, "preferred_element_type": sums}
+    return converted(lax.dot_general(x, y, **params, **plain), dtype)
 
 
 def _is_of_bfloat16(x: Any, y: Any, params: dict[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.build import Captured
 from jaxoffload.capture.operations import is_view
+from jaxoffload.capture.platforms import for_platform
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph
@@ -78,7 +79,7 @@ class Cutting:
         self.machine = machine or model.with_rates(request.options.rates)
         settings = compat.LoweringSettings()
         self._make_program = lambda: CutProgram(
-            request,
+            dataclasses.replace(request, jaxpr=for_platform(request.jaxpr, self.backend.name)),
             self.backend,
             model,
             self.machine,

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxoffload.capture.parts import Parts, has_loops, in_parts
+from jaxoffload.capture.platforms import for_platform
 from jaxoffload.capture.sweeps import Sweeps
 from jaxoffload.errors import CaptureError, PlanError
 from jaxoffload.options import Options
@@ -83,7 +84,8 @@ def devices_loop_plan(
     spread = [x.update(sharding=c) for x, c in zip(shapes_of(signature), cuts, strict=True)]
     for least in (budget / HEAVY, 0):
         try:
-            parts = in_parts(jaxpr, least, names, derived.known_parts, sweeps=sweeps)
+            here = for_platform(jaxpr, "cpu")
+            parts = in_parts(here, least, names, derived.known_parts, sweeps=sweeps)
         except CaptureError:
             raise refusal from None
         if not parts.repeats:

@@ -18,6 +18,7 @@ from jax.interpreters import mlir
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
 from jaxoffload.capture.parts import Fixed, Part, has_loops, in_parts
+from jaxoffload.capture.platforms import for_platform
 from jaxoffload.capture.sweeps import Sweeps
 from jaxoffload.capture.words import code_of, encoded
 from jaxoffload.errors import PlanError, warn
@@ -32,13 +33,7 @@ from jaxoffload.runtime.request import Request, make_request
 from jaxoffload.runtime.run import run_plan
 from jaxoffload.search.planner import NoCutFound
 from jaxoffload.search.whole import Whole, WholePlan, make_plan, may_run_whole
-from jaxoffload.transform.loops import (
-    Below,
-    LoopPlan,
-    loop_plan,
-    may_be_in_parts,
-    sweeps_of,
-)
+from jaxoffload.transform.loops import Below, LoopPlan, loop_plan, may_be_in_parts, sweeps_of
 from jaxoffload.transform.targets import RUN_TARGET, lower_call, new_stamps, register_target
 
 offload_p = compat.Primitive("jaxoffload")
@@ -253,9 +248,13 @@ def plan_request(
                 tiers,
                 # Direct calls and those under jit repeat the same parts.
                 lambda least: derived.cuts.get(
-                    (least, sweeps),
+                    (least, sweeps, backend.name),
                     lambda: in_parts(
-                        jaxpr, least, request.argument_names, derived.known_parts, sweeps=sweeps
+                        for_platform(jaxpr, backend.name),
+                        least,
+                        request.argument_names,
+                        derived.known_parts,
+                        sweeps=sweeps,
                     ),
                 ),
                 lambda part, leaves, fixed: bind(

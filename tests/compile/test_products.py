@@ -359,3 +359,48 @@ def test_attention_in_bfloat16_runs(cut):
     exact = judge.in_float64(function, (x, weights))
     for got, want, e in zip(*results, exact, strict=True):
         assert not judge.disagreement(np.asarray(want), np.asarray(got), e)
+
+
+PRESETS = ["BF16_BF16_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "F16_F16_F16", "F64_F64_F64"]
+OUTER = {
+    "one term": ((40, 1), (1, 50), (((1,), (0,)), ((), ()))),
+    "one term, batch": ((3, 40, 1, 1), (3, 1, 50, 1), (((2, 3), (1, 3)), ((0,), (0,)))),
+    "no terms' dimension": ((3, 40), (3, 50), (((), ()), ((0,), (0,)))),
+    "two terms": ((40, 2), (2, 50), (((1,), (0,)), ((), ()))),
+}
+
+
+@pytest.mark.drawn(10)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("sides", OUTER)
+def test_an_outer_product_by_an_algorithm_has_jits_bits(sides, preset, dtype):
+    """The plugin compiles none that sums over no dimension, as a slice of one summed over is."""
+    *shapes, numbers = OUTER[sides]
+    rng = np.random.default_rng(0)
+    x, y = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    precision = getattr(lax.DotAlgorithmPreset, preset)
+
+    def product(x, y):
+        return lax.dot_general(x, y, numbers, precision=precision, preferred_element_type=None)
+
+    got = jo.offload(product, device_memory=None, cut="always")(x, y)
+    assert not judge.bit_difference(np.asarray(jax.jit(product)(x, y)), np.asarray(got))
+
+
+def test_attention_of_jaxs_own_in_bfloat16_at_the_least_budget():
+    """Cut into single keys, `jax.nn.dot_product_attention`'s gradient has such products."""
+    x, bias = operands((1, 128, 4, 32), (1, 4, 128, 128))
+    mask = jnp.ones((1, 1, 128), bool)
+
+    def loss(x, bias):
+        y = jax.nn.dot_product_attention(x, x, x, bias=bias, mask=mask)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    function = jax.grad(loss, argnums=(0, 1))
+    least = jo.offload(function, device_memory=None).plan(x, bias).min_device_memory
+    step = jo.offload(function, device_memory=least, check=True)
+    results = step(x, bias), jax.jit(function)(x, bias)
+    exact = judge.in_float64(function, (x, bias))
+    for got, want, e in zip(*results, exact, strict=True):
+        assert not judge.disagreement(np.asarray(want), np.asarray(got), e)
