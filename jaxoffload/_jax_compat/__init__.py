@@ -69,6 +69,7 @@ from jaxoffload._jax_compat.plugins import (
     cuda_plugin_path,
     cuda_version,
     executable_pointer,
+    ffi_handler,
     gpu_description,
     load_lapack,
     xla_client,

@@ -173,6 +173,21 @@ def cpu_custom_call_targets() -> list[tuple[str, Any]]:
     return found
 
 
+_OF_JAXS_CLIENT = ("xla_ffi_", "xla_buffer_", "jaxoffload")
+"""How names of handlers begin that call back into that client, or are ours for it."""
+
+
+def ffi_handler(name: str) -> Any:
+    """What JAX's own CPU client, or the user (`jax.ffi.register_ffi_target`), has registered for
+    custom calls of a name; None where there is nothing that works by itself on another client: a
+    function is there, and nothing is to be done before it is called."""
+    if name.startswith(_OF_JAXS_CLIENT):
+        return None
+    jax.devices("cpu")  # until then JAX keeps them elsewhere
+    stages = _xla_client.custom_call_targets("Host").get(name, {})
+    return stages["execute"] if set(stages) == {"execute"} else None
+
+
 @functools.cache
 def load_lapack() -> None:
     """Has jaxlib find LAPACK's functions, without which its handlers call address 0."""

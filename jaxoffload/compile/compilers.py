@@ -8,6 +8,7 @@ that digest; JAX keeps what it compiles by its own settings.
 import functools
 import hashlib
 import logging
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 
 from jaxoffload import _jax_compat as compat
+from jaxoffload.capture import operations
 from jaxoffload.capture.kernel import Kernel
 from jaxoffload.capture.whole import with_bodies
 from jaxoffload.compile import callbacks
@@ -24,6 +26,10 @@ from jaxoffload.errors import CaptureError
 from jaxoffload.store import place
 
 logger = logging.getLogger(__name__)
+
+_UNKNOWN_TARGET = re.compile(
+    r"No (?:FFI handler registered for|registered implementation for untyped custom call to) (\S+)"
+)
 
 _PLAIN, _WITH_LAPACK = b"\0", b"\1"
 """How an entry begins: JAX looks for LAPACK when it lowers a call of it, and what is loaded has
@@ -61,7 +67,8 @@ class PluginCompiler:
         with callbacks.collected() as called:
             code = portable(lower(kernel, "cpu"), self._version)
         options = compile_options(flags_for(kernel, self._flags))
-        return hashlib.sha256(self._described + options + code).digest(), (code, called, options)
+        digest = hashlib.sha256(self._described + options + code).digest()
+        return digest, (code, called, options, kernel)
 
     def load(self, digest: bytes) -> Any:
         """The executable of a program, if it is kept: None otherwise. Any thread."""
@@ -72,17 +79,23 @@ class PluginCompiler:
         if kept[:1] == _WITH_LAPACK:
             compat.load_lapack()
         try:
-            return self._client.load(kept[1:])
+            return self._with_handlers(self._client.load, kept[1:])
         except RuntimeError as error:  # of another plugin, whatever the name says
             logger.info("A kept executable is compiled anew: %s", error)
             return None
 
     def compile(self, digest: bytes, code: Any) -> Any:
-        """The executable, which is kept for other processes. Any thread."""
-        program, called, options = code
+        """The executable, which is kept for other processes. Any thread.
+
+        Raises:
+          CaptureError: it calls what only JAX's own client can call.
+        """
+        program, called, options, kernel = code
         try:
-            executable = self._client.compile(program, options)
-        except RuntimeError:
+            executable = self._with_handlers(self._client.compile, program, options)
+        except RuntimeError as error:
+            if (name := _unknown_target(error)) is not None:
+                raise _foreign(kernel, name) from error
             usual = compile_options(self._flags)
             if options == usual:
                 raise
@@ -93,6 +106,39 @@ class PluginCompiler:
             needs = _WITH_LAPACK if b"lapack_" in program else _PLAIN
             folder.write(_name(digest), needs + executable.serialize())
         return executable
+
+    def _with_handlers(self, make: Callable[..., Any], *args: Any) -> Any:
+        """An executable, whose custom calls the client learns to know while it is made."""
+        learnt: set[str] = set()
+        while True:
+            try:
+                return make(*args)
+            except RuntimeError as error:
+                name = _unknown_target(error)
+                handler = None if name is None or name in learnt else compat.ffi_handler(name)
+                if handler is None:
+                    raise
+                learnt.add(name)
+                self._client.register_ffi_handlers([(name, handler)])
+
+
+def _unknown_target(error: RuntimeError) -> str | None:
+    """The name of the custom call for which an error says that there is no handler."""
+    found = _UNKNOWN_TARGET.search(str(error))
+    return found and found[1]
+
+
+def _foreign(kernel: Kernel, name: str) -> CaptureError:
+    """Says which operation calls what only JAX's own client can call."""
+    eqns = [e for s in kernel.steps if s.operation.eqn for e in with_bodies(s.operation.eqn)]
+    named = [e for e in eqns if e.params.get("target_name") == name]
+    strange = [e for e in eqns if operations.known(e.primitive.name) is operations.known("")]
+    eqn = next(iter([*named, *strange, *eqns]))
+    return CaptureError(
+        f"offload: {eqn.primitive} at {compat.source_line(eqn.source_info)} calls {name!r}, which "
+        "JAX's own client alone can. Vertices run on another, which takes typed FFI handlers that "
+        "have no stage but their execution. Call it outside the offloaded function."
+    )
 
 
 def _name(digest: bytes) -> str:

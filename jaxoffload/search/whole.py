@@ -5,6 +5,7 @@ vertices only where memory demands it. Where everything fits it is one program o
 compiler: its first call costs what jit's costs, and its results are jit's.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -180,10 +181,12 @@ class WholePlan(Plan):
 
     @functools.cached_property
     def min_device_memory(self) -> int:
-        """The smallest budget in bytes that can work, cut as fine as it gets."""
-        if not self._may_be_cut:
-            return self.whole.needed_bytes
-        return _planner(self._request, self.whole, self.backend).least_budget
+        """The smallest budget in bytes that can work, cut as fine as it gets, or whole where it
+        cannot be cut."""
+        if self._may_be_cut:
+            with contextlib.suppress(CaptureError):
+                return _planner(self._request, self.whole, self.backend).least_budget
+        return self.whole.needed_bytes
 
     @property
     def peak_device_bytes(self) -> int:  # pyrefly: ignore[bad-override]
