@@ -109,17 +109,18 @@ class PluginCompiler:
 
     def _with_handlers(self, make: Callable[..., Any], *args: Any) -> Any:
         """An executable, whose custom calls the client learns to know while it is made."""
-        learnt: set[str] = set()
+        learnt: dict[str, Any] = {}
         while True:
             try:
                 return make(*args)
             except RuntimeError as error:
                 name = _unknown_target(error)
-                handler = None if name is None or name in learnt else compat.ffi_handler(name)
-                if handler is None:
+                if name is None or name in learnt:
                     raise
-                learnt.add(name)
-                self._client.register_ffi_handlers([(name, handler)])
+                learnt[name] = compat.ffi_handler(name)
+                if learnt[name] is None:
+                    raise
+                self._client.register_ffi_handlers([(name, learnt[name])])
 
 
 def _unknown_target(error: RuntimeError) -> str | None:
