@@ -52,6 +52,7 @@ class Options:
         same number then.
       rewrites: which rewrites of the program may be done, of `REWRITES`.
       rewrites_much: whether they are only where they save a lot.
+      around: bytes that were taken from `memory` for the loops around a part that they repeat.
       budgets: bytes of each device, where they were named one by one; `device_memory` is the least.
     """
 
@@ -73,6 +74,7 @@ class Options:
     rewrites: tuple[str, ...] = ()
     rewrites_much: bool = False
     is_auto: bool = False
+    around: int = 0
 
 
 def make_options(

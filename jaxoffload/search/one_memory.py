@@ -11,9 +11,9 @@ and what is recomputed. The arena has what the window leaves.
 
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxoffload import garbage
 from jaxoffload.capture.operations import is_view
@@ -40,7 +40,7 @@ from jaxoffload.search.cut import FINEST, WHOLE, CompiledCut, Cut, least_budget,
 from jaxoffload.search.drafts import Drafts
 from jaxoffload.search.fastest import Timed, in_other_orders
 from jaxoffload.search.least import SPLITS
-from jaxoffload.search.planner import Planner
+from jaxoffload.search.planner import NoCutFound, Planner
 
 _WINDOWS = (1 / 8, 1 / 4, 1 / 2, 1 / 16)
 """Shares of the memory to try for the host tier above a disk. The cut is chosen with the first that
@@ -52,6 +52,8 @@ _SIZES = (1 / 12, 1 / 48)
 """Working sets of a vertex in that search, as shares of the same."""
 _SINGLE_VERTICES = 2000
 """Up to so many operations each is also looked at by itself there: about a second."""
+_LEAN = 3
+"""Cuts beside the leanest that are compiled where the search finds none, at most."""
 _MORE = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)
 """What a cut seems to need is multiplied by these until a plan is found: memory may fragment."""
 
@@ -74,9 +76,15 @@ class OneMemoryPlanner(Planner):
         memory = self.request.options.memory
         assert memory is not None
         plan = self._kept(memory) or self._shared(memory) or self._smallest(memory)
-        if plan is None:
+        if plan is not None:
+            return plan
+
+        def refuse() -> NoReturn:
             raise self._refusal(memory)
-        return plan
+
+        if has_other_ways:
+            raise NoCutFound(refuse)
+        refuse()
 
     def _kept(self, memory: int) -> Plan | None:
         """The plan that moves and recomputes nothing, if everything fits."""
@@ -160,8 +168,17 @@ class OneMemoryPlanner(Planner):
         """
         if cut is None:
             found = self._fixed_cut() or self._best_cut(self.arena)
-            return self._fastest_of(found) or self._fastest_of(self._leanest)
+            return self._fastest_of(found) or self._fastest_lean()
         return self._fastest_of(cut)
+
+    def _fastest_lean(self) -> Timed | None:
+        """The best plan of a cut that takes little memory: the leanest may take many times as long
+        as those that take hardly more."""
+        lean = [] if self.has_fixed_cut else self._lean
+        fitting = [cut for needed, cut in lean if needed <= self.arena]
+        tried = map(self._program.compiled, fitting[-_LEAN:])
+        found = [*map(self._fastest_of, tried), self._fastest_of(self._leanest)]
+        return min((f for f in found if f is not None), key=lambda f: f.seconds, default=None)
 
     def _fastest_of(self, cut: CompiledCut | None) -> Timed | None:
         """The best plan of a cut, None if none works."""
@@ -246,9 +263,12 @@ class OneMemoryPlanner(Planner):
     def _leanest(self) -> CompiledCut:
         """The cut that takes least memory, arena and host tier together, as far as it was looked
         for: operations by themselves, split, and everything recomputed that is read much later."""
-        fixed = self._fixed_cut()
-        if fixed:
-            return fixed
+        return self._fixed_cut() or self._program.compiled(self._lean[0][1])
+
+    @functools.cached_property
+    def _lean(self) -> list[tuple[int, Cut]]:
+        """Those cuts and what they seem to need, the leanest first. What has to hold more than
+        another needs is not captured."""
         whole = self.graph(WHOLE)
         peak, largest = resident_peak(whole), min_budget(whole)[0]
         cuts = [WHOLE]
@@ -266,19 +286,13 @@ class OneMemoryPlanner(Planner):
                 for share in _LONG
                 for cut in cuts
             ]
-        return self._program.compiled(self._leanest_of([*again, *cuts]))
-
-    def _leanest_of(self, cuts: Sequence[Cut]) -> Cut:
-        """Of cuts the one that seems to need least, of equal ones the last. What has to hold more
-        than another needs is not captured."""
-        best, least = cuts[-1], float("inf")
-        for cut in cuts:
-            if not self._has_disk and self._program.floor(cut).bytes > least:
-                continue
-            needed = self._needs(self._program.estimated(cut))
-            if needed <= least:
-                best, least = cut, needed
-        return best
+        found: list[tuple[int, Cut]] = []
+        for cut in (*again, *cuts):
+            least = found[0][0] if found else float("inf")
+            if self._has_disk or self._program.floor(cut).bytes <= least:
+                found.insert(0, (self._needs(self._program.estimated(cut)), cut))
+                found.sort(key=lambda each: each[0])  # of equal ones the last stays ahead
+        return found
 
     def _needs(self, graph: TaskGraph) -> int:
         """Bytes of arena, workspace and host tier that a cut needs at least."""
@@ -289,20 +303,24 @@ class OneMemoryPlanner(Planner):
         return moved if self._uses_disk_arrays else min(moved, kept)
 
     def _refusal(self, budget: int) -> PlanError:
-        least = self.least_budget
+        around = self.request.options.around
+        budget, least = budget + around, self.least_budget + around
         graph = self._leanest.graph
         vertex = graph.vertices[min_budget(graph)[1]]
         source = f" at {vertex.source}" if vertex.source else ""
         step, unit = (2**20, "MiB") if least >= 2**22 else (2**10, "KiB")
+        loops = f", loops around them {format_bytes(around)}" if around > 0 else ""
         remedy = "" if self._has_disk else "name a folder to go on to (disk=), "
-        return PlanError(
+        error = PlanError(
             f"offload({self.request.name}): memory={budget} bytes ({format_bytes(budget)}) is "
             f"below the smallest feasible {least} bytes ({format_bytes(least)}), of which new "
-            f"results take {format_bytes(self._result_bytes)} and {vertex.name}{source} "
+            f"results take {format_bytes(self._result_bytes)}{loops} and {vertex.name}{source} "
             f"{format_bytes(min_budget(graph)[0])} at once. Pass memory='{-(-least // step)}{unit}'"
             f" or more, {remedy}or make that operation smaller (a smaller batch, for one).",
             least,
         )
+        error._refused = self.request
+        return error
 
     @property
     def _least_window(self) -> int:

@@ -4,8 +4,8 @@ import gc
 
 from jaxoffload import _native
 from jaxoffload.runtime import backends
+from jaxoffload.transform.derived import clear_plans
 from jaxoffload.transform.offloaded import clear_programs
-from jaxoffload.transform.primitive import clear_plans
 
 
 def clear_caches() -> None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import operations
-from jaxoffload.transform.primitive import Derived
+from jaxoffload.transform.derived import Derived
 
 _MOST = 20
 """Operations that are made again for one residual."""

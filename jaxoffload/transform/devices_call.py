@@ -25,7 +25,7 @@ from jaxoffload.runtime import backends
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.whole import make_plan
-from jaxoffload.transform.primitive import Derived, Link
+from jaxoffload.transform.derived import Derived, Link
 from jaxoffload.transform.targets import DEVICES_TARGET, lower_call, register_devices_target
 
 _PATIENCE = re.compile(r"--xla_cpu_collective_call_terminate_timeout_seconds=(\d+)")

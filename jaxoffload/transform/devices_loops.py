@@ -19,8 +19,9 @@ from jaxoffload.options import Options
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request, make_request
+from jaxoffload.transform.derived import Derived
 from jaxoffload.transform.loops import HEAVY, LoopPlan
-from jaxoffload.transform.primitive import Derived, bind, of_part
+from jaxoffload.transform.primitive import bind, of_part
 from jaxoffload.transform.signature import Signature, shapes_of
 
 

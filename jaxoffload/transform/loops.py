@@ -133,9 +133,8 @@ class LoopPlan:
 
 
 def may_be_in_parts(request: Request, backend_name: str) -> bool:
-    """Whether loops can be repeated in parts: with `memory=` what they carry would lie in the very
-    memory that it names."""
-    return backend_name == "cpu" and request.num_devices == 1 and request.options.memory is None
+    """Whether loops can be repeated in parts."""
+    return backend_name == "cpu" and request.num_devices == 1
 
 
 def sweeps_of(request: Request, backend_name: str) -> tuple[Sweeps, Sweeps, Sweeps]:
@@ -145,6 +144,8 @@ def sweeps_of(request: Request, backend_name: str) -> tuple[Sweeps, Sweeps, Swee
     budget = request.options.device_memory
     if not isinstance(budget, int) or not may_be_in_parts(request, backend_name):
         return NO_SWEEPS, NO_SWEEPS, NO_SWEEPS
+    if request.options.memory is not None:  # arguments are read where they are, as often as may be
+        return NO_SWEEPS, NO_SWEEPS, Sweeps.every()
     return Sweeps.first(budget), Sweeps.last(budget), Sweeps.every()
 
 
@@ -152,8 +153,7 @@ def loop_plan(
     request: Request,
     tiers: Sequence[str],
     cut: Callable[[float], Parts],
-    bind: Bind,
-    plan: MakePlan,
+    calls: Callable[[int], tuple[Bind, MakePlan]],
     stamps: Callable[[Sequence[Any]], Any],
 ) -> LoopPlan | None:
     """Plans what the loops of a function repeat, or None where there is none that matters.
@@ -161,18 +161,23 @@ def loop_plan(
     Args:
       tiers: of each argument "host", "disk" or "".
       cut: gives the function in parts, by `least_bytes` of `in_parts`.
+      calls: how parts are applied and planned, by the bytes that loops take of `memory`.
       stamps: see Caller.
 
     Raises:
       PlanError: of some part; the smallest budget that can work for all.
     """
     budget = request.options.device_memory
-    if not isinstance(budget, int):
+    if not isinstance(budget, int) or (request.options.memory is not None and any(tiers)):
         return None
 
     def planned(parts: Parts, is_last: bool = True) -> LoopPlan:
+        has_one_memory = request.options.memory is not None
+        bind, plan = calls(_bytes_around(request, parts) if has_one_memory else 0)
         plans = _plans(request, tiers, parts, plan, is_last)
-        return LoopPlan(request, parts, bind, stamps, plans)
+        # What lasts from one iteration to the next: there, it lies where it is.
+        known = _nothing_is_known if has_one_memory else stamps
+        return LoopPlan(request, parts, bind, known, plans)
 
     heavy = cut(budget / HEAVY)
     if heavy.repeats and heavy.is_finest:
@@ -182,6 +187,31 @@ def loop_plan(
             return planned(heavy, is_last=False)
     fine = cut(0)
     return planned(fine) if fine.repeats else None
+
+
+def _nothing_is_known(operands: Sequence[Any]) -> None:
+    """No stamps."""
+
+
+def _bytes_around(request: Request, parts: Parts) -> int:
+    """Bytes that a program takes beside its arguments for its loops, results and what lies between
+    parts, as XLA counts them where each part is a call that takes none."""
+
+    def call(part: Part, operands: Sequence[Any], fixed: Fixed) -> list[Any]:
+        given = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in part.jaxpr.out_avals]
+        return jax.pure_callback(_never_called, given, *operands)
+
+    def function(*arrays: Any) -> list[Any]:
+        return parts.apply(arrays, Caller(call, lambda x: x, _nothing_is_known))
+
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in request.jaxpr.in_avals]
+    program = jax.jit(function, donate_argnums=[i for i, _ in request.donated])
+    took: Any = program.lower(*shapes).compile().memory_analysis()
+    return took.temp_size_in_bytes + took.output_size_in_bytes - took.alias_size_in_bytes
+
+
+def _never_called(*operands: Any) -> None:
+    raise AssertionError("this program is only looked at")
 
 
 def _key(leaves: Sequence[Any], donated: Sequence[bool]) -> Any:

@@ -31,9 +31,10 @@ from jaxoffload.errors import CaptureError, PlanError
 from jaxoffload.options import Options
 from jaxoffload.runtime.request import pair_donated
 from jaxoffload.search.whole import Whole, is_always_cut, may_run_whole
+from jaxoffload.transform.derived import Link
 from jaxoffload.transform.devices_call import Asked, call_of_all, call_of_each
 from jaxoffload.transform.held import Held
-from jaxoffload.transform.primitive import Link, evaluate, lower, offload_p
+from jaxoffload.transform.primitive import evaluate, lower, offload_p
 from jaxoffload.transform.shards import options_of_each, request_of_each
 from jaxoffload.transform.targets import kept_by
 

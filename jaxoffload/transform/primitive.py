@@ -7,8 +7,7 @@ transformations make of it is in rules.py.
 import bisect
 import dataclasses
 import math
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.extend as jex
@@ -23,7 +22,6 @@ from jaxoffload.capture.sweeps import Sweeps
 from jaxoffload.capture.words import code_of, encoded
 from jaxoffload.errors import PlanError, warn
 from jaxoffload.graphs.taskgraph import TensorKind
-from jaxoffload.once import OnceEach
 from jaxoffload.options import Options
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
@@ -33,6 +31,7 @@ from jaxoffload.runtime.request import Request, make_request
 from jaxoffload.runtime.run import run_plan
 from jaxoffload.search.planner import NoCutFound
 from jaxoffload.search.whole import Whole, WholePlan, make_plan, may_run_whole
+from jaxoffload.transform.derived import Derived, Link, plan_key
 from jaxoffload.transform.loops import Below, LoopPlan, loop_plan, may_be_in_parts, sweeps_of
 from jaxoffload.transform.targets import RUN_TARGET, lower_call, new_stamps, register_target
 
@@ -41,86 +40,6 @@ offload_p.multiple_results = True
 
 
 _NOT_FIXED = Fixed()
-
-
-class Derived:
-    """What was made from one offloaded jaxpr: plans, the jaxpr batched, and its derivatives.
-
-    Attributes:
-      cuts: the jaxpr in parts, by `least_bytes`.
-      parts: of each part's jaxpr the same as this.
-      known_parts: see `in_parts`.
-      refusal: of a plan over several devices that was made for XLA's partitioner, which passes
-        on its words alone.
-      link: leads here, as a param of the primitive, for as long as the owner keeps it.
-    """
-
-    def __init__(self) -> None:
-        self.plans = OnceEach()
-        self.cuts = OnceEach()
-        self.parts = OnceEach()
-        self.known_parts: dict[Any, Any] = {}
-        self.batched = OnceEach()
-        self.derivatives = OnceEach()
-        self.refusal: PlanError | None = None
-        self.link = Link(self)
-        _all_derived.add(self)
-
-    @classmethod
-    def of_plan(cls, plan: Plan, jaxpr: Any, params: dict[str, Any]) -> "Derived":
-        """With a plan made before, of arrays that are all on the device."""
-        found = cls()
-        key = _key({**params, "jaxpr": jaxpr, "tier_leaves": (), "fixed": ()}, plan.backend)
-        found.plans.get(key, lambda: (jaxpr, plan))
-        return found
-
-    def spread_as_written(self, jaxpr: Any, make: Callable[[], Any]) -> Any:
-        """What each device does of a jaxpr whose shard_maps say so, under the mesh that is set."""
-        key = "spread as written", id(jaxpr), compat.context_mesh()
-        return self.plans.get(key, lambda: (jaxpr, make()))[1]  # the jaxpr is kept, and so its id
-
-    def made_plans(self) -> list[Plan]:
-        """Every plan made so far, of what was batched, too."""
-        own = [plan for _, plan in self.plans.made() if isinstance(plan, Plan)]
-        inner = [*self.parts.made(), *(derived for *_, derived in self.batched.made())]
-        for _, found in self.derivatives.made():
-            inner += found.derived
-        return own + [plan for derived in inner for plan in derived.made_plans()]
-
-    def clear(self) -> None:
-        """Forgets it; programs that are compiled keep what they have."""
-        self.plans.clear()
-        self.cuts.clear()
-        self.parts.clear()
-        self.known_parts.clear()
-        self.batched.clear()
-        self.derivatives.clear()
-
-
-class Link:
-    """A weak reference to a `Derived`. JAX keeps the params of thousands of equations in its
-    caches; plans are not to live as long."""
-
-    __slots__ = ("_derived",)
-
-    def __init__(self, derived: Derived):
-        self._derived = weakref.ref(derived)
-
-    def get(self) -> Derived:
-        """What it leads to, or a new one."""
-        return self._derived() or Derived()
-
-    def __repr__(self) -> str:
-        return "Link()"
-
-
-_all_derived: weakref.WeakSet[Derived] = weakref.WeakSet()
-
-
-def clear_plans() -> None:
-    """Forgets every plan that was made inside a transformation."""
-    for derived in list(_all_derived):
-        derived.clear()
 
 
 def bind(
@@ -202,16 +121,7 @@ def _plan(
             return jaxpr, make_plan(request, whole, backend)
         return jaxpr, plan_request(request, tiers, derived, whole, backend)
 
-    return derived.plans.get(_key(params, backend), make)[1]
-
-
-def _key(params: dict[str, Any], backend: backends.Backend) -> tuple[Any, ...]:
-    """What tells a plan from others of the same `Derived`, which keeps the jaxpr, and so its id."""
-    below = {i: array.tier for i, array in params["tier_leaves"]}
-    return (
-        id(params["jaxpr"]), params["donated"], params["options"], *below.items(), params["fixed"],
-        backend.name,
-    )  # fmt: skip
+    return derived.plans.get(plan_key(params, backend), make)[1]
 
 
 def plan_request(
@@ -257,10 +167,14 @@ def plan_request(
                         sweeps=sweeps,
                     ),
                 ),
-                lambda part, leaves, fixed: bind(
-                    leaves, part.jaxpr, **of_part(request, part, derived), fixed=fixed
+                lambda around: (
+                    lambda part, leaves, fixed: bind(
+                        leaves, part.jaxpr, **of_part(request, part, derived, around), fixed=fixed
+                    ),
+                    lambda part, x, fixed: _plan_of_part(
+                        of_part(request, part, derived, around), part, x, fixed, backend
+                    ),
                 ),
-                lambda part, x, fixed: _plan_of_part(request, part, x, fixed, derived, backend),
                 new_stamps,
             )
         except PlanError as error:
@@ -285,11 +199,19 @@ def plan_request(
     raise min(refusals, key=lambda e: e.min_device_memory or math.inf)
 
 
-def of_part(request: Request, part: Part, derived: Derived) -> dict[str, Any]:
-    """What the primitive takes beside a part of a function."""
+def of_part(request: Request, part: Part, derived: Derived, around: int = 0) -> dict[str, Any]:
+    """What the primitive takes beside a part of a function.
+
+    Args:
+      around: bytes that loops take of `memory`, the part's results among them.
+    """
     count = len(part.reads)
     # A part that fits is left to the XLA that repeats it.
     options = dataclasses.replace(request.options, results="device", cut="auto")
+    if options.memory is not None:
+        around -= sum(map(compat.byte_count, part.jaxpr.out_avals))
+        left = options.memory - around
+        options = dataclasses.replace(options, memory=left, device_memory=left, around=around)
     return {
         "derived": derived.parts.get(part.jaxpr, Derived).link,
         "name": f"{request.name}, {part.where}" if part.where else request.name,
@@ -301,19 +223,19 @@ def of_part(request: Request, part: Part, derived: Derived) -> dict[str, Any]:
 
 
 def _plan_of_part(
-    request: Request,
+    params: dict[str, Any],
     part: Part,
     leaves: Sequence[Any],
     fixed: Fixed,
-    derived: Derived,
     backend: backends.Backend,
 ) -> Plan:
     below = {i: x for i, x in enumerate(leaves) if isinstance(x, Below)}
+    known = () if params["options"].memory is not None else fixed.operands
     params = {
-        **of_part(request, part, derived),
+        **params,
         "jaxpr": part.jaxpr,
         "tier_leaves": tuple(below.items()),
-        "fixed": tuple((i, n) for i, n in fixed.operands if i not in below),
+        "fixed": tuple((i, n) for i, n in known if i not in below),
     }
     found = _plan(params, backend, is_part=True)
     assert isinstance(found, Plan)

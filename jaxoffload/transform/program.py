@@ -42,9 +42,10 @@ from jaxoffload.search.whole import (
     whole_or_refused,
 )
 from jaxoffload.transform import queued
+from jaxoffload.transform.derived import Derived
 from jaxoffload.transform.devices_loops import devices_loop_plan
 from jaxoffload.transform.loops import LoopPlan, sweeps_of
-from jaxoffload.transform.primitive import Derived, plan_request
+from jaxoffload.transform.primitive import plan_request
 from jaxoffload.transform.queued import QueuedCalls
 from jaxoffload.transform.shards import (
     Shards,

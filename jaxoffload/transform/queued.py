@@ -24,8 +24,9 @@ from jaxoffload.capture.spread import Spread
 from jaxoffload.runtime.host_results import byte_count
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.run import Run, annotation, make_run
+from jaxoffload.transform.derived import Derived
 from jaxoffload.transform.devices_call import Asked, aliases_of, call_of_all, with_plan
-from jaxoffload.transform.primitive import Derived, bind
+from jaxoffload.transform.primitive import bind
 
 CALLS_BEFORE = 16
 """Direct calls of a plan before its program is compiled, which takes as long as some hundred."""

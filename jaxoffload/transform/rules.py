@@ -15,7 +15,8 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload.errors import warn
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.transform.derivatives import Linearized, Transposed, linearized, transposed
-from jaxoffload.transform.primitive import Derived, bind, in_plain_jax, leaves_of, offload_p
+from jaxoffload.transform.derived import Derived
+from jaxoffload.transform.primitive import bind, in_plain_jax, leaves_of, offload_p
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
