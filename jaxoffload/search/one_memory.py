@@ -11,7 +11,7 @@ and what is recomputed. The arena has what the window leaves.
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -52,8 +52,6 @@ _SIZES = (1 / 12, 1 / 48)
 """Working sets of a vertex in that search, as shares of the same."""
 _SINGLE_VERTICES = 2000
 """Up to so many operations each is also looked at by itself there: about a second."""
-_LEAN = 3
-"""Cuts beside the leanest that are compiled where the search finds none, at most."""
 _MORE = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)
 """What a cut seems to need is multiplied by these until a plan is found: memory may fragment."""
 
@@ -168,17 +166,8 @@ class OneMemoryPlanner(Planner):
         """
         if cut is None:
             found = self._fixed_cut() or self._best_cut(self.arena)
-            return self._fastest_of(found) or self._fastest_lean()
+            return self._fastest_of(found) or self._fastest_of(self._leanest)
         return self._fastest_of(cut)
-
-    def _fastest_lean(self) -> Timed | None:
-        """The best plan of a cut that takes little memory: the leanest may take many times as long
-        as those that take hardly more."""
-        lean = [] if self.has_fixed_cut else self._lean
-        fitting = [cut for needed, cut in lean if needed <= self.arena]
-        tried = map(self._program.compiled, fitting[-_LEAN:])
-        found = [*map(self._fastest_of, tried), self._fastest_of(self._leanest)]
-        return min((f for f in found if f is not None), key=lambda f: f.seconds, default=None)
 
     def _fastest_of(self, cut: CompiledCut | None) -> Timed | None:
         """The best plan of a cut, None if none works."""
@@ -263,12 +252,9 @@ class OneMemoryPlanner(Planner):
     def _leanest(self) -> CompiledCut:
         """The cut that takes least memory, arena and host tier together, as far as it was looked
         for: operations by themselves, split, and everything recomputed that is read much later."""
-        return self._fixed_cut() or self._program.compiled(self._lean[0][1])
-
-    @functools.cached_property
-    def _lean(self) -> list[tuple[int, Cut]]:
-        """Those cuts and what they seem to need, the leanest first. What has to hold more than
-        another needs is not captured."""
+        fixed = self._fixed_cut()
+        if fixed:
+            return fixed
         whole = self.graph(WHOLE)
         peak, largest = resident_peak(whole), min_budget(whole)[0]
         cuts = [WHOLE]
@@ -286,13 +272,19 @@ class OneMemoryPlanner(Planner):
                 for share in _LONG
                 for cut in cuts
             ]
-        found: list[tuple[int, Cut]] = []
-        for cut in (*again, *cuts):
-            least = found[0][0] if found else float("inf")
-            if self._has_disk or self._program.floor(cut).bytes <= least:
-                found.insert(0, (self._needs(self._program.estimated(cut)), cut))
-                found.sort(key=lambda each: each[0])  # of equal ones the last stays ahead
-        return found
+        return self._program.compiled(self._leanest_of([*again, *cuts]))
+
+    def _leanest_of(self, cuts: Sequence[Cut]) -> Cut:
+        """Of cuts the one that seems to need least, of equal ones the last. What has to hold more
+        than another needs is not captured."""
+        best, least = cuts[-1], float("inf")
+        for cut in cuts:
+            if not self._has_disk and self._program.floor(cut).bytes > least:
+                continue
+            needed = self._needs(self._program.estimated(cut))
+            if needed <= least:
+                best, least = cut, needed
+        return best
 
     def _needs(self, graph: TaskGraph) -> int:
         """Bytes of arena, workspace and host tier that a cut needs at least."""

@@ -281,7 +281,7 @@ def make_plan(
         if is_cut:
             return kept.made(has_other_ways)
         assert budget is not None
-        room = budget
+        room, around = budget, request.options.around
         if request.options.memory is not None:  # which does not count arguments
             room += sum(map(compat.byte_count, request.jaxpr.in_avals))
 
@@ -295,7 +295,7 @@ def make_plan(
             except PlanError as error:
                 # Whole it may take far less than seemed hopeful: asked when nothing else is left.
                 least = error.min_device_memory
-                if least is None or least > budget or whole.needed_bytes > room:
+                if least is None or least - around > budget or whole.needed_bytes > room:
                     raise
                 return run_whole()
 

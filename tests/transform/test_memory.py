@@ -38,7 +38,11 @@ def state(layers=8, width=256, batch=2048):
 
 
 def taken(plan):
-    """Bytes of RAM that a plan accounts for."""
+    """Bytes of RAM that a plan accounts for; of one that XLA runs whole, in a loop, by XLA's
+    account, which does not round results up to pages."""
+    if isinstance(plan, WholePlan):
+        arguments = (t.bytes for t in plan.taskgraph.tensors if t.argument is not None)
+        return plan.peak_device_bytes - sum(arguments)
     host = buffer_place(plan.host_bytes) if plan.host_bytes else 0
     graph = plan.memgraph
     arena = int(graph.peak_arena_bytes()[0] + graph.workspace[0])
