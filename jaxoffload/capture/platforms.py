@@ -16,7 +16,7 @@ def for_platform(closed: Any, platform: str) -> Any:
     """The closed jaxpr for one platform; itself where it is for any.
 
     Args:
-      platform: "cpu" or "cuda".
+      platform: "cpu" or "cuda"; what is to run on the host's cores (`compute_on`) is for "cpu".
 
     Raises:
       NotImplementedError: something that it computes is for other platforms only.
@@ -26,8 +26,9 @@ def for_platform(closed: Any, platform: str) -> Any:
 
     def resolved(eqn: Any) -> Any:
         platforms = compat.platforms_of(eqn) or ()
+        here = "cpu" if compat.is_on_host(eqn) else platform
         for names, branch in zip(platforms, eqn.params.get("branches", ()), strict=False):
-            if names is None or platform in names:
+            if names is None or here in names:
                 return compat.call_in_place(eqn, branch, eqn.invars[1:])
         return eqn
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.compute_on import compute_on
 from jax.interpreters import mlir
 
 import jaxoffload as jo
@@ -113,6 +114,16 @@ def test_each_platform_has_its_own(operands):
     assert "elsewhere" in there and "tanh" not in there and "cond" not in there
     assert for_platform(closed, "cpu").in_avals == closed.in_avals
     assert for_platform(closed, "cpu").out_avals == closed.out_avals
+
+
+def test_on_the_hosts_cores_it_is_the_hosts(operands):
+    def function(x, w):
+        with compute_on("device_host"):
+            return network(WAYS["by name"])(x, w)[0]
+
+    closed = jax.make_jaxpr(function)(*operands)
+    names = names_of(for_platform(closed, "cuda").jaxpr)
+    assert "tanh" in names and "elsewhere" not in names
 
 
 def test_what_is_the_same_everywhere_stays_the_same_object(operands):
