@@ -165,8 +165,9 @@ def spread(
 
 def _platform_of(meshes: Sequence[Any]) -> str:
     """The platform of their devices; without any that of JAX's default ones."""
-    first = next((mesh.devices.flat[0].platform for mesh in meshes), jax.default_backend())
-    return "cuda" if first == "gpu" else first
+    device = next((mesh.devices.flat[0] for mesh in meshes), None)
+    name = getattr(device, "platform", jax.default_backend())
+    return "cuda" if name == "gpu" else name
 
 
 def _told(steps: Sequence[Step]) -> dict[Value, Spec]:

@@ -141,11 +141,11 @@ def test_what_is_refused_with_other_flags_is_compiled_with_the_usual_ones():
     client = Refusing()
     compiler = PluginCompiler(client, FLAGS, lambda: "")
     for client.known in (UNOPTIMIZED, FLAGS):
-        compiler.compile(b"digest", (b"program", [], compile_options(UNOPTIMIZED)))
+        compiler.compile(b"digest", (b"program", [], compile_options(UNOPTIMIZED), None))
         assert client.options == compile_options(client.known)
     client.known = FORMER
     with pytest.raises(RuntimeError, match="refused"):
-        compiler.compile(b"digest", (b"program", [], compile_options(FLAGS)))
+        compiler.compile(b"digest", (b"program", [], compile_options(FLAGS), None))
 
 
 def test_code_of_other_flags_is_other_code(monkeypatch):

@@ -19,7 +19,7 @@ from jaxoffload import _native
 from jaxoffload.compile import cache
 from jaxoffload.once import Once
 from jaxoffload.runtime import backends
-from jaxoffload.transform import primitive
+from jaxoffload.transform import derived, primitive
 
 X = np.linspace(0.1, 0.9, 64 * 64, dtype=np.float32).reshape(64, 64)
 
@@ -175,10 +175,10 @@ def test_plans_of_transformed_calls_end_with_their_functions(way):
         way(step)(X[None] if way is not jax.jit else X)
         return weakref.ref(step)
 
-    before = num_plans(), len(primitive._all_derived)
+    before = num_plans(), len(derived._all_derived)
     functions = [use() for _ in range(5)]
     assert num_plans() == before[0]
-    assert len(primitive._all_derived) == before[1]
+    assert len(derived._all_derived) == before[1]
     assert [f() for f in functions] == [None] * 5
 
 
