@@ -184,6 +184,8 @@ class Explanation:
         budget = options.device_memory
         assert budget is None or isinstance(budget, int)
         peak, least = found["peak_bytes"], found["min_device_memory"]
+        if budget is not None:  # of a part that a loop repeats: what the user named
+            budget, least = budget + options.around, least + options.around
         parts = dict(found["usage"])
         parts["live"] = np.array(parts["live"], dtype=np.int64)
         parts["largest"] = [tuple(part) for part in parts["largest"]]

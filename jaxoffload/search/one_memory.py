@@ -130,6 +130,7 @@ class OneMemoryPlanner(Planner):
         host = memgraph.host_bytes()
         arena = int(memgraph.peak_arena_bytes().max() + memgraph.workspace.max())
         total = arena + new_result_bytes(memgraph.taskgraph) + (buffer_place(host) if host else 0)
+        total += self.request.options.around
         return Carried(whole, whole - split, split - again, memgraph.disk_bytes(), host, total)
 
     def _parts(self, memory: int) -> Iterator["OneMemoryPlanner"]:

@@ -99,6 +99,18 @@ def test_what_parts_give_counts_once(operands):
     assert leasts[0] - leasts[1] <= x.nbytes + 8192
 
 
+def test_reports_name_the_users_memory(operands):
+    weights, x = operands
+    found = jo.offload(train, memory=1).explain(weights, x)
+    assert found.budget == 1 and "memory is 1 B" in found.verdict
+    with pytest.raises(jo.PlanError) as refused:
+        jo.offload(train, memory=1)(weights, x)
+    memory = refused.value.min_device_memory
+    plan = jo.offload(train, memory=memory).plan(weights, x)
+    # What the loop carries is of that memory, and of none that the part may have.
+    assert plan.memory <= memory - weights.nbytes < plan.carried.total <= memory
+
+
 RAM = """
 import ctypes, jax, jax.numpy as jnp, numpy as np, jaxoffload as jo
 from jaxoffload.runtime import backends
