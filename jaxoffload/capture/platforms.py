@@ -8,6 +8,7 @@ planned for one.
 from typing import Any
 
 from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.inline import CALL_BODY
 from jaxoffload.capture.rebuild import Rebuilder
 from jaxoffload.capture.whole import every_equation
 
@@ -32,7 +33,19 @@ def for_platform(closed: Any, platform: str) -> Any:
                 return compat.call_in_place(eqn, branch, eqn.invars[1:])
         return eqn
 
-    made = Rebuilder(equation=resolved).closed(closed)
+    def of_host(eqn: Any) -> Any:
+        """What a call asks for the host's cores as a whole."""
+        if eqn.primitive.name not in CALL_BODY or not compat.asks_for_host(eqn):
+            return eqn
+        bodies = {
+            name: for_platform(body, "cpu")
+            for name, body in eqn.params.items()
+            if isinstance(body, compat.ClosedJaxpr)
+        }
+        return eqn.replace(params={**eqn.params, **bodies})
+
+    made = Rebuilder(equation=of_host).closed(closed)
+    made = Rebuilder(equation=resolved).closed(made)
     for eqn in every_equation(made.jaxpr):
         if compat.platforms_of(eqn):
             raise NotImplementedError(
