@@ -109,7 +109,7 @@ class PluginCompiler:
 
     def _with_handlers(self, make: Callable[..., Any], *args: Any) -> Any:
         """An executable, whose custom calls the client learns to know while it is made."""
-        learnt: dict[str, Any] = {}
+        learnt: set[str] = set()
         while True:
             try:
                 return make(*args)
@@ -117,10 +117,10 @@ class PluginCompiler:
                 name = _unknown_target(error)
                 if name is None or name in learnt:
                     raise
-                learnt[name] = compat.ffi_handler(name)
-                if learnt[name] is None:
+                if (handler := compat.ffi_handler(name)) is None:
                     raise
-                self._client.register_ffi_handlers([(name, learnt[name])])
+                learnt.add(name)
+                self._client.register_ffi_handlers([(name, handler)])
 
 
 def _unknown_target(error: RuntimeError) -> str | None:
