@@ -271,3 +271,30 @@ def test_gradients_of_layers_are_added_up_layer_by_layer():
     assert 40 * 128 * 128 in exchanged(40, 128)  # no layers: the loop stays one
     assert 512 * 512 in exchanged(40, 512)
     assert 200 * 512 * 512 in exchanged(200, 512)
+
+
+def test_what_depends_on_the_platform_is_planned_as_the_platforms():
+    """The least budget is that of the branch written by itself."""
+
+    def layer(x, w):
+        return jnp.tanh(x @ w) @ w.T
+
+    def chosen(x, w):
+        return lax.platform_dependent(x, w, cpu=layer, default=lambda x, w: layer(x, w) + 1)
+
+    operands = put(normal(64, 32), "x"), put(stack(0, 32, 32))
+    plans, functions = [], []
+    for each in (chosen, layer):
+
+        def function(x, weights, each=each):
+            for w in weights:
+                x = each(x, w)
+            return x, x.sum(0)
+
+        functions.append(function)
+        plans.append(jo.offload(function, device_memory=None, cut="always").plan(*operands))
+    least, as_plain = (plan.min_device_memory for plan in plans)
+    assert least == as_plain
+    got = jo.offload(functions[0], device_memory=least, check=True)(*operands)
+    for a, b in zip(got, jax.jit(functions[1])(*operands), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
