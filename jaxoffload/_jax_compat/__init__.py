@@ -17,7 +17,7 @@ from jaxoffload._jax_compat.arrays import (
     is_in_rows,
     parts_of,
     pointer_of,
-    weakly_typed,
+    typed,
 )
 from jaxoffload._jax_compat.equations import (
     CALLBACKS,

@@ -48,9 +48,15 @@ def is_in_rows(array: jax.Array) -> bool:
     return layout is None or tuple(layout.major_to_minor) == tuple(range(array.ndim))
 
 
-def weakly_typed(array: jax.Array) -> jax.Array:
-    """The same array with a weak type: it gives way in promotions, as Python's numbers do."""
-    return _lax._convert_element_type(array, weak_type=True)
+def typed(results: Sequence[Any], are_weak: Sequence[bool]) -> list[Any]:
+    """The same arrays, some with weak types: they give way in promotions, as Python's numbers do.
+
+    What is no array of JAX has no such type.
+    """
+    return [
+        _lax._convert_element_type(x, weak_type=True) if weak and isinstance(x, jax.Array) else x
+        for x, weak in zip(results, are_weak, strict=True)
+    ]
 
 
 def arrays_over(words: Sequence[np.ndarray], avals: Sequence[Any], device: Any) -> list[jax.Array]:

@@ -208,4 +208,4 @@ def _is_cheap(name: str) -> bool:
 
 
 def _shapes(avals: Sequence[Any]) -> list[Any]:
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]

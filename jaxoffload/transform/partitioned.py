@@ -97,7 +97,8 @@ def _evaluate(*operands: Any, **params: Any) -> list[Any]:
         key = ("partitioned", id(jaxpr), params["options"])
         make = lambda: (jaxpr, jax.jit(functools.partial(offload_p.bind, **params)))  # noqa: E731
         call = params["derived"].get().plans.get(key, make)[1]
-    return evaluate(*operands, **params) if call is None else list(call(*operands))
+    outs = evaluate(*operands, **params) if call is None else call(*operands)
+    return compat.typed(outs, [a.weak_type for a in params["jaxpr"].out_avals])
 
 
 def _are_spread(operands: Sequence[Any]) -> bool:

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -280,7 +279,8 @@ class Program:
                 return flat, None
         plan, donated = self.plan(), self._signature.donated
         if isinstance(plan, LoopPlan):
-            return self._typed(plan.run(operands, donated, self.options)), None
+            results = plan.run(operands, donated, self.options)
+            return compat.typed(results, self.traced.out_weak_types), None
         if isinstance(plan, WholePlan):
             return plan.run(self.as_given(operands)), WholeRun()
         before = plan.backend.used_memory() if self._tuner.measures else None
@@ -294,7 +294,7 @@ class Program:
                 if self.plan() is plan:
                     self._plan = self._tuner.give_up(plan)
             raise
-        results = self._typed(results)
+        results = compat.typed(results, self.traced.out_weak_types)
         # One call at a time is measured; what runs beside it would tell nothing.
         if self._tuning.acquire(blocking=False):
             try:
@@ -321,12 +321,6 @@ class Program:
         """Waits for the end of the last call that was queued."""
         if self._queued is not None:
             self._queued.wait()
-
-    def _typed(self, results: Sequence[Any]) -> list[Any]:
-        return [
-            compat.weakly_typed(x) if weak and isinstance(x, jax.Array) else x
-            for x, weak in zip(results, self.traced.out_weak_types, strict=True)
-        ]
 
     def run_spread(self, operands: Sequence[Any], name: str) -> tuple[list[Any], WholeRun]:
         """Runs whole on arrays that are spread over several devices, as jit would.

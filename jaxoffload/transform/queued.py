@@ -173,10 +173,7 @@ def _on_several(plan: Plan, jaxpr: Any, made: Spread) -> Call:
 
     def call(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         results = call_of_all(leaves, made, asked, derived.link)
-        return [
-            compat.weakly_typed(x) if aval.weak_type else x
-            for x, aval in zip(results, jaxpr.out_avals, strict=True)
-        ], []
+        return compat.typed(results, [a.weak_type for a in jaxpr.out_avals]), []
 
     return call
 

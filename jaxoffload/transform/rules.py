@@ -57,8 +57,9 @@ _RESIDUAL, _TANGENT, _COTANGENT = ("what is kept for the derivative",), ("tangen
 
 
 def _is_tangent(tangent: Any) -> bool:
-    """Whether there is something in a tangent: integers have none."""
-    return not isinstance(tangent, ad.Zero) and tangent.dtype != jax.dtypes.float0
+    """Whether there is something in a tangent, which may be a Python number: integers have none."""
+    is_empty = getattr(tangent, "dtype", None) == jax.dtypes.float0
+    return not (is_empty or isinstance(tangent, ad.Zero))
 
 
 def _names(params: dict[str, Any], count: int) -> tuple[str, ...]:

@@ -51,6 +51,30 @@ def test_vmap(step):
     np.testing.assert_allclose(jax.jit(jax.vmap(step))(batch), jax.vmap(f)(batch), rtol=1e-5)
 
 
+def branches(y):
+    return jax.lax.cond(y[0] > 0, lambda: (1.0, 2.0, y), lambda: (3.0, 4.0, y))
+
+
+@pytest.mark.parametrize(
+    ("function", "transform", "x"),
+    [
+        (jnp.sin, lambda f: lambda x: jax.jvp(f, (x,), (x,)), 2.0),
+        (jnp.sin, jax.value_and_grad, 2.0),
+        (jnp.sin, lambda f: lambda x: jax.linearize(f, x)[1](x), jnp.asarray(2.0)),
+        (jnp.sin, lambda f: lambda x: jax.hessian(f)(x), jnp.asarray(2.0)),
+        (branches, lambda f: jax.vmap(f, in_axes=1), np.ones((3, 4), np.float32)),
+    ],
+)
+def test_results_give_way_in_promotions_as_plain_ones_do(function, transform, x):
+    """A derivative by a Python number, times bfloat16, is bfloat16."""
+    step = jo.offload(function, device_memory="1MiB", cut="always")
+    half = jnp.ones((), jnp.bfloat16)
+    want = [(y * half).dtype for y in jax.tree.leaves(transform(function)(x))]
+    assert jnp.bfloat16 in want
+    for call in (transform(step), jax.jit(transform(step))):
+        assert [(y * half).dtype for y in jax.tree.leaves(call(x))] == want
+
+
 def test_vmap_over_some_arguments():
     step = jo.offload(lambda a, b: a @ b, device_memory=None)
     batch = np.stack([X, X + 1])
