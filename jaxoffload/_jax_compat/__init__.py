@@ -78,9 +78,11 @@ from jaxoffload._jax_compat.rules import (
     batched,
     checked,
     jet,
+    linearized_for_vjp,
     register_batcher,
     register_check,
     register_jet,
+    register_linearization,
 )
 from jaxoffload._jax_compat.tracing import (
     at_line_of,

@@ -1,11 +1,13 @@
 """Rules for JAX's transformations."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax._src import checkify as _checkify
 from jax._src import core as _core
+from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax.experimental import jet as _jet
 
@@ -26,6 +28,37 @@ def batched(jaxpr: Any, axis: Any, in_axes: tuple[Any, ...]) -> tuple[Any, tuple
 def register_batcher(primitive: Any, rule: Any) -> None:
     """Has `vmap` call `rule(axis, operands, dims, **params)`, which sees named axes."""
     _batching.fancy_primitive_batchers[primitive] = rule
+
+
+def register_linearization(primitive: Any, rule: Any) -> None:
+    """Has derivatives call `rule(is_vjp, varies, *operands, **params)`.
+
+    It gives results, for each whether it has a tangent, what the derivative needs, and the
+    derivative, which takes that and the tangents. From jax 0.12 on there is more of what it needs.
+    """
+    is_more = "structured_residuals" in _ad.LinearizeTrace.__annotations__
+
+    def with_more(*args: Any, **params: Any) -> Any:
+        outs, has_tangent, residuals, derivative = rule(*args, **params)
+        return outs, has_tangent, residuals, None, lambda kept, _, *moves: derivative(kept, *moves)
+
+    _ad.primitive_linearizations[primitive] = with_more if is_more else rule
+
+
+def linearized_for_vjp(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, linearized as for `jax.vjp` where it is given to `jax.linearize`.
+
+    Operations with rules of their own may have some for the backward pass alone.
+    """
+
+    @functools.wraps(function)
+    def marked(*args: Any) -> Any:
+        trace = _core.trace_ctx.trace
+        if isinstance(trace, _ad.LinearizeTrace):
+            trace.is_vjp = True
+        return function(*args)
+
+    return marked
 
 
 def checked(

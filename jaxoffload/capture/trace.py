@@ -27,6 +27,8 @@ class Traced:
       out_weak_types: for each flat result, whether it gives way in promotions.
       captured: the tracers of outer transformations that the function closes over. They die with
         those, so that a `Traced` which has any serves one call.
+      written: the jaxpr before operations with rules of their own were replaced by what these say
+        that they compute; None where there are none. Derivatives are of this one.
     """
 
     jaxpr: Any
@@ -35,6 +37,7 @@ class Traced:
     out_codes: tuple[Code, ...]
     out_weak_types: tuple[bool, ...]
     captured: tuple[Any, ...] = ()
+    written: Any = None
     has_codes: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,12 +76,21 @@ def trace(
 
     if tree is not None:
         compat.name_arguments(on_words, call, *jax.tree.unflatten(tree, avals))
-    closed = compat.lowered_operations(jax.make_jaxpr(on_words)(*avals))
-    closed, captured = _over_captured(compat.without_internal_refs(closed), avals)
-    closed = _with_own_constants(closed)
+    written, captured = _over_captured(jax.make_jaxpr(on_words)(*avals), avals)
+    written = _with_own_constants(written)
+    lowered = compat.lowered_operations(written)
+    closed = compat.without_internal_refs(lowered)
     outs = tuple(jax.ShapeDtypeStruct(*compat.physical(a)) for a in closed.out_avals)
     weak = tuple(bool(getattr(a, "weak_type", False)) for a in closed.out_avals)
-    return Traced(closed, trees[-1], outs, tuple(out_codes), weak, captured)
+    return Traced(
+        closed,
+        trees[-1],
+        outs,
+        tuple(out_codes),
+        weak,
+        captured,
+        None if lowered is written else written,
+    )
 
 
 def _check_results(call: Any, paths: Sequence[Any]) -> None:

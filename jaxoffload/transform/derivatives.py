@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import operations
-from jaxoffload.transform.derived import Derived
+from jaxoffload.transform.derived import Derived, lowered
 
 _MOST = 20
 """Operations that are made again for one residual."""
@@ -34,22 +34,22 @@ class Linearized:
         of the results that have some.
       taken: positions of the operands that `linear` takes.
       has_tangent: of each result, whether it has a tangent: integers have none.
+      derived: of both jaxprs.
     """
 
     forward: Any
     linear: Any
     taken: tuple[int, ...]
     has_tangent: tuple[bool, ...]
-    derived: tuple[Derived, Derived] = dataclasses.field(
-        default_factory=lambda: (Derived(), Derived())
-    )
+    derived: tuple[Derived, Derived]
 
 
-def linearized(jaxpr: Any, varies: Sequence[bool]) -> Linearized:
+def linearized(jaxpr: Any, varies: Sequence[bool], is_vjp: bool) -> Linearized:
     """Splits a closed jaxpr into forward pass and derivative.
 
     Args:
       varies: for each operand whether there is a tangent of it.
+      is_vjp: the derivative is transposed, and not called.
     """
     run, avals = jex.core.jaxpr_as_fun(jaxpr), _shapes(jaxpr.in_avals)
     on = [i for i, varying in enumerate(varies) if varying]
@@ -62,14 +62,15 @@ def linearized(jaxpr: Any, varies: Sequence[bool]) -> Linearized:
                 everything[i] = x
             return run(*everything)
 
-        return jax.linearize(function, *(operands[i] for i in on))
+        wanted = compat.linearized_for_vjp(function) if is_vjp else function
+        return jax.linearize(wanted, *(operands[i] for i in on))
 
     closed, shapes = jax.make_jaxpr(both, return_shape=True)(*avals)
     tree = jax.tree.structure(shapes[1])
     residuals = _Residuals(closed, count)
     results = closed.jaxpr.outvars[:count]
     kept_only = jex.core.jaxpr_as_fun(compat.with_results(closed, [*results, *residuals.kept]))
-    forward = jax.make_jaxpr(kept_only)(*avals)
+    forward, of_forward = lowered(jax.make_jaxpr(kept_only)(*avals))
     has_tangent = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in jaxpr.out_avals)
 
     def derivative(*operands: Any) -> list[Any]:
@@ -79,12 +80,11 @@ def linearized(jaxpr: Any, varies: Sequence[bool]) -> Linearized:
         outs = jax.tree.unflatten(tree, residuals.all(given, rest[:count]))(*rest[count:])
         return [x for x, has in zip(outs, has_tangent, strict=True) if has]
 
-    linear = jax.make_jaxpr(derivative)(
-        *(avals[i] for i in residuals.taken),
-        *_shapes([v.aval for v in residuals.kept]),
-        *(avals[i] for i in on),
-    )
-    return Linearized(forward, linear, residuals.taken, has_tangent)
+    shapes = *(avals[i] for i in residuals.taken), *_shapes([v.aval for v in residuals.kept])
+    made = jax.make_jaxpr(derivative)(*shapes, *(avals[i] for i in on))
+    # For a vjp it stands for its transpose alone: what is in it may have no other meaning.
+    linear, of_linear = (made, Derived()) if is_vjp else lowered(made)
+    return Linearized(forward, linear, residuals.taken, has_tangent, (of_forward, of_linear))
 
 
 class _Residuals:
@@ -159,24 +159,23 @@ class _Residuals:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transposed:
-    """The transpose of a jaxpr that is linear in some operands.
-
-    Attributes:
-      jaxpr: of the other operands, and the cotangents that are not zero; gives the cotangents of
-        the linear operands.
-    """
+class Derivative:
+    """A jaxpr made from another, and what keeps what is made of it."""
 
     jaxpr: Any
-    derived: tuple[Derived] = dataclasses.field(default_factory=lambda: (Derived(),))
+    derived: tuple[Derived]
 
 
-def transposed(jaxpr: Any, is_linear: Sequence[bool], is_zero: Sequence[bool]) -> Transposed:
-    """Transposes a closed jaxpr.
+def transposed(jaxpr: Any, is_linear: Sequence[bool], is_zero: Sequence[bool]) -> Derivative:
+    """Transposes a closed jaxpr that is linear in some operands.
 
     Args:
       is_linear: for each operand.
       is_zero: for each result, whether its cotangent is zero.
+
+    Returns:
+      A jaxpr of the other operands, and the cotangents that are not zero; it gives the cotangents
+      of the linear operands.
     """
     run, avals = jex.core.jaxpr_as_fun(jaxpr), _shapes(jaxpr.in_avals)
     linear = [i for i, each in enumerate(is_linear) if each]
@@ -200,7 +199,37 @@ def transposed(jaxpr: Any, is_linear: Sequence[bool], is_zero: Sequence[bool]) -
         return jax.linear_transpose(function, *(avals[i] for i in linear))(cotangents)
 
     shown = [s for s, zero in zip(results, is_zero, strict=True) if not zero]
-    return Transposed(jax.make_jaxpr(backward)(*(avals[i] for i in others), *shown))
+    jaxpr, derived = lowered(jax.make_jaxpr(backward)(*(avals[i] for i in others), *shown))
+    return Derivative(jaxpr, (derived,))
+
+
+def pushed(jaxpr: Any, varies: Sequence[bool]) -> Derivative:
+    """A closed jaxpr with its tangents, for operations that cannot give results without them.
+
+    Args:
+      varies: for each operand whether there is a tangent of it.
+
+    Returns:
+      A jaxpr of the operands, and the tangents that there are; it gives the results, and the
+      tangents of those that have some.
+    """
+    run, avals = jex.core.jaxpr_as_fun(jaxpr), _shapes(jaxpr.in_avals)
+    on = [i for i, varying in enumerate(varies) if varying]
+
+    def both(*operands: Any) -> list[Any]:
+        given, moves = operands[: len(avals)], operands[len(avals) :]
+
+        def function(*varying: Any) -> list[Any]:
+            everything = list(given)
+            for i, x in zip(on, varying, strict=True):
+                everything[i] = x
+            return run(*everything)
+
+        outs, steps = jax.jvp(function, [given[i] for i in on], list(moves))
+        return [*outs, *(t for t in steps if t.dtype != jax.dtypes.float0)]
+
+    made, derived = lowered(jax.make_jaxpr(both)(*avals, *(avals[i] for i in on)))
+    return Derivative(made, (derived,))
 
 
 def _is_cheap(name: str) -> bool:

@@ -18,6 +18,9 @@ from jaxoffload.runtime.plan import Plan
 class Derived:
     """What was made from one offloaded jaxpr: plans, the jaxpr batched, and its derivatives.
 
+    Args:
+      written: see `Link`.
+
     Attributes:
       cuts: the jaxpr in parts, by `least_bytes`.
       parts: of each part's jaxpr the same as this.
@@ -27,7 +30,7 @@ class Derived:
       link: leads here, as a param of the primitive, for as long as the owner keeps it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, written: Any = None) -> None:
         self.plans = OnceEach()
         self.cuts = OnceEach()
         self.parts = OnceEach()
@@ -35,7 +38,7 @@ class Derived:
         self.batched = OnceEach()
         self.derivatives = OnceEach()
         self.refusal: PlanError | None = None
-        self.link = Link(self)
+        self.link = Link(self, written)
         _all_derived.add(self)
 
     @classmethod
@@ -71,19 +74,30 @@ class Derived:
 
 class Link:
     """A weak reference to a `Derived`. JAX keeps the params of thousands of equations in its
-    caches; plans are not to live as long."""
+    caches; plans are not to live as long.
 
-    __slots__ = ("_derived",)
+    Attributes:
+      written: what transformations start from, the jaxpr with operations that have rules of their
+        own (a library's, or the `custom_vjp` of newer JAX); None: the jaxpr has none.
+    """
 
-    def __init__(self, derived: Derived):
-        self._derived = weakref.ref(derived)
+    __slots__ = ("_derived", "written")
+
+    def __init__(self, derived: Derived, written: Any = None):
+        self._derived, self.written = weakref.ref(derived), written
 
     def get(self) -> Derived:
         """What it leads to, or a new one."""
-        return self._derived() or Derived()
+        return self._derived() or Derived(self.written)
 
     def __repr__(self) -> str:
         return "Link()"
+
+
+def lowered(written: Any) -> tuple[Any, Derived]:
+    """What is planned of a jaxpr that a transformation made, and what keeps what is made of it."""
+    jaxpr = compat.lowered_operations(written)
+    return jaxpr, Derived(None if jaxpr is written else written)
 
 
 _all_derived: weakref.WeakSet[Derived] = weakref.WeakSet()

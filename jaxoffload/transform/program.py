@@ -89,7 +89,7 @@ class Program:
             )  # fmt: skip
             if self.rewrites is not None:
                 self.traced = dataclasses.replace(self.traced, jaxpr=made)
-        self._derived = Derived()
+        self._derived = Derived(self.traced.written)
         self._spread: Spread | None = None
         self._refusal: CaptureError | None = None
         if is_over_devices:

@@ -14,46 +14,115 @@ from jax.interpreters import ad
 from jaxoffload import _jax_compat as compat
 from jaxoffload.errors import warn
 from jaxoffload.graphs.taskgraph import TensorKind
-from jaxoffload.transform.derivatives import Linearized, Transposed, linearized, transposed
-from jaxoffload.transform.derived import Derived
+from jaxoffload.transform.derivatives import (
+    Derivative,
+    Linearized,
+    linearized,
+    pushed,
+    transposed,
+)
+from jaxoffload.transform.derived import Derived, lowered
 from jaxoffload.transform.primitive import bind, in_plain_jax, leaves_of, offload_p
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-    """The forward pass, then the derivative of the tangents, each a call of its own."""
+def _linearize(is_vjp: bool, varies: Sequence[bool], *primals: Any, **params: Any) -> Any:
+    """The forward pass, what it keeps, and the derivative, each pass a call of its own."""
     tier_leaves = params["tier_leaves"]
-    absent = tuple((i, None) for i, _ in tier_leaves)
-    leaves, moves = leaves_of(primals, tier_leaves), leaves_of(tangents, absent)
-    varies = tuple(t is not None and _is_tangent(t) for t in moves)
-    key = ("linearized", id(params["jaxpr"]), varies, compat.trace_context())
+    leaves = leaves_of(primals, tier_leaves)
+    varying = leaves_of(varies, tuple((i, False) for i, _ in tier_leaves))
+    # Integers have no tangents.
+    on = tuple(each and _is_inexact(x) for each, x in zip(varying, leaves, strict=True))
+    key = ("linearized", id(params["jaxpr"]), on, is_vjp, compat.trace_context())
 
     def make() -> tuple[Any, Linearized]:
-        return params["jaxpr"], linearized(params["jaxpr"], varies)  # the jaxpr keeps its id
+        return params["jaxpr"], linearized(_written(params), on, is_vjp)  # the jaxpr keeps its id
 
     split = params["derived"].get().derivatives.get(key, make)[1]
     count, names = len(split.has_tangent), _names(params, len(leaves))
     found = _call(split.forward, leaves, params, names, params["kinds"], split.derived[0])
-    outs, kept = found[:count], found[count:]
-    given = [leaves[i] for i in split.taken]
-    moving = [t for t, varying in zip(moves, varies, strict=True) if varying]
-    steps = iter(
-        _call(
-            split.linear,
-            [*given, *kept, *moving],
-            params,
-            (*(names[i] for i in split.taken), *_RESIDUAL * len(kept), *_TANGENT * len(moving)),
-            tuple(params["kinds"][i] for i in split.taken)
-            + (TensorKind.ACTIVATION,) * (len(kept) + len(moving)),
-            split.derived[1],
+    outs = found[:count]
+
+    def derivative(residuals: Sequence[Any], *tangents: Any) -> list[Any]:
+        moves = leaves_of(tangents, tuple((i, None) for i, _ in tier_leaves))
+        moving = [t for t, varying in zip(moves, on, strict=True) if varying]
+        kept = len(residuals) - len(split.taken)
+        steps = iter(
+            _call(
+                split.linear,
+                [*residuals, *moving],
+                params,
+                (*(names[i] for i in split.taken), *_RESIDUAL * kept, *_TANGENT * len(moving)),
+                tuple(params["kinds"][i] for i in split.taken)
+                + (TensorKind.ACTIVATION,) * (kept + len(moving)),
+                split.derived[1],
+            )
         )
+        return [
+            next(steps) if has else ad.Zero(x.aval.to_tangent_aval())
+            for x, has in zip(outs, split.has_tangent, strict=True)
+        ]
+
+    return (
+        outs,
+        list(split.has_tangent),
+        [*(leaves[i] for i in split.taken), *found[count:]],
+        derivative,
     )
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    """Results and their tangents, where a transformation (`jax.jvp`, or that of a checkpoint) asks
+    for both at once."""
+    varies = [_is_tangent(t) for t in tangents]
+    try:
+        outs, _, residuals, derivative = _linearize(False, varies, *primals, **params)
+    except (NotImplementedError, ValueError):
+        try:
+            return _pushed(primals, tangents, **params)
+        except (NotImplementedError, TypeError):
+            # Some operation knows its backward pass alone, which may be what is asked for next.
+            outs, _, residuals, derivative = _linearize(True, varies, *primals, **params)
+    return outs, derivative(residuals, *tangents)
+
+
+def _pushed(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    """Results and tangents by one call: some operation gives both at once."""
+    tier_leaves = params["tier_leaves"]
+    leaves = leaves_of(primals, tier_leaves)
+    moves = leaves_of(tangents, tuple((i, None) for i, _ in tier_leaves))
+    varies = tuple(t is not None and _is_tangent(t) for t in moves)
+    key = ("pushed", id(params["jaxpr"]), varies, compat.trace_context())
+
+    def make() -> tuple[Any, Derivative]:
+        return params["jaxpr"], pushed(_written(params), varies)
+
+    both = params["derived"].get().derivatives.get(key, make)[1]
+    moving = [t for t, varying in zip(moves, varies, strict=True) if varying]
+    found = _call(
+        both.jaxpr,
+        [*leaves, *moving],
+        params,
+        (*_names(params, len(leaves)), *_TANGENT * len(moving)),
+        params["kinds"] + (TensorKind.ACTIVATION,) * len(moving),
+        *both.derived,
+    )
+    outs = found[: len(params["jaxpr"].out_avals)]
+    steps = iter(found[len(outs) :])
     return outs, [
-        next(steps) if has else ad.Zero(x.aval.to_tangent_aval())
-        for x, has in zip(outs, split.has_tangent, strict=True)
+        next(steps) if _is_inexact(x) else ad.Zero(x.aval.to_tangent_aval()) for x in outs
     ]
 
 
+def _written(params: dict[str, Any]) -> Any:
+    """The jaxpr with the rules of its operations, where there are any beside JAX's own."""
+    return params["derived"].written or params["jaxpr"]
+
+
 _RESIDUAL, _TANGENT, _COTANGENT = ("what is kept for the derivative",), ("tangent",), ("cotangent",)
+
+
+def _is_inexact(x: Any) -> bool:
+    return jax.typeof(x).to_tangent_aval().dtype != jax.dtypes.float0
 
 
 def _is_tangent(tangent: Any) -> bool:
@@ -88,6 +157,14 @@ def _call(
     )
 
 
+def _refuse(*operands: Any, **params: Any) -> Any:
+    """What takes the place of a derivative that has its transpose alone."""
+    raise TypeError(
+        f"offload({params['name']}) is differentiated forward (jax.jvp), and calls an operation "
+        "that has a rule for the backward pass alone (custom_vjp). Use jax.vjp or jax.grad."
+    )
+
+
 def _transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
     tier_leaves = params["tier_leaves"]
     leaves = leaves_of(operands, tier_leaves)
@@ -97,8 +174,8 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list
         return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
     key = ("transposed", id(params["jaxpr"]), is_linear, is_zero, compat.trace_context())
 
-    def make() -> tuple[Any, Transposed]:
-        return params["jaxpr"], transposed(params["jaxpr"], is_linear, is_zero)
+    def make() -> tuple[Any, Derivative]:
+        return params["jaxpr"], transposed(_written(params), is_linear, is_zero)
 
     backward = params["derived"].get().derivatives.get(key, make)[1]
     names = _names(params, len(leaves))
@@ -131,7 +208,9 @@ def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: An
     leaves = leaves_of(operands, tier_leaves)
 
     def make() -> tuple[Any, Any, tuple[Any, ...], Derived]:
-        return params["jaxpr"], *compat.batched(params["jaxpr"], axis, axes), Derived()
+        made, out_axes = compat.batched(_written(params), axis, axes)
+        jaxpr, derived = lowered(made)
+        return params["jaxpr"], jaxpr, out_axes, derived
 
     key = (id(params["jaxpr"]), axis, axes, compat.trace_context())
     _, jaxpr, out_axes, derived = params["derived"].get().batched.get(key, make)
@@ -163,7 +242,9 @@ def _check(error: Any, enabled: Any, *operands: Any, **params: Any) -> Any:
 def register() -> None:
     """Tells JAX of these rules."""
     ad.primitive_jvps[offload_p] = _jvp
+    compat.register_linearization(offload_p, _linearize)
     ad.primitive_transposes[offload_p] = _transpose
+    offload_p.to_lojax = _refuse  # JAX asks for it where a jaxpr has such operations
     compat.register_batcher(offload_p, _batch)
     compat.register_check(offload_p, _check)
     compat.register_jet(offload_p, _jet)

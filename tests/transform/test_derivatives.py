@@ -140,6 +140,76 @@ def test_derivatives_that_the_user_defines():
             jax.jvp(f, (X,), (X,))
 
 
+def doubled_cosine():
+    """A function whose backward pass is not its derivative: one can be told from the other."""
+
+    @jax.custom_vjp
+    def sine(x):
+        return jnp.sin(x)
+
+    sine.defvjp(lambda x: (sine(x), jnp.cos(x)), lambda cosine, ct: (2 * cosine * ct,))
+    return sine
+
+
+@pytest.mark.skipif(not hasattr(jax.config, "jax_custom_vjp3"), reason="jax has no such form")
+@pytest.mark.parametrize("new", [False, True])
+def test_rules_for_the_backward_pass_alone(new):
+    """In the form that newer JAX gives them: an operation that says what it computes, too."""
+    x = jnp.linspace(0.1, 1, 6, dtype=jnp.float32)
+    before = jax.config.jax_custom_vjp3
+    jax.config.update("jax_custom_vjp3", new)
+    try:
+        sine = doubled_cosine()
+
+        def function(x):
+            return 3 * sine(sine(x))
+
+        step = jo.offload(function, device_memory="1MiB", cut="always")
+        twice = lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0]  # noqa: E731
+        loss = lambda f: lambda x: f(x).sum()  # noqa: E731
+        for around in (lambda f: f, jax.vmap, jax.jit, jax.checkpoint, twice):
+            want = jax.jit(jax.grad(loss(around(function))))(x)
+            gradient = jax.grad(loss(around(step)))
+            for got in (gradient(x), jax.jit(gradient)(x)):
+                np.testing.assert_allclose(got, want, rtol=1e-6)
+        for call in (lambda: jax.jvp(step, (x,), (x,)), lambda: jax.jit(jax.jacfwd(step))(x)):
+            with pytest.raises(TypeError, match="forward"):
+                jax.block_until_ready(call())
+    finally:
+        jax.config.update("jax_custom_vjp3", before)
+
+
+def test_an_operation_that_gives_values_and_tangents_at_once():
+    """`jax.jvp` has it, and no derivative by the backward pass."""
+
+    def both(x, t):
+        return np.sin(x), np.cos(x) * t
+
+    @jax.custom_jvp
+    def sine(x):
+        return jnp.sin(x)
+
+    @sine.defjvp
+    def _(primals, tangents):
+        return jax.pure_callback(both, (primals[0],) * 2, primals[0], tangents[0])
+
+    def function(x, w, n):
+        return 2 * sine(x @ w), n + 1
+
+    x, w = X, matrices()[0]
+    step = jo.offload(function, device_memory="1MiB", cut="always")
+    zero = np.zeros((), jax.dtypes.float0)
+    forward = lambda f: lambda x, w: jax.jvp(f, (x, w, 2), (x, w, zero))  # noqa: E731
+    want = jax.jit(forward(function))(x, w)
+    for got in (forward(step)(x, w), jax.jit(forward(step))(x, w)):
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert a.dtype == b.dtype
+            if a.dtype != jax.dtypes.float0:
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="reverse-mode"):
+        jax.grad(lambda x: step(x, w, 2)[0].sum())(x)
+
+
 def test_a_layer_in_a_jitted_step():
     """Plain JAX before it and behind it."""
 
