@@ -76,7 +76,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     varies = [_is_tangent(t) for t in tangents]
     try:
         outs, _, residuals, derivative = _linearize(False, varies, *primals, **params)
-    except (NotImplementedError, ValueError):
+    except (NotImplementedError, TypeError, ValueError):
         try:
             return _pushed(primals, tangents, **params)
         except (NotImplementedError, TypeError):
