@@ -91,6 +91,12 @@ def exchange_of(operation: Any) -> Exchange | None:
     return operation.params.get("exchange") if operation.name == collective_p.name else None
 
 
+def received_bytes(equation: Any) -> float:
+    """Bytes that a device receives for a collective; none for any other equation."""
+    exchange = exchange_of(equation.operation)
+    return exchange.received_bytes(compat.byte_count(equation.inputs[0].aval)) if exchange else 0
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Axes:
     """The axes of a mesh.

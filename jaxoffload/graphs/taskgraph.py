@@ -304,6 +304,14 @@ class TaskGraph:
                 found[tensor_id].append(vertex_id)
         return found
 
+    def with_workspace(self, workspace: Sequence[int]) -> "TaskGraph":
+        """The same with the workspace of each vertex, in bytes."""
+        vertices = tuple(
+            v if v.workspace_bytes == count else dataclasses.replace(v, workspace_bytes=count)
+            for v, count in zip(self.vertices, workspace, strict=True)
+        )
+        return dataclasses.replace(self, vertices=vertices)
+
     def check(self) -> None:
         """Raises ValueError, naming the vertex or tensor, unless every law above holds."""
         written = [tensor.argument is not None for tensor in self.tensors]

@@ -205,6 +205,27 @@ class Explanation:
             workspace_words="" if there is None else there.words,
         )
 
+    def or_in_parts(self, parts: Sequence[Request]) -> "Explanation":
+        """The same of a function whose loops may be repeated in parts, which may work in less.
+
+        Args:
+          parts: what loops repeat, cut as fine as it gets; none where there are no such loops.
+        """
+        if not parts:
+            return self
+        least, where, has_estimates = 0, "", self.has_estimates
+        for part in parts:
+            planner = planner_for(part, compiles=False, estimates=True)
+            count, graph, vertex = planner.minimum()
+            has_estimates |= planner.has_estimated
+            if (count := count + part.options.around) >= least:
+                least, where = count, _where(graph, vertex)
+        if least >= self.min_device_memory:
+            return self
+        return dataclasses.replace(
+            self, min_device_memory=least, min_source=where, has_estimates=has_estimates
+        )
+
     def __str__(self) -> str:
         found = self.usage
         on = f" on {self.machine}" if self.machine else ""

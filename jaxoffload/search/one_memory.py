@@ -299,17 +299,23 @@ class OneMemoryPlanner(Planner):
         around = self.request.options.around
         budget, least = budget + around, self.least_budget + around
         graph = self._leanest.graph
-        vertex = graph.vertices[min_budget(graph)[1]]
-        source = f" at {vertex.source}" if vertex.source else ""
+        count, number = min_budget(graph)
+        at_once = ""
+        if graph.vertices:  # of a function that only copies there are none
+            vertex = graph.vertices[number]
+            source = f" at {vertex.source}" if vertex.source else ""
+            at_once = f" and {vertex.name}{source} {format_bytes(count)} at once"
         step, unit = (2**20, "MiB") if least >= 2**22 else (2**10, "KiB")
+        is_whole = self.least_budget < self._least_plan[0]
+        whole = "needed to run whole; cut," if is_whole else "of which"
         loops = f", loops around them {format_bytes(around)}" if around > 0 else ""
         remedy = "" if self._has_disk else "name a folder to go on to (disk=), "
         error = PlanError(
             f"offload({self.request.name}): memory={budget} bytes ({format_bytes(budget)}) is "
-            f"below the smallest feasible {least} bytes ({format_bytes(least)}), of which new "
-            f"results take {format_bytes(self._result_bytes)}{loops} and {vertex.name}{source} "
-            f"{format_bytes(min_budget(graph)[0])} at once. Pass memory='{-(-least // step)}{unit}'"
-            f" or more, {remedy}or make that operation smaller (a smaller batch, for one).",
+            f"below the smallest feasible {least} bytes ({format_bytes(least)}), {whole} new "
+            f"results take {format_bytes(self._result_bytes)}{loops}{at_once}. "
+            f"Pass memory='{-(-least // step)}{unit}' or more, {remedy}or make what it "
+            "computes smaller (a smaller batch, for one).",
             least,
         )
         error._refused = self.request

@@ -6,6 +6,7 @@ compiled kernels. What two cuts have in common is worked out once.
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +17,13 @@ from jaxoffload import identity
 from jaxoffload.capture import cost
 from jaxoffload.capture.build import Captured, Ordered, build_taskgraph, order_program
 from jaxoffload.capture.cluster import Known
-from jaxoffload.capture.collectives import exchange_of
+from jaxoffload.capture.collectives import received_bytes
 from jaxoffload.capture.flat import Equation
 from jaxoffload.capture.floor import Floor, floor_of
 from jaxoffload.capture.gathers import in_parts
 from jaxoffload.capture.inline import Constant
 from jaxoffload.capture.kernel import Kernel
+from jaxoffload.capture.parts import has_loops
 from jaxoffload.capture.recompute import Recomputer
 from jaxoffload.capture.row_gradients import with_gradients_by_rows
 from jaxoffload.capture.row_updates import with_rows_updated
@@ -35,6 +37,7 @@ from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.runtime.backends import Backend
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.cut import NOTHING, WHOLE, CompiledCut, Cut, by_workspace, least_budget
+from jaxoffload.search.loops import expected_workspace, held_inside
 
 logger = logging.getLogger(__name__)
 
@@ -188,12 +191,8 @@ class CutProgram:
 
     def _equation_seconds(self, equation: Equation) -> float:
         """Time of an operation on the machine that is planned for."""
-        took = cost.seconds(equation, self._machine)
-        exchange = exchange_of(equation.operation)
-        if exchange is not None:
-            received = exchange.received_bytes(compat.byte_count(equation.inputs[0].aval))
-            took += received / self._machine.peer.bytes_per_second
-        return took
+        exchanged = received_bytes(equation) / self._machine.peer.bytes_per_second
+        return cost.seconds(equation, self._machine) + exchanged
 
     def graph(self, cut: Cut) -> TaskGraph:
         """The TaskGraph of a cut that is only looked at, workspace counted as nothing."""
@@ -209,8 +208,16 @@ class CutProgram:
         key = self.key(cut)
         if key not in self._guessed:
             found = self._looked_at(cut)
-            self._guessed[key] = _with_workspace(found.taskgraph, found.workspace)
+            expected = expected_workspace(found, self._held)
+            self._guessed[key] = found.taskgraph.with_workspace(expected)
         return self._guessed[key]
+
+    @functools.cached_property
+    def _held(self) -> dict[identity.Key, int]:
+        """What loops hold inside, of a function that is looked at only."""
+        if not self._estimates or self._backend.is_elsewhere or not has_loops(self._request.jaxpr):
+            return {}
+        return held_inside(self.ordered, lambda ks: self._executables(ks)[0])
 
     def expected_workspace(self, cut: Cut) -> int:
         """Bytes that any of a cut's vertices takes as workspace: estimated where its kernel has not
@@ -359,10 +366,11 @@ class CutProgram:
         """One cut as it may be once it is compiled."""
         if not self._estimates:
             return self._looked_at(cut)
-        if not self._backend.executables.has_some():
+        if not (self._held or self._backend.executables.has_some()):
             self.has_estimated = True
             return Captured(self.estimated(cut), ())
         captured = self._captured(cut).with_kernels
+        expected = expected_workspace(captured, self._held)
         with self._settings.restored():
             known = self._backend.executables.known(captured.kernels)
         mine = [x for x, kernel in zip(known, captured.kernels, strict=True) if not kernel.on_host]
@@ -370,9 +378,9 @@ class CutProgram:
         known.append(None)  # of vertices without one
         temp = [
             guess if (executable := known[vertex.kernel]) is None else executable.temp_bytes
-            for vertex, guess in zip(captured.taskgraph.vertices, captured.workspace, strict=True)
+            for vertex, guess in zip(captured.taskgraph.vertices, expected, strict=True)
         ]
-        return Captured(_with_workspace(captured.taskgraph, temp), ())
+        return Captured(captured.taskgraph.with_workspace(temp), ())
 
     def _executables(self, kernels: Sequence[Kernel]) -> tuple[list[Any], CompileReport]:
         with self._settings.restored():
@@ -387,13 +395,4 @@ class CutProgram:
         """A cut's graph with the workspace of those kernels that have been compiled."""
         temp = [*(0 if k.on_host else self._temp.get(k.key, 0) for k in captured.kernels), 0]
         graph = captured.taskgraph
-        return _with_workspace(graph, [temp[v.kernel] for v in graph.vertices])
-
-
-def _with_workspace(graph: TaskGraph, temp: Sequence[int]) -> TaskGraph:
-    """A graph with the workspace of each vertex."""
-    vertices = tuple(
-        v if v.workspace_bytes == count else dataclasses.replace(v, workspace_bytes=count)
-        for v, count in zip(graph.vertices, temp, strict=True)
-    )
-    return dataclasses.replace(graph, vertices=vertices)
+        return graph.with_workspace([temp[v.kernel] for v in graph.vertices])

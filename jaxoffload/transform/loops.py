@@ -173,7 +173,7 @@ def loop_plan(
 
     def planned(parts: Parts, is_last: bool = True) -> LoopPlan:
         has_one_memory = request.options.memory is not None
-        bind, plan = calls(_bytes_around(request, parts) if has_one_memory else 0)
+        bind, plan = calls(bytes_around(request, parts) if has_one_memory else 0)
         plans = _plans(request, tiers, parts, plan, is_last)
         # What lasts from one iteration to the next: there, it lies where it is.
         known = _nothing_is_known if has_one_memory else stamps
@@ -193,7 +193,7 @@ def _nothing_is_known(operands: Sequence[Any]) -> None:
     """No stamps."""
 
 
-def _bytes_around(request: Request, parts: Parts) -> int:
+def bytes_around(request: Request, parts: Parts) -> int:
     """Bytes that a program takes beside its arguments for its loops, results and what lies between
     parts, as XLA counts them where each part is a call that takes none."""
 

@@ -194,6 +194,7 @@ class Offloaded:
         if (found is None or found.plan is None) and (part := program.repeated()) is not None:
             found = Explanation.of(part, asked)
         found = found or Explanation.of(program.request(), asked, call.leaves)
+        found = found.or_in_parts(program.finest_parts()) if found.plan else found
         if line := program.rewrites_line:
             found = dataclasses.replace(found, rewrites=line)
         return found

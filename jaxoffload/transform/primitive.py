@@ -16,7 +16,7 @@ from jax.interpreters import mlir
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
-from jaxoffload.capture.parts import Fixed, Part, has_loops, in_parts
+from jaxoffload.capture.parts import Fixed, Part, Parts, has_loops, in_parts
 from jaxoffload.capture.platforms import for_platform
 from jaxoffload.capture.sweeps import Sweeps
 from jaxoffload.capture.words import code_of, encoded
@@ -32,7 +32,14 @@ from jaxoffload.runtime.run import run_plan
 from jaxoffload.search.planner import NoCutFound
 from jaxoffload.search.whole import Whole, WholePlan, make_plan, may_run_whole
 from jaxoffload.transform.derived import Derived, Link, plan_key
-from jaxoffload.transform.loops import Below, LoopPlan, loop_plan, may_be_in_parts, sweeps_of
+from jaxoffload.transform.loops import (
+    Below,
+    LoopPlan,
+    bytes_around,
+    loop_plan,
+    may_be_in_parts,
+    sweeps_of,
+)
 from jaxoffload.transform.targets import RUN_TARGET, lower_call, new_stamps, register_target
 
 offload_p = compat.Primitive("jaxoffload")
@@ -156,17 +163,7 @@ def plan_request(
             return loop_plan(
                 request,
                 tiers,
-                # Direct calls and those under jit repeat the same parts.
-                lambda least: derived.cuts.get(
-                    (least, sweeps, backend.name),
-                    lambda: in_parts(
-                        for_platform(jaxpr, backend.name),
-                        least,
-                        request.argument_names,
-                        derived.known_parts,
-                        sweeps=sweeps,
-                    ),
-                ),
+                lambda least: _cut(request, least, sweeps, derived, backend.name),
                 lambda around: (
                     lambda part, leaves, fixed: bind(
                         leaves, part.jaxpr, **of_part(request, part, derived, around), fixed=fixed
@@ -197,6 +194,36 @@ def plan_request(
         return found
     # What works with less says what is least.
     raise min(refusals, key=lambda e: e.min_device_memory or math.inf)
+
+
+def _cut(
+    request: Request, least_bytes: float, sweeps: Sweeps, derived: Derived, backend_name: str
+) -> Parts:
+    """A function in parts. Direct calls and those under jit repeat the same ones."""
+
+    def make() -> Parts:
+        jaxpr = for_platform(request.jaxpr, backend_name)
+        names, known = request.argument_names, derived.known_parts
+        return in_parts(jaxpr, least_bytes, names, known, sweeps=sweeps)
+
+    return derived.cuts.get((least_bytes, sweeps, backend_name), make)
+
+
+def finest_parts(request: Request, derived: Derived, backend_name: str) -> list[Request]:
+    """What the loops of a function repeat, cut as fine as it gets; nothing where there are none."""
+    if not may_be_in_parts(request, backend_name):
+        return []
+    parts = _cut(request, 0, Sweeps.every(), derived, backend_name)
+    if not parts.repeats:
+        return []
+    around = 0 if request.options.memory is None else bytes_around(request, parts)
+    found = []
+    for part in parts.all():
+        own = of_part(request, part, derived, around)
+        names = {"argument_names": part.names}
+        keys = ("name", "kinds", "donated", "options")
+        found.append(make_request(part.jaxpr, **{k: own[k] for k in keys}, **names))
+    return found
 
 
 def of_part(request: Request, part: Part, derived: Derived, around: int = 0) -> dict[str, Any]:

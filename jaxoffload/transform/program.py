@@ -44,7 +44,7 @@ from jaxoffload.transform import queued
 from jaxoffload.transform.derived import Derived
 from jaxoffload.transform.devices_loops import devices_loop_plan
 from jaxoffload.transform.loops import LoopPlan, sweeps_of
-from jaxoffload.transform.primitive import plan_request
+from jaxoffload.transform.primitive import finest_parts, plan_request
 from jaxoffload.transform.queued import QueuedCalls
 from jaxoffload.transform.shards import (
     Shards,
@@ -214,6 +214,11 @@ class Program:
         except CaptureError:
             return None
         return plan.main.request if isinstance(plan, LoopPlan) else None
+
+    def finest_parts(self) -> list[Request]:
+        """What loops repeat where they are planned in parts; nothing where that cannot be."""
+        name = backends.current_name()
+        return [] if self._spread else finest_parts(self.request(), self._derived, name)
 
     @property
     def whole(self) -> Whole | None:

@@ -120,6 +120,16 @@ def test_any_program_works_in_the_memory_that_the_refusal_names(
     assert_close(jax.jit(function)(*args), step(*args))
 
 
+@pytest.mark.parametrize("cut", ["auto", "always"])
+def test_a_function_that_only_copies_is_refused_and_works_likewise(cut):
+    x = jnp.arange(5000.0)
+    with pytest.raises(jo.PlanError, match="memory=1 bytes .* new results take") as refused:
+        jo.offload(jnp.copy, memory=1, cut=cut)(x)
+    least = refused.value.min_device_memory
+    assert x.nbytes <= least <= 2 * x.nbytes
+    np.testing.assert_array_equal(jo.offload(jnp.copy, memory=least, cut=cut)(x), x)
+
+
 def test_donated_arrays_of_jax_are_written_in_place():
     def double(x, y):
         return 2 * x + y

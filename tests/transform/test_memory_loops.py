@@ -111,6 +111,25 @@ def test_reports_name_the_users_memory(operands):
     assert plan.memory <= memory - weights.nbytes < plan.carried.total <= memory
 
 
+def test_explain_knows_what_loops_hold_and_that_parts_take_less(operands):
+    """Before anything runs: what a loop keeps inside is nobody's operand or result."""
+    weights, x = operands
+    x = x[:-8]  # of no other test
+    stats = jax.jit(train).lower(weights, x).compile().memory_analysis()
+    needed = stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.output_size_in_bytes
+    found = jo.offload(train, device_memory="1GiB").explain(weights, x)
+    assert 0.9 * needed < found.peak_bytes < 1.2 * needed
+    with pytest.raises(jo.PlanError) as refused:
+        jo.offload(train, device_memory=1)(weights, x)
+    least = refused.value.min_device_memory
+    assert least < needed / 2 and 0.7 * least < found.min_device_memory < 1.3 * least
+    one = jo.offload(train, memory="1GiB").explain(weights, x)
+    with pytest.raises(jo.PlanError) as refused:
+        jo.offload(train, memory=1)(weights, x)
+    least = refused.value.min_device_memory
+    assert 0.7 * least < one.min_device_memory < 1.3 * least
+
+
 RAM = """
 import ctypes, threading, time
 import jax, jax.numpy as jnp, numpy as np, jaxoffload as jo
