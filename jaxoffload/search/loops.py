@@ -51,7 +51,7 @@ def expected_workspace(captured: Captured, held: Mapping[identity.Key, int]) -> 
     if not held:
         return captured.workspace
     return [
-        count + max(held.get(e.operation.key, 0) for e in cluster.equations)
+        count + max((held.get(e.operation.key, 0) for e in cluster.equations), default=0)
         for count, cluster in zip(captured.workspace, captured.clusters, strict=True)
     ]
 
