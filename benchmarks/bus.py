@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxoffload as jo
-from benchmarks.devices import DATA_PARALLEL, ONE_ORDER, WAYS, Size, in_one_order, prefill
+from benchmarks.devices import DATA_PARALLEL, ONE_ORDER, WAYS, Size, in_one_order, llama
 from benchmarks.measure import interleaved, machine, need_devices, save
 from benchmarks.throttled import arrays, levelwise
 from jaxoffload.graphs.memgraph import Kind
@@ -169,7 +169,7 @@ def run(small: bool = False, out: str | None = None) -> None:
     batch, length = (2, 16) if small else (4, 256)
     cases = {"DISCO's example": disco(layers, width, rows_of_x, unit)}
     for way in (DATA_PARALLEL,) if small else WAYS:
-        cases[f"LLaMA prefill, {way}"] = prefill(model, batch, length, COUNT, way)
+        cases[f"LLaMA prefill, {way}"] = llama(model, batch, length, COUNT, way)
     print(machine())
     rows = []
     for name, (function, shapes) in cases.items():

@@ -1,5 +1,5 @@
-"""LLaMA prefill over several devices on models of TURNIP's servers: simulated, nothing of it
-measured but planning time.
+"""LLaMA prefill and LoRA steps over several devices on models of TURNIP's servers: simulated,
+nothing of it measured but planning time.
 
 Tensor parallel: each device has its columns and rows of every matrix and its heads, so that two
 sums over all devices stand in a layer. FSDP: each has rows of every matrix and of the batch, and
@@ -8,8 +8,8 @@ weights, of which a device may copy its own from another; beside that the same w
 from host memory. For each server, with a link to host memory for
 each device and with one for all: launch policies with and without jitter; the plan's order for each
 device, as TURNIP's ablation has it (`in_one_order`); and the levelwise schedule, in which all
-vertices of one depth end before the next begin. Tensor parallel also what sums in no order of ranks
-could win. It takes as many CPU devices as the server has:
+vertices of one depth end before the next begin. Prefill tensor parallel also what sums in no order
+of ranks could win. It takes as many CPU devices as the server has:
 XLA_FLAGS=--xla_force_host_platform_device_count=8.
 """
 
@@ -37,6 +37,9 @@ SHARE = 0.9
 JITTERS, SEEDS = (0.0, 0.3), 5
 ONE_ORDER = "one order a device"
 TENSOR_PARALLEL, FSDP, DATA_PARALLEL = WAYS = "tensor parallel", "FSDP", "data parallel"
+LORA = "tensor parallel LoRA"
+RANK, ADAPTED = 16, ("q", "k", "v", "gate", "up", "down")
+"""Of adapters: TURNIP's, section 8."""
 POLICIES = ("work-conserving", "fixed", ONE_ORDER, "levelwise")
 
 
@@ -55,17 +58,18 @@ SIZES = {"7b": Size(4096, 32, 32, 11_008), "65b": Size(8192, 80, 64, 22_016)}
 TINY = Size(64, 3, 4, 128, 256)
 
 
-def prefill(
+def llama(
     size: Size, batch: int, length: int, count: int, way: str = TENSOR_PARALLEL
 ) -> tuple[Any, tuple[Any, ...]]:
     """The function over so many devices, and its arguments as shapes.
 
     Args:
-      way: one of `WAYS`.
+      way: one of `WAYS`, for prefill; or `LORA`: the loss of a batch and its derivatives by the
+        adapters, each layer computed again in the backward pass, as TURNIP ran it.
     """
     each = size.width // size.heads
     scale = np.float32(1 / np.sqrt(each))
-    by_columns, fsdp = way == TENSOR_PARALLEL, way == FSDP
+    by_columns, fsdp = way in (TENSOR_PARALLEL, LORA), way == FSDP
     parts, rows_here = (count, batch) if by_columns else (1, batch // count)
 
     def normed(x: Any, weight: Any) -> Any:
@@ -78,7 +82,11 @@ def prefill(
     def total(x: Any) -> Any:
         return lax.psum(x, "x") if by_columns else x
 
-    def part(layers: Any, embedding: Any, head: Any, tokens: Any) -> Any:
+    def product(h: Any, p: Any, name: str) -> Any:
+        own = h @ p[name]
+        return own + (h @ p[f"{name}.a"]) @ p[f"{name}.b"] if f"{name}.a" in p else own
+
+    def decoded(layers: Any, embedding: Any, tokens: Any) -> Any:
         x = embedding[tokens]
         causal = jnp.tril(jnp.ones((length, length), bool))[None, None]
 
@@ -86,16 +94,30 @@ def prefill(
             p = {name: whole(weight) for name, weight in p.items()}
             h = normed(x, p["norm1"])
             shape = rows_here, length, size.heads // parts, each
-            q, k, v = ((h @ p[name]).reshape(shape) for name in "qkv")
+            q, k, v = (product(h, p, name).reshape(shape) for name in "qkv")
             scores = jnp.einsum("bthd,bshd->bhts", q, k) * scale
             scores = jax.nn.softmax(jnp.where(causal, scores, np.float32(-1e30)), -1)
             mixed = jnp.einsum("bhts,bshd->bthd", scores, v).reshape(rows_here, length, -1)
             x = x + total(mixed @ p["o"])
             h = normed(x, p["norm2"])
-            return x + total((jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]), None
+            h = jax.nn.silu(product(h, p, "gate")) * product(h, p, "up")
+            return x + total(product(h, p, "down")), None
 
-        x, _ = lax.scan(layer, x, layers)
-        return x[:, -1] @ head
+        return lax.scan(jax.checkpoint(layer) if way == LORA else layer, x, layers)[0]
+
+    def part(layers: Any, embedding: Any, head: Any, tokens: Any) -> Any:
+        return decoded(layers, embedding, tokens)[:, -1] @ head
+
+    def loss(adapters: Any, layers: Any, embedding: Any, head: Any, tokens: Any) -> Any:
+        """Of the next token; each device has its columns of the logits."""
+        logits = decoded(layers | adapters, embedding, tokens)[:, :-1] @ head
+        most = lax.pmax(lax.stop_gradient(logits).max(-1), "x")
+        everything = lax.psum(jnp.exp(logits - most[..., None]).sum(-1), "x")
+        index = tokens[:, 1:] - lax.axis_index("x") * logits.shape[-1]
+        is_here = (index >= 0) & (index < logits.shape[-1])
+        chosen = jnp.take_along_axis(logits, jnp.where(is_here, index, 0)[..., None], -1)[..., 0]
+        chosen = lax.psum(jnp.where(is_here, chosen, 0), "x")
+        return jnp.mean(jnp.log(everything) + most - chosen)
 
     def shape(*dims: int) -> Any:
         return jax.ShapeDtypeStruct(dims, np.float32)
@@ -111,15 +133,23 @@ def prefill(
     specs |= {"o": rows, "down": rows, "norm1": P(), "norm2": P()}
     if way == DATA_PARALLEL:
         specs = dict.fromkeys(specs, P())
-    function = jax.shard_map(
-        part,
-        mesh=Mesh(np.array(jax.devices()[:count]), ("x",)),
-        in_specs=(specs, P(), P(None, "x"), P()) if by_columns else (specs, P(), P(), P("x")),
-        out_specs=P(None, "x") if by_columns else P("x"),
-    )
+    in_specs = (specs, P(), P(None, "x"), P()) if by_columns else (specs, P(), P(), P("x"))
+    out_specs = P(None, "x") if by_columns else P("x")
+    mesh = Mesh(np.array(jax.devices()[:count]), ("x",))
     tokens = jax.ShapeDtypeStruct((batch, length), np.int32)
     vocabulary = size.vocabulary
-    return function, (weights, shape(vocabulary, wide), shape(wide, vocabulary), tokens)
+    args = weights, shape(vocabulary, wide), shape(wide, vocabulary), tokens
+    if way != LORA:
+        return jax.shard_map(part, mesh=mesh, in_specs=in_specs, out_specs=out_specs), args
+    adapters, cut = {}, {}
+    for name in ADAPTED:
+        _, rows_of, columns_of = weights[name].shape
+        adapters |= {f"{name}.a": shape(layers, rows_of, RANK)}
+        adapters |= {f"{name}.b": shape(layers, RANK, columns_of)}
+        cut |= {f"{name}.a": rows if name == "down" else P()}
+        cut |= {f"{name}.b": P() if name == "down" else columns}
+    function = jax.shard_map(loss, mesh=mesh, in_specs=(cut, *in_specs), out_specs=P())
+    return jax.value_and_grad(function), (adapters, *args)
 
 
 def in_one_order(graph: MemGraph) -> MemGraph:
@@ -192,16 +222,19 @@ def run(small: bool = False, out: str | None = None) -> None:
              (few, "7b", 8, 1024, TENSOR_PARALLEL), (few, "7b", 8, 1024, FSDP),
              (P100_SERVER, "65b", 4, 1024, FSDP), (A100_SERVER_40, "65b", 8, 1024, FSDP),
              (few, "7b", 8, 1024, DATA_PARALLEL), (P100_SERVER, "65b", 4, 1024, DATA_PARALLEL),
-             (A100_SERVER_40, "65b", 8, 1024, DATA_PARALLEL)]  # fmt: skip
+             (A100_SERVER_40, "65b", 8, 1024, DATA_PARALLEL),
+             (A100_SERVER_40, "7b", 8, 1024, LORA), (A100_SERVER_40, "7b", 32, 1024, LORA),
+             (A100_SERVER_40, "65b", 8, 1024, LORA), (P100_SERVER, "7b", 8, 1024, LORA),
+             (P100_SERVER, "7b", 32, 1024, LORA), (P100_SERVER, "65b", 8, 1024, LORA)]  # fmt: skip
     if small:
         two = dataclasses.replace(P100_SERVER, num_devices=2)
-        cases = [(two, "tiny", 2, 32, way) for way in WAYS]
+        cases = [(two, "tiny", 2, 32, way) for way in (*WAYS, LORA)]
     most = max(on.num_devices for on, *_ in cases)
     need_devices("devices", most)
     print(machine())
     rows = []
     for on, name, batch, length, way in cases:
-        function, args = prefill(SIZES.get(name, TINY), batch, length, on.num_devices, way)
+        function, args = llama(SIZES.get(name, TINY), batch, length, on.num_devices, way)
         budget = 150_000 if small else int(SHARE * on.device_bytes)
         step = jo.offload(function, device_memory=budget)
         for links in (None, 1):

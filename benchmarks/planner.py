@@ -1,8 +1,9 @@
 """Planning: seconds for graphs of 2,000 to 1,000,000 vertices, how they grow, and what plans move.
 
-Three graphs: random layers (irregular, many sizes); a chain of blocks with weights, activations
-kept for a backward pass and temporaries (regular, like a transformer); and a training step of such
-blocks whose AdamW overwrites donated state. Budgets are 25 and 50% of what keeping everything
+Four graphs: random layers (irregular, many sizes); a chain of blocks with weights, activations
+kept for a backward pass and temporaries (regular, like a transformer); a training step of such
+blocks whose AdamW overwrites donated state; and tensor parallel layers over eight devices,
+transfers among their vertices. Budgets, of each device, are 25 and 50% of what keeping everything
 takes. Seconds are the processor's, and hold what is made once for a graph, its columns. Growth is
 the time's ratio over that of n log n, from 10,000 vertices on. Bytes moved are compared with
 eviction by furthest next use in a memory without places, which never splinters: not a bound, but
@@ -119,6 +120,41 @@ def training_step(count: int) -> TaskGraph:
     return TaskGraph(tuple(tensors), tuple(vertices), tuple(donated))
 
 
+def tensor_parallel(count: int, num_devices: int = 8) -> TaskGraph:
+    """A forward and a backward pass over layers whose sums hold all devices together: on each a
+    product with its own weight, a copy of that to every other device, and the sum of all parts."""
+    tensors: list[Tensor] = []
+    vertices: list[Vertex] = []
+
+    def vertex(kind: VertexKind, device: int, inputs: list[int], size: int) -> int:
+        tensors.append(Tensor(size, device=device))
+        outputs = (len(tensors) - 1,)
+        kernel = 0 if kind is VertexKind.KERNEL else -1
+        vertices.append(Vertex(kind, tuple(inputs), outputs, kernel=kernel, device=device))
+        return outputs[0]
+
+    size, devices = 64 * 1024, range(num_devices)
+    here = [vertex(VertexKind.KERNEL, d, [], size) for d in devices]
+    kept: list[list[list[int]]] = []  # by layer, of each device: its weight, its operand
+    num_layers = max(1, count // (2 * num_devices * (num_devices + 1)))
+    for layer in (*range(num_layers), *reversed(range(num_layers))):
+        if is_forward := len(kept) <= layer:
+            kept.append([])
+            for d in devices:
+                weight = Span(layer * num_devices + d, 0)
+                tensors.append(Tensor((1 + layer % 3) * 4 * size, device=d, argument=weight))
+                kept[layer].append([len(tensors) - 1, here[d]])
+        parts: list[list[int]] = [[] for _ in devices]
+        for d in devices:
+            read = kept[layer][d] if is_forward else [*kept[layer][d], here[d]]
+            own = vertex(VertexKind.KERNEL, d, read, size)
+            for e in devices:
+                arrives = own if d == e else vertex(VertexKind.TRANSFER, e, [own], size)
+                parts[e].append(arrives)
+        here = [vertex(VertexKind.KERNEL, d, parts[d], size) for d in devices]
+    return TaskGraph(tuple(tensors), tuple(vertices))
+
+
 def bytes_without_places(graph: TaskGraph, budget: int) -> int:
     """Bytes that evicting by furthest next use moves where free memory is always in one piece."""
     capacity = budget - reserved_workspace(graph, 1)[0]
@@ -160,7 +196,7 @@ def run(small: bool = False, out: str | None = None) -> list[dict[str, Any]]:
     print(machine())
     counts = (1_000, 3_000) if small else (2_000, 10_000, 20_000, 100_000, 1_000_000)
     rows = []
-    for make in (random_layers, blocks, training_step):
+    for make in (random_layers, blocks, training_step, tensor_parallel):
         for share in (0.5, 0.25):
             first: tuple[int, float] | None = None
             for count in counts:
@@ -179,7 +215,9 @@ def run(small: bool = False, out: str | None = None) -> list[dict[str, Any]]:
                 simulate(memgraph, np.ones(memgraph.num_vertices))
                 simulated = memgraph.num_vertices / (time.process_time() - chosen)
                 moved = memgraph.moved_bytes(Kind.RELOAD) + memgraph.moved_bytes(Kind.OFFLOAD)
-                without_places = moved / max(bytes_without_places(graph, budget), 1)
+                without_places = None
+                if make is not tensor_parallel:  # which is of one device
+                    without_places = moved / max(bytes_without_places(graph, budget), 1)
                 first = (count, seconds) if first is None or count <= 10_000 else first
                 ideal = first[1] * count * math.log(count) / (first[0] * math.log(first[0]))
                 rows.append(
@@ -204,7 +242,8 @@ def run(small: bool = False, out: str | None = None) -> list[dict[str, Any]]:
                     f"({seconds / ideal:.2f} of n log n), {memgraph.num_vertices} after planning; "
                     f"verified in {verified:.1%} of that; simulated {simulated / 1e6:.1f} million "
                     f"vertices a second; "
-                    f"moves {moved / 2**20:.0f} MiB, {without_places:.3f} of without places"
+                    f"moves {moved / 2**20:.0f} MiB"
+                    + (f", {without_places:.3f} of without places" if without_places else "")
                 )
                 del graph, memgraph  # to free them takes time that is not the next one's
     save("planner", rows, out)

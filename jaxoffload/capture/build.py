@@ -55,10 +55,11 @@ class Captured:
     @functools.cached_property
     def workspace(self) -> list[int]:
         """Bytes that each vertex takes, as far as can be told before it is compiled."""
-        return [
-            estimated_workspace(cluster, {write for _, write in vertex.overwrites})
-            for vertex, cluster in zip(self.taskgraph.vertices, self.clusters, strict=True)
-        ]
+        pairs = zip(self.taskgraph.vertices, self.clusters, strict=True)
+        keys = [(id(cluster), vertex.overwrites) for vertex, cluster in pairs]
+        first = dict(zip(keys, self.clusters, strict=True))  # devices share clusters
+        known = {k: estimated_workspace(c, {write for _, write in k[1]}) for k, c in first.items()}
+        return [known[key] for key in keys]
 
     @functools.cached_property
     def with_kernels(self) -> "Captured":

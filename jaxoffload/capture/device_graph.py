@@ -6,6 +6,7 @@ between devices, and kernels of functions that the program itself does not have.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import cost
@@ -82,65 +83,95 @@ class DeviceGraph:
     def transfer(self, tensor_id: int, to: int, out: int | None, vertex: Vertex) -> int:
         """A copy of a tensor on another device: the tensor `out`, or a new one."""
         if out is None:
-            like = dataclasses.replace(self.tensors[tensor_id], argument=None, results=())
-            out = self._add(dataclasses.replace(like, device=to, source=vertex.source))
+            out = self._add(
+                dataclasses.replace(
+                    self.tensors[tensor_id], argument=None, results=(), device=to,
+                    source=vertex.source,
+                )
+            )  # fmt: skip
         self._put(
             Vertex(
                 VertexKind.TRANSFER, (tensor_id,), (out,), name=vertex.name, device=to,
                 source=vertex.source,
             ),
-            Cluster([], [], []),
+            _NOTHING,
         )  # fmt: skip
         return out
 
     def kernel(
         self,
-        device: int,
-        inputs: Sequence[int],
         values: Sequence[Value],
         equations: Sequence[Equation],
-        outputs: Sequence[tuple[Value, int | None]],
+        outputs: Sequence[Value],
         vertex: Vertex,
         overwrites: tuple[tuple[int, int], ...] = (),
-    ) -> list[int]:
-        """A kernel of a device's; returns the tensors that it writes.
+    ) -> "DeviceKernel":
+        """A kernel that devices are to run.
 
         Args:
-          inputs, values: the tensors that it reads, and what stands for them in the equations.
-          outputs: values, and for each the tensor that it is, or None: a new one.
+          values: what stands in the equations for the tensors that it reads.
+          vertex: that it is part of.
         """
-        cluster = Cluster(list(equations), list(values), [v for v, _ in outputs])
+        cluster = Cluster(list(equations), list(values), list(outputs))
         kernel = kernel_of(cluster, cluster.outputs, overwrites)
         number = self._numbers.setdefault((kernel.key, VertexKind.KERNEL), len(self.kernels))
         if number == len(self.kernels):
             self.kernels.append(sized(kernel, cluster))
-        written = []
-        for value, tensor_id in outputs:
-            if tensor_id is None:
-                shape, dtype = compat.physical(value.aval)
-                tensor_id = self._add(
-                    Tensor(
-                        value.num_bytes(), value.aval.str_short(short_dtypes=True), device,
-                        source=vertex.source, dtype=dtype.name, shape=shape,
-                    )
-                )  # fmt: skip
-            written.append(tensor_id)
-        traffic = sum(v.num_bytes() for v in (*values, *(v for v, _ in outputs)))
+        traffic = sum(v.num_bytes() for v in (*values, *outputs))
         flops = sum(cost.flops(e) for e in equations)
-        self._put(
-            Vertex(
-                VertexKind.KERNEL,
-                tuple(inputs),
-                tuple(written),
-                name=vertex.name,
-                device=device,
-                overwrites=overwrites,
-                seconds=float(self._rates.kernel_seconds(flops, traffic)),
-                kernel=number,
-                source=vertex.source,
-                flops=flops,
-                traffic=float(traffic),
-            ),
-            cluster,
+        tensors = []
+        for value in outputs:
+            shape, dtype = compat.physical(value.aval)
+            name = value.aval.str_short(short_dtypes=True)
+            tensors.append(
+                Tensor(value.num_bytes(), name, source=vertex.source, dtype=dtype.name, shape=shape)
+            )
+        made = Vertex(
+            VertexKind.KERNEL,
+            (),
+            (),
+            name=vertex.name,
+            overwrites=overwrites,
+            seconds=float(self._rates.kernel_seconds(flops, traffic)),
+            kernel=number,
+            source=vertex.source,
+            flops=flops,
+            traffic=float(traffic),
         )
+        return DeviceKernel(cluster, made, tuple(tensors))
+
+    def run(
+        self, kernel: "DeviceKernel", device: int, inputs: Sequence[int], outputs: Sequence[Any]
+    ) -> list[int]:
+        """A device runs a kernel; returns the tensors that it writes.
+
+        Args:
+          outputs: for each result the tensor that it is, or None: a new one.
+        """
+        written = [
+            self._add(dataclasses.replace(like, device=device)) if tensor_id is None else tensor_id
+            for tensor_id, like in zip(outputs, kernel.tensors, strict=True)
+        ]
+        vertex = dataclasses.replace(
+            kernel.vertex, inputs=tuple(inputs), outputs=tuple(written), device=device
+        )
+        self._put(vertex, kernel.cluster)
         return written
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceKernel:
+    """A kernel that devices run each on its own tensors.
+
+    Attributes:
+      vertex: of none of them yet.
+      tensors: what it makes, likewise.
+    """
+
+    cluster: Cluster
+    vertex: Vertex
+    tensors: tuple[Tensor, ...]
+
+
+_NOTHING = Cluster([], [], [])
+"""What a copy computes."""

@@ -15,7 +15,7 @@ from jax import lax
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.cluster import Cluster
 from jaxoffload.capture.collectives import Exchange
-from jaxoffload.capture.device_graph import DeviceGraph
+from jaxoffload.capture.device_graph import DeviceGraph, DeviceKernel
 from jaxoffload.capture.flat import Equation, Operation, Value
 from jaxoffload.graphs.taskgraph import Vertex
 
@@ -36,6 +36,8 @@ class ExchangeMaker:
         self._eqn = self._equation.operation.eqn
         (self._operand,) = self._equation.inputs
         (self._result,) = self._equation.outputs
+        self._kernels: dict[Any, DeviceKernel] = {}
+        self._start: DeviceKernel | None = None
 
     def run(self) -> None:
         vertex, exchange = self._vertex, self._exchange
@@ -60,9 +62,9 @@ class ExchangeMaker:
         value = Value(compat.ShapedArray(self._operand.aval.shape, self._operand.aval.dtype))
         start = Operation.of_function("start", lambda x: jnp.asarray(x), self._eqn, "collective")
         equations = [*self._views, Equation(start, (self._operand,), (value,))]
-        return self._devices.kernel(
-            device, inputs, self._cluster.inputs, equations, [(value, None)], vertex
-        )[0]
+        if self._start is None:
+            self._start = self._devices.kernel(self._cluster.inputs, equations, [value], vertex)
+        return self._devices.run(self._start, device, inputs, [None])[0]
 
     def _apply(
         self,
@@ -80,19 +82,22 @@ class ExchangeMaker:
           parts: with the name, what tells the function from others.
           outputs: abstract values, and the tensors that they are, or None.
         """
-        values: list[Value] = []
-        first: dict[int, Value] = {}
-        for t in inputs:
-            if t not in first:
-                tensor = self._devices.tensors[t]
-                first[t] = Value(compat.ShapedArray(tensor.shape, self._result.aval.dtype))
-            values.append(first[t])
-        operation = Operation.of_function(name, function, self._eqn, *parts)
-        made = [(Value(aval), t) for aval, t in outputs]
-        equation = Equation(operation, tuple(values), tuple(v for v, _ in made))
-        return self._devices.kernel(
-            device, list(first), list(first.values()), [equation], made, self._vertex, overwrites
-        )
+        number = {t: i for i, t in enumerate(dict.fromkeys(inputs))}
+        reads = tuple(number[t] for t in inputs)
+        shapes = tuple(self._devices.tensors[t].shape for t in number)
+        avals = tuple(aval for aval, _ in outputs)
+        # Every device has one like it.
+        key = name, parts, reads, shapes, avals, overwrites
+        if key not in self._kernels:
+            values = [Value(compat.ShapedArray(s, self._result.aval.dtype)) for s in shapes]
+            operation = Operation.of_function(name, function, self._eqn, *parts)
+            made = [Value(aval) for aval in avals]
+            equation = Equation(operation, tuple(values[i] for i in reads), tuple(made))
+            self._kernels[key] = self._devices.kernel(
+                values, [equation], made, self._vertex, overwrites
+            )
+        given = [t for _, t in outputs]
+        return self._devices.run(self._kernels[key], device, list(number), given)
 
     def _exchanged(self, parts: dict[int, list[int]]) -> dict[int, list[int]]:
         """What each device has of each rank, once part `r` of all has been sent to rank `r`."""

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoffload as jo
 from benchmarks.bus import disco, slow_links
-from benchmarks.devices import FSDP, TINY, in_one_order, prefill
+from benchmarks.devices import FSDP, LORA, TINY, in_one_order, llama
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.graphs.taskgraph import VertexKind
 from jaxoffload.graphs.verify import verify
@@ -20,6 +20,7 @@ from jaxoffload.plan.cost.machines import P100_SERVER, Link, Machine
 from jaxoffload.plan.cost.simulate import simulate
 from jaxoffload.runtime import backends
 from tests.devices.programs import descend, mesh_of, normal
+from tests.foreign import judge
 
 
 def figure_3(first, second):
@@ -60,6 +61,25 @@ def test_turnip_figure_3_end_to_end(seed):
             assert step.last_run.bytes_offloaded > 0 and step.last_run.bytes_reloaded > 0
 
 
+def test_turnips_lora_step_is_that_of_jit_and_of_one_device():
+    """As benchmarks/devices.py plans it for the paper's servers, of a tiny model."""
+    source = np.random.default_rng(0)
+
+    def filled(shape):
+        if shape.dtype == np.int32:
+            return source.integers(0, TINY.vocabulary, shape.shape).astype(np.int32)
+        return (source.normal(size=shape.shape) / 8).astype(np.float32)
+
+    (f, shapes), (alone, _) = (llama(TINY, 2, 32, count, LORA) for count in (2, 1))
+    args = jax.tree.map(filled, shapes)
+    exact = judge.in_float64(alone, args)
+    (loss, gradients), one = jax.jit(f)(*args), jax.jit(alone)(*args)
+    np.testing.assert_allclose(loss, one[0], rtol=1e-6)
+    got = jo.offload(f, device_memory="400KiB", check=True)(*args)
+    for a, b, e in zip(*map(jax.tree.leaves, (got, (loss, gradients))), exact, strict=True):
+        assert not judge.disagreement(np.asarray(b), np.asarray(a), e, ulps=8)
+
+
 def test_disco_at_64_layers():
     """3n level by level against 2n + 1, of one link for both devices, a device's half of one
     layer's weights on it at a time. Activations count here, which are a 32nd of that."""
@@ -84,7 +104,7 @@ def test_disco_at_64_layers():
 
 def test_one_order_a_device_is_a_plan_with_more_edges():
     """What TURNIP's ablation fixes keeps copies between devices from going beside kernels."""
-    f, shapes = prefill(TINY, 2, 32, 2, FSDP)
+    f, shapes = llama(TINY, 2, 32, 2, FSDP)
     machine = Machine("two", 1e10, 1e9, 1 << 30, Link(1e8), Link(1e8), peer=Link(1e8),
                       num_devices=2)  # fmt: skip
     plan = jo.offload(f, device_memory=150_000).predict(*shapes, machine=machine).memgraph
@@ -148,7 +168,7 @@ def test_the_search_goes_as_far_over_several_devices_as_over_one():
 
 
 def test_work_is_that_of_the_busiest_device():
-    f, shapes = prefill(TINY, 2, 32, 2, FSDP)
+    f, shapes = llama(TINY, 2, 32, 2, FSDP)
     graph = jo.offload(f, device_memory=None).plan(*shapes).taskgraph
     took = P100_SERVER.task_seconds(graph)
     each = np.bincount(graph.columns.vertex_device, took)
