@@ -16,8 +16,9 @@ PROGRAM = pathlib.Path(__file__).resolve().parent.parent / "devices" / "data_par
 STEPS = 6
 
 
-def start(rank, processes, port, folder, steps):
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+def start(rank, processes, port, folder, steps, devices=1):
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    environment = {**os.environ, "XLA_FLAGS": flags}
     words = map(str, (sys.executable, PROGRAM, rank, processes, port, folder, steps))
     return subprocess.Popen(
         list(words), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -46,9 +47,10 @@ def alone(tmp_path_factory):
         return losses(text), found["weights"]
 
 
-def test_two_processes_have_the_losses_of_one(alone, tmp_path):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_two_processes_have_the_losses_of_one(alone, devices, tmp_path):
     port = free_port()
-    texts = ended([start(rank, 2, port, tmp_path, STEPS) for rank in range(2)])
+    texts = ended([start(rank, 2, port, tmp_path, STEPS, devices) for rank in range(2)])
     for text in texts:
         found = losses(text)
         assert found.keys() == alone[0].keys()
