@@ -181,7 +181,7 @@ class Explanation:
         if found is None:
             found = _found(request, planner, plan is not None, leaves)
             kept.keep_beside(found, request.argument_names, same)
-        budget = options.device_memory
+        budget = options.device_memory if options.memory is None else options.memory
         assert budget is None or isinstance(budget, int)
         peak, least = found["peak_bytes"], found["min_device_memory"]
         if budget is not None:  # of a part that a loop repeats: what the user named

@@ -46,7 +46,9 @@ def _of_plan(plan: Plan) -> str:
     alone = _kernel_seconds(plan.memgraph, times) * (1 - plan.recomputed)
     budget = plan.budget
     if plan.memory is not None and plan.carried is not None:
-        budget, how = plan.memory, "fits" if plan.resident else str(plan.carried)
+        # Of a part that a loop repeats: what the user named.
+        budget = plan.memory + plan.request.options.around
+        how = "fits" if plan.resident else str(plan.carried)
     return "\n".join(
         [
             f"{plan.name}: {how}, {within(budget)}; {format_seconds(times.seconds)} simulated "

@@ -107,6 +107,9 @@ def test_reports_name_the_users_memory(operands):
         jo.offload(train, memory=1)(weights, x)
     memory = refused.value.min_device_memory
     plan = jo.offload(train, memory=memory).plan(weights, x)
+    told = jo.offload(train, memory=memory).explain(weights, x)
+    assert told.budget == memory and f"memory={jo.options.format_bytes(memory)}" in told.verdict
+    assert f"in {jo.options.format_bytes(memory)};" in str(plan)
     # What the loop carries is of that memory, and of none that the part may have.
     assert plan.memory <= memory - weights.nbytes < plan.carried.total <= memory
 
