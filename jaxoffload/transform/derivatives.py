@@ -9,7 +9,7 @@ is no result of the forward pass: the derivative takes the argument, and makes i
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -56,12 +56,7 @@ def linearized(jaxpr: Any, varies: Sequence[bool], is_vjp: bool) -> Linearized:
     count = len(jaxpr.out_avals)
 
     def both(*operands: Any) -> Any:
-        def function(*varying: Any) -> list[Any]:
-            everything = list(operands)
-            for i, x in zip(on, varying, strict=True):
-                everything[i] = x
-            return run(*everything)
-
+        function = _of_some(run, operands, on)
         wanted = compat.linearized_for_vjp(function) if is_vjp else function
         return jax.linearize(wanted, *(operands[i] for i in on))
 
@@ -185,13 +180,8 @@ def transposed(jaxpr: Any, is_linear: Sequence[bool], is_zero: Sequence[bool]) -
     def backward(*operands: Any) -> Any:
         given, rest = operands[: len(others)], iter(operands[len(others) :])
 
-        def function(*varying: Any) -> list[Any]:
-            everything: list[Any] = [None] * len(avals)
-            for places, values in ((others, given), (linear, varying)):
-                for i, x in zip(places, values, strict=True):
-                    everything[i] = x
-            return run(*everything)
-
+        known = dict(zip(others, given, strict=True))
+        function = _of_some(run, [known.get(i) for i in range(len(avals))], linear)
         cotangents = [
             jnp.zeros(s.shape, s.dtype) if zero else next(rest)
             for s, zero in zip(results, is_zero, strict=True)
@@ -219,17 +209,25 @@ def pushed(jaxpr: Any, varies: Sequence[bool]) -> Derivative:
     def both(*operands: Any) -> list[Any]:
         given, moves = operands[: len(avals)], operands[len(avals) :]
 
-        def function(*varying: Any) -> list[Any]:
-            everything = list(given)
-            for i, x in zip(on, varying, strict=True):
-                everything[i] = x
-            return run(*everything)
-
-        outs, steps = jax.jvp(function, [given[i] for i in on], list(moves))
+        outs, steps = jax.jvp(_of_some(run, given, on), [given[i] for i in on], list(moves))
         return [*outs, *(t for t in steps if t.dtype != jax.dtypes.float0)]
 
     made, derived = lowered(jax.make_jaxpr(both)(*avals, *(avals[i] for i in on)))
     return Derivative(made, (derived,))
+
+
+def _of_some(
+    run: Callable[..., list[Any]], operands: Sequence[Any], which: Sequence[int]
+) -> Callable[..., list[Any]]:
+    """The function of some operands, the others being as they are."""
+
+    def function(*varying: Any) -> list[Any]:
+        everything = list(operands)
+        for i, x in zip(which, varying, strict=True):
+            everything[i] = x
+        return run(*everything)
+
+    return function
 
 
 def _is_cheap(name: str) -> bool:

@@ -108,15 +108,7 @@ def _plan(
 
     def make() -> tuple[Any, Plan | LoopPlan]:
         tiers = [below.get(i, "") for i in range(len(jaxpr.in_avals))]
-        request = make_request(
-            jaxpr,
-            params["name"],
-            params["kinds"],
-            params["donated"],
-            params["options"],
-            tiers,
-            params["argument_names"],
-        )
+        request = _request(jaxpr, params, tiers)
         if fixed:
             lasting = request.lasting.union(i for i, _ in fixed)
             request = dataclasses.replace(request, lasting=lasting)
@@ -129,6 +121,19 @@ def _plan(
         return jaxpr, plan_request(request, tiers, derived, whole, backend)
 
     return derived.plans.get(plan_key(params, backend), make)[1]
+
+
+def _request(jaxpr: Any, params: dict[str, Any], tiers: Sequence[str] = ()) -> Request:
+    """What the primitive's params ask for of a jaxpr."""
+    return make_request(
+        jaxpr,
+        params["name"],
+        params["kinds"],
+        params["donated"],
+        params["options"],
+        tiers,
+        params["argument_names"],
+    )
 
 
 def plan_request(
@@ -217,13 +222,7 @@ def finest_parts(request: Request, derived: Derived, backend_name: str) -> list[
     if not parts.repeats:
         return []
     around = 0 if request.options.memory is None else bytes_around(request, parts)
-    found = []
-    for part in parts.all():
-        own = of_part(request, part, derived, around)
-        names = {"argument_names": part.names}
-        keys = ("name", "kinds", "donated", "options")
-        found.append(make_request(part.jaxpr, **{k: own[k] for k in keys}, **names))
-    return found
+    return [_request(p.jaxpr, of_part(request, p, derived, around)) for p in parts.all()]
 
 
 def of_part(request: Request, part: Part, derived: Derived, around: int = 0) -> dict[str, Any]:
