@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxoffload.graphs.taskgraph import Columns
+from jaxoffload.graphs.columns import Columns
 
 class Client:
     """A PJRT client of our own, with the arenas and lanes that its plans share. Thread-safe.
@@ -635,9 +635,13 @@ def in_place(columns: Columns, in_place_io: bool) -> tuple[np.ndarray, np.ndarra
       in_place_io: as in build_memgraph; if not, only rows that are gathered are read there.
     """
 
-def overwritten(columns: Columns) -> np.ndarray:
-    """Pairs (tensor, argument tensor), flattened: a result part of the one takes memory of the
-    other."""
+def serial_orders(columns: Columns, seconds: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Other serial orders of a TaskGraph's vertices, by name, int32; those that differ from its own
+    and from one another.
+
+    Args:
+      seconds: time of each vertex, float64.
+    """
 
 class Successors:
     """The edges of a MemGraph, for what runs along them; see plan/cost/simulate.py.

@@ -8,6 +8,7 @@
 #include "bindings/bindings.h"
 #include "bindings/gil.h"
 #include "planner/build_memgraph.h"
+#include "planner/serial_orders.h"
 
 namespace jaxoffload {
 namespace {
@@ -146,6 +147,21 @@ nb::tuple InPlace(nb::handle columns, bool in_place_io) {
   return nb::make_tuple(Owned(callers.read_in_place()), Owned(callers.written_in_place()));
 }
 
+nb::list Orders(nb::handle columns, const Array<double>& seconds) {
+  const Columns arrays(columns);
+  if (static_cast<int64_t>(seconds.size()) != arrays.found().num_vertices) RefuseColumn("seconds");
+  std::vector<SerialOrder> found;
+  {
+    const WithoutGil without_gil;
+    found = SerialOrders(TaskTable(arrays.found()), seconds.data());
+  }
+  nb::list named;
+  for (SerialOrder& order : found) {
+    named.append(nb::make_tuple(order.name, Owned(std::move(order.vertices))));
+  }
+  return named;
+}
+
 nb::object Overwritten(nb::handle columns) {
   const Columns arrays(columns);
   const TaskTable table(arrays.found());
@@ -171,7 +187,7 @@ void BindMemGraph(nb::module_& m) {
   for (const char* const name : kVictimRules) rules.append(name);
   m.attr("VICTIM_RULES") = nb::tuple(rules);
   m.def("in_place", &InPlace, "columns"_a, "in_place_io"_a);
-  m.def("overwritten", &Overwritten, "columns"_a);
+  m.def("serial_orders", &Orders, "columns"_a, "seconds"_a);
 }
 
 }  // namespace jaxoffload

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxoffload.graphs.columns import Columns
+
 IN_PLACE_ALIGNMENT = 64
 """What XLA asks of the address of an array that a kernel reads where the caller has it."""
 
@@ -141,58 +143,6 @@ class Vertex:
         return [t for k, t in enumerate(self.outputs) if k not in over]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Columns:
-    """A TaskGraph as flat arrays, for what looks at all of it. N vertices, T tensors; the offsets
-    are CSR, int64.
-
-    Attributes:
-      bytes, tensor_device: of each tensor, int64[T], int32[T].
-      argument, argument_offset: of each tensor that starts as part of a flat argument, which, and
-        at which byte; -1 and 0 of others; int32[T], int64[T].
-      result_offsets, result, result_offset: CSR, the parts of flat results that each tensor is,
-        int32 and int64.
-      kind, vertex_device, workspace: of each vertex; the workspace of kernels only; uint8[N],
-        int32[N], int64[N].
-      input_offsets, inputs, gathered: CSR, the tensors that each vertex reads, and whether it takes
-        a few rows of them only, int32 and uint8.
-      output_offsets, outputs: CSR, the tensors that each vertex writes, int32.
-      overwrite_offsets, overwrites: CSR, `Vertex.overwrites`, its pairs one after another, int32.
-      donated: the pairs one after another, int32.
-      disk_arguments, disk_results, device_arguments, device_results: sorted, int32.
-      replicas: the pairs one after another, int32.
-    """
-
-    bytes: np.ndarray
-    tensor_device: np.ndarray
-    argument: np.ndarray
-    argument_offset: np.ndarray
-    result_offsets: np.ndarray
-    result: np.ndarray
-    result_offset: np.ndarray
-    kind: np.ndarray
-    vertex_device: np.ndarray
-    workspace: np.ndarray
-    input_offsets: np.ndarray
-    inputs: np.ndarray
-    gathered: np.ndarray
-    output_offsets: np.ndarray
-    outputs: np.ndarray
-    overwrite_offsets: np.ndarray
-    overwrites: np.ndarray
-    donated: np.ndarray
-    disk_arguments: np.ndarray
-    disk_results: np.ndarray
-    device_arguments: np.ndarray
-    device_results: np.ndarray
-    replicas: np.ndarray
-
-    @property
-    def in_host_memory(self) -> np.ndarray:
-        """Whether each vertex works on tensors in host memory, bool[N]."""
-        return np.isin(self.kind, IN_HOST_MEMORY)
-
-
 @dataclasses.dataclass(frozen=True)
 class TaskGraph:
     """Tensors and vertices; `vertices` is in a serial order that respects every data dependency.
@@ -267,6 +217,11 @@ class TaskGraph:
             replicas=_array(list(_chained(self.replicas)), np.int32),
         )
 
+    @property
+    def in_host_memory(self) -> np.ndarray:
+        """Whether each vertex works on tensors in host memory, bool[N]."""
+        return np.isin(self.columns.kind, IN_HOST_MEMORY)
+
     def gathers(self, vertex: Vertex, tensor_id: int) -> bool:
         """Whether a vertex takes its few rows of a tensor from the caller's memory directly."""
         argument = self.tensors[tensor_id].argument
@@ -306,11 +261,24 @@ class TaskGraph:
 
     def with_workspace(self, workspace: Sequence[int]) -> "TaskGraph":
         """The same with the workspace of each vertex, in bytes."""
+        counts = np.array(workspace, dtype=np.int64)
         vertices = tuple(
             v if v.workspace_bytes == count else dataclasses.replace(v, workspace_bytes=count)
             for v, count in zip(self.vertices, workspace, strict=True)
         )
-        return dataclasses.replace(self, vertices=vertices)
+        counts[self.columns.kind != VertexKind.KERNEL] = 0
+        return self._with(vertices, dataclasses.replace(self.columns, workspace=counts))
+
+    def in_order(self, order: np.ndarray) -> "TaskGraph":
+        """The same with its vertices in another serial order, int32[N]."""
+        vertices = tuple(self.vertices[v] for v in order.tolist())
+        return self._with(vertices, self.columns.in_order(order))
+
+    def _with(self, vertices: tuple[Vertex, ...], columns: Columns) -> "TaskGraph":
+        """The same with other vertices, whose columns are known: to find them takes longer."""
+        found = dataclasses.replace(self, vertices=vertices)
+        vars(found)["columns"] = columns
+        return found
 
     def check(self) -> None:
         """Raises ValueError, naming the vertex or tensor, unless every law above holds."""

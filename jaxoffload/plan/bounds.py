@@ -128,7 +128,7 @@ def _is_read(graph: TaskGraph) -> np.ndarray:
 
 def _on_host(graph: TaskGraph, offsets: np.ndarray) -> np.ndarray:
     """Whether the vertex of each entry of a CSR array is the host's."""
-    return np.repeat(graph.columns.in_host_memory, np.diff(offsets))
+    return np.repeat(graph.in_host_memory, np.diff(offsets))
 
 
 def _most_alive(graph: TaskGraph) -> np.ndarray:

@@ -99,7 +99,7 @@ class Profile:
         if not like.is_host and (busy := float(best[on_host].sum())) > 0:
             rate = float(work[on_host, 1].sum()) / busy
             self.kernels["host_traffic"] = max(rate, self.kernels.get("host_traffic", 0.0))
-        work[graph.taskgraph.columns.in_host_memory] = 0.0
+        work[graph.taskgraph.in_host_memory] = 0.0
         for bound, rate in _kernel_rates(work, best, like).items():
             self.kernels[bound] = max(rate, self.kernels.get(bound, 0.0))
 

@@ -33,7 +33,7 @@ def in_other_orders(cut: CompiledCut, machine: Machine) -> Iterator[CompiledCut]
     """A cut as it is, and with its vertices in each other order worth a try."""
     yield cut
     seconds = machine.task_seconds(cut.graph)
-    for name, graph in orders(cut.graph, seconds.tolist()).items():
+    for name, graph in orders(cut.graph, seconds).items():
         logger.debug("order %s", name)
         yield cut.with_order(graph)
 

@@ -59,20 +59,43 @@ def test_rows_are_gathered_where_the_graph_says():
         assert not written.any()
 
 
-def test_results_overwrite_the_arguments_that_share_their_bytes():
-    for graph in graphs(40):
+def equal(a, b):
+    return all(
+        np.array_equal(x := getattr(a, f.name), y := getattr(b, f.name)) and x.dtype == y.dtype
+        for f in dataclasses.fields(a)
+    )
+
+
+def test_columns_in_another_order_and_with_workspace_are_those_of_such_a_graph():
+    for seed, graph in enumerate(graphs(40)):
+        order = np.random.default_rng(seed).permutation(len(graph.vertices)).astype(np.int32)
+        counts = [7 * k for k in range(len(order))]
+        for found in (graph.in_order(order), graph.with_workspace(counts)):
+            assert "columns" in vars(found)
+            assert equal(found.columns, dataclasses.replace(found).columns)
+        assert graph.in_order(order).vertices == tuple(graph.vertices[v] for v in order)
+
+
+def test_what_reads_an_argument_comes_before_the_result_that_shares_its_bytes_in_every_order():
+    num_shared = 0
+    for graph in graphs(200):
         argument_of = {result: argument for argument, result in graph.donated}
-        wanted = set()
+        shared = set()
         for t, tensor in enumerate(graph.tensors):
             for span in tensor.results:
                 mine = {(argument_of.get(span.index), span.offset + b) for b in range(tensor.bytes)}
                 for other, part in enumerate(graph.tensors):
                     if (a := part.argument) is not None:
                         theirs = {(a.index, a.offset + b) for b in range(part.bytes)}
-                        wanted |= {(t, other)} if mine & theirs else set()
-        found = _native.overwritten(graph.columns).reshape(-1, 2).tolist()
-        has_bytes = graph.columns.bytes > 0
-        assert {(t, o) for t, o in found if has_bytes[t] and has_bytes[o]} == wanted
+                        shared |= {(t, other)} if mine & theirs else set()
+        for _, order in _native.serial_orders(graph.columns, np.ones(len(graph.vertices))):
+            ordered = graph.in_order(order)
+            producer, readers = ordered.producer(), ordered.readers()
+            for t, other in shared:
+                # An argument that is returned where it is has no producer.
+                assert producer[t] < 0 or all(r <= producer[t] for r in readers[other])
+            num_shared += len(shared)
+    assert num_shared > 100
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def live_ranges(graph: TaskGraph) -> LiveRanges:
     writes = _rows(columns.output_offsets)
     first[columns.outputs], last[columns.outputs] = writes + _is_over(graph), writes
     reads = _rows(columns.input_offsets)
-    on_host = columns.in_host_memory
+    on_host = graph.in_host_memory
     made_there = columns.outputs[on_host[writes]]
     first[made_there], last[made_there] = count, -1
     here = ~on_host[reads]
