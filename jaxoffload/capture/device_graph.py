@@ -67,11 +67,10 @@ class DeviceGraph:
         """One vertex, for each device, in that order."""
         for device in order:
             self._put(
-                dataclasses.replace(
-                    vertex,
-                    device=device,
-                    inputs=tuple(self.tensor(t, device) for t in vertex.inputs),
-                    outputs=tuple(self.tensor(t, device) for t in vertex.outputs),
+                vertex.on(
+                    device,
+                    tuple(self.tensor(t, device) for t in vertex.inputs),
+                    tuple(self.tensor(t, device) for t in vertex.outputs),
                 ),
                 cluster,
             )
@@ -83,10 +82,11 @@ class DeviceGraph:
     def transfer(self, tensor_id: int, to: int, out: int | None, vertex: Vertex) -> int:
         """A copy of a tensor on another device: the tensor `out`, or a new one."""
         if out is None:
+            of = self.tensors[tensor_id]
             out = self._add(
-                dataclasses.replace(
-                    self.tensors[tensor_id], argument=None, results=(), device=to,
-                    source=vertex.source,
+                Tensor(
+                    of.bytes, of.name, to, kind=of.kind, source=vertex.source, dtype=of.dtype,
+                    shape=of.shape,
                 )
             )  # fmt: skip
         self._put(
@@ -152,10 +152,7 @@ class DeviceGraph:
             self._add(dataclasses.replace(like, device=device)) if tensor_id is None else tensor_id
             for tensor_id, like in zip(outputs, kernel.tensors, strict=True)
         ]
-        vertex = dataclasses.replace(
-            kernel.vertex, inputs=tuple(inputs), outputs=tuple(written), device=device
-        )
-        self._put(vertex, kernel.cluster)
+        self._put(kernel.vertex.on(device, tuple(inputs), tuple(written)), kernel.cluster)
         return written
 
 

@@ -89,14 +89,14 @@ def of_all_devices(
         no device is to copy its own from another. What the program closes over all have.
     """
     made = DeviceGraph(graph, list(kernels), rates, num_devices)
-    turns = Turns(graph, num_devices, replicas)
+    turns, known = Turns(graph, num_devices, replicas), {}
     read_together: set[tuple[int, int]] = set()  # (argument, result) of one collective
     for vertex, cluster in zip(graph.vertices, clusters, strict=True):
         exchange = collective_of(cluster)
         if exchange is None:
             made.copies(vertex, cluster, turns.of(vertex))
             continue
-        ExchangeMaker(made, vertex, cluster, exchange).run()
+        ExchangeMaker(made, known, vertex, cluster, exchange).run()
         arguments = [graph.tensors[t].argument for t in vertex.inputs]
         results = [s.index for t in vertex.outputs for s in graph.tensors[t].results]
         read_together.update((a.index, r) for a in arguments if a is not None for r in results)

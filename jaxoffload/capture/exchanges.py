@@ -26,17 +26,27 @@ _NARROW = frozenset(map(np.dtype, (jnp.bfloat16, np.float16)))
 
 class ExchangeMaker:
     """One collective, made of copies and kernels in phases: all that reads operands comes before
-    anything that writes results, which may lie over them."""
+    anything that writes results, which may lie over them.
 
-    def __init__(self, devices: DeviceGraph, vertex: Vertex, cluster: Cluster, exchange: Exchange):
+    Args:
+      known: kernels of collectives so far, which those of the same equation share.
+    """
+
+    def __init__(
+        self,
+        devices: DeviceGraph,
+        known: dict[Any, DeviceKernel],
+        vertex: Vertex,
+        cluster: Cluster,
+        exchange: Exchange,
+    ):
         self._devices, self._vertex, self._cluster = devices, vertex, cluster
-        self._exchange = exchange
+        self._known, self._exchange = known, exchange
         self._equation = cluster.equations[-1]
         self._views = cluster.equations[:-1]
         self._eqn = self._equation.operation.eqn
         (self._operand,) = self._equation.inputs
         (self._result,) = self._equation.outputs
-        self._kernels: dict[Any, DeviceKernel] = {}
         self._start: DeviceKernel | None = None
 
     def run(self) -> None:
@@ -86,18 +96,18 @@ class ExchangeMaker:
         reads = tuple(number[t] for t in inputs)
         shapes = tuple(self._devices.tensors[t].shape for t in number)
         avals = tuple(aval for aval, _ in outputs)
-        # Every device has one like it.
-        key = name, parts, reads, shapes, avals, overwrites
-        if key not in self._kernels:
-            values = [Value(compat.ShapedArray(s, self._result.aval.dtype)) for s in shapes]
+        vertex, dtype = self._vertex, self._result.aval.dtype
+        # Every device has one like it, and every turn of a loop.
+        about = id(self._eqn), dtype, vertex.name, vertex.source
+        key = name, parts, reads, shapes, avals, overwrites, about
+        if key not in self._known:
+            values = [Value(compat.ShapedArray(s, dtype)) for s in shapes]
             operation = Operation.of_function(name, function, self._eqn, *parts)
             made = [Value(aval) for aval in avals]
             equation = Equation(operation, tuple(values[i] for i in reads), tuple(made))
-            self._kernels[key] = self._devices.kernel(
-                values, [equation], made, self._vertex, overwrites
-            )
+            self._known[key] = self._devices.kernel(values, [equation], made, vertex, overwrites)
         given = [t for _, t in outputs]
-        return self._devices.run(self._kernels[key], device, list(number), given)
+        return self._devices.run(self._known[key], device, list(number), given)
 
     def _exchanged(self, parts: dict[int, list[int]]) -> dict[int, list[int]]:
         """What each device has of each rank, once part `r` of all has been sent to rank `r`."""

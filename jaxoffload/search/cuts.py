@@ -248,8 +248,7 @@ class Ranking:
         took, best = _NEVER, self._best
         lasting = self._drafts.staying(graph)
         least = least_seconds(graph, self._machine, self._budget, self._room.host_memory, lasting)
-        for rule in VARIANTS:
-            draft = self._drafts.of(graph, self._budget, rule)
+        for draft in self._drafts.each([(graph, rule) for rule in VARIANTS], self._budget):
             took = took if draft is None else min(took, draft.seconds)
             if took <= max(self._enough, SAME * least) or min(took, least * _WORSE) > _WORSE * best:
                 break

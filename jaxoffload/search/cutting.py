@@ -205,7 +205,10 @@ class Cutting:
         once more with so much less memory.
         """
         best, least, assumed, workspace = None, float("inf"), 0, 0
-        for graphs in (self._program.estimated, self.graph):
+        # Of plans that count no workspace none is estimated either.
+        is_counted = self._compiles or self._estimates
+        ways = (self._program.estimated, self.graph) if is_counted else (self.graph,)
+        for graphs in ways:
             number = 0
             self._ranked = self._ranking(budget - workspace, graphs)
             for cut, expected in self._ranked.by_time():

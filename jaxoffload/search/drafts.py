@@ -10,7 +10,9 @@ of an EPYC. To split, recompute, cluster and capture a cut takes far longer: for
 the program as long as `CAPTURED` of these vertices.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import concurrent.futures
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxoffload.errors import PlanError
@@ -29,6 +31,10 @@ WORK = 30_000, 400_000
 _WORK_A_SECOND = 1e9
 """The same for each second that the kernels of the uncut program take, so that planning takes about
 as long as two thousand calls."""
+
+_AT_ONCE = 20_000
+"""Vertices of a TaskGraph from which on several drafts are made at once: some tenth of a second
+each, nearly all of it in C++."""
 
 Rule = dict[str, Any]
 """One of `build.VARIANTS`."""
@@ -72,15 +78,29 @@ class Drafts:
         self._graphs: dict[int, TaskGraph] = {}  # so that their identities stay taken
         self.work = 0
 
-    def of(self, graph: TaskGraph, budget: int, rule: Rule) -> Draft | None:
-        """The draft by one rule; None where that does not make do with the host memory."""
-        key = id(graph), budget, tuple(rule.items())
-        if key not in self._known:
-            self._graphs[id(graph)] = graph
-            self._known[key] = self._made(graph, budget, rule)
-        found = self._known[key]
-        self.work += 0 if found is None else found.vertices
-        return found
+    def each(self, wanted: Sequence[tuple[TaskGraph, Rule]], budget: int) -> Iterator[Draft | None]:
+        """The draft of each graph by its rule, in order; None where that does not make do with the
+        host memory. Those of large graphs are made several at once, on all cores: some of them for
+        nothing if no more is asked for."""
+        threads = len(os.sched_getaffinity(0))
+        keys = [(id(graph), budget, tuple(rule.items())) for graph, rule in wanted]
+        self._graphs.update((id(graph), graph) for graph, _ in wanted)
+        is_large = any(len(graph.vertices) >= _AT_ONCE for graph, _ in wanted)
+        pool = concurrent.futures.ThreadPoolExecutor(threads if is_large else 1)
+        begun: dict[Any, concurrent.futures.Future[Draft | None]] = {}
+        try:
+            for key, (graph, rule) in zip(keys, wanted, strict=True):
+                if is_large and threads > 1 and key not in self._known:
+                    begun[key] = pool.submit(self._made, graph, budget, rule)
+            for key, (graph, rule) in zip(keys, wanted, strict=True):
+                if key not in self._known:
+                    made = begun[key].result() if begun else self._made(graph, budget, rule)
+                    self._known[key] = made
+                found = self._known[key]
+                self.work += 0 if found is None else found.vertices
+                yield found
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _made(self, graph: TaskGraph, budget: int, rule: Rule) -> Draft | None:
         def build(tensors: Sequence[int] = ()) -> MemGraph:
@@ -101,8 +121,7 @@ class Drafts:
         """The least by any rule, or that by the first which is enough; infinite where none makes
         do with the host memory."""
         least = float("inf")
-        for rule in VARIANTS:
-            draft = self.of(graph, budget, rule)
+        for draft in self.each([(graph, rule) for rule in VARIANTS], budget):
             least = least if draft is None else min(least, draft.seconds)
             if least <= enough:
                 break

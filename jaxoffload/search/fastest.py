@@ -41,15 +41,18 @@ def in_other_orders(cut: CompiledCut, machine: Machine) -> Iterator[CompiledCut]
 def fastest(cut: CompiledCut, budget: int, drafts: Drafts) -> Timed:
     """The best of a cut's orders and rules, by simulated seconds; infinite ones where no rule makes
     do with the host memory."""
-    rules = VARIANTS
-    best, rule, least, compute = cut, rules[0], float("inf"), 0.0
-    for ordered in in_other_orders(cut, drafts.machine):
-        gain = 1.0 if ordered is cut else _GAIN
-        for each in rules:
-            draft = drafts.of(ordered.graph, budget, each)
-            if draft is not None and draft.seconds < gain * least:
-                best, rule, least, compute = ordered, each, draft.seconds, draft.compute
-            if least <= compute / _GAIN:
-                return Timed(best, rule, least)
-        rules = (rule,)
+    best, rule, least, compute = cut, VARIANTS[0], float("inf"), 0.0
+    own = drafts.each([(cut.graph, each) for each in VARIANTS], budget)
+    for each, draft in zip(VARIANTS, own, strict=True):
+        if draft is not None and draft.seconds < least:
+            rule, least, compute = each, draft.seconds, draft.compute
+        if least <= compute / _GAIN:
+            return Timed(best, rule, least)
+    others = list(in_other_orders(cut, drafts.machine))[1:]
+    theirs = drafts.each([(ordered.graph, rule) for ordered in others], budget)
+    for ordered, draft in zip(others, theirs, strict=True):
+        if draft is not None and draft.seconds < _GAIN * least:
+            best, least, compute = ordered, draft.seconds, draft.compute
+        if least <= compute / _GAIN:
+            break
     return Timed(best, rule, least)

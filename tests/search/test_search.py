@@ -292,10 +292,11 @@ class _Drafts(drafting.Drafts):
         super().__init__(lambda graph, budget, **rule: None, SMALL_SERVER)
         self._seconds, self.asked = seconds, collections.Counter()
 
-    def of(self, graph, budget, rule):
-        took = self._seconds[graph][self.asked[graph]]
-        self.asked[graph] += 1
-        return drafting.Draft(took, took, 1)
+    def each(self, wanted, budget):
+        for graph, _ in wanted:
+            took = self._seconds[graph][self.asked[graph]]
+            self.asked[graph] += 1
+            yield drafting.Draft(took, took, 1)
 
 
 def _ranking(monkeypatch, seconds, least=None):
