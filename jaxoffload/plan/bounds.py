@@ -34,7 +34,7 @@ def least_seconds(
     """
     columns, devices = graph.columns, num_devices(graph)
     is_kernel, on_host = (columns.kind == k for k in (VertexKind.KERNEL, VertexKind.HOST_KERNEL))
-    seconds = machine.task_seconds(graph)[: len(is_kernel)]
+    seconds = machine.task_seconds(graph)
     compute = np.bincount(columns.vertex_device[is_kernel], seconds[is_kernel]).max(initial=0.0)
     host = seconds[on_host].sum()
     compute = compute + host if machine.is_host and devices == 1 else max(compute, host)

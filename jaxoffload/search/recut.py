@@ -65,7 +65,7 @@ class Costs:
         kernels = np.flatnonzero(np.isin(memgraph.kind, KERNELS))
         took = np.zeros(len(graph.vertices))
         took[memgraph.task_vertex[kernels]] = (run.end_seconds - run.start_seconds)[kernels]
-        model = plan.machine.task_seconds(graph)[: len(took)]
+        model = plan.machine.task_seconds(graph)
         numbers = np.array([v.kernel for v in graph.vertices], dtype=np.int64)
         every = {int(k): float(np.median(took[numbers == k])) for k in np.unique(numbers)}
         share = {k: float(model[numbers == k].sum()) for k in every}
@@ -83,7 +83,7 @@ class Costs:
         model = self.general * self.task_seconds(graph)
         seconds = [
             self.known.get(id(executables[v.kernel]) if v.kernel >= 0 else -1, float(expected))
-            for v, expected in zip(graph.vertices, model, strict=False)
+            for v, expected in zip(graph.vertices, model, strict=True)
         ]
         vertices = tuple(
             dataclasses.replace(v, seconds=took, flops=0.0, traffic=0.0)

@@ -74,3 +74,9 @@ def test_the_critical_path_comes_first_and_ends_sooner_with_two_lanes():
         for g in (graph, other)
     ]
     np.testing.assert_allclose(took, [12, 8], rtol=0.01)
+
+
+def test_of_a_graph_without_vertices_there_are_none():
+    """It returns an argument as it is."""
+    graph = TaskGraph((Tensor(64, argument=Span(0, 0), results=(Span(0, 0),)),), ())
+    assert not orders(graph, SMALL_SERVER.task_seconds(graph))

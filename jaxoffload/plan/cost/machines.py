@@ -120,10 +120,10 @@ class Machine:
         )
 
     def task_seconds(self, graph: TaskGraph) -> np.ndarray:
-        """Time of each vertex of a TaskGraph, float64; of one without vertices [0]."""
+        """Time of each vertex of a TaskGraph, float64[N]."""
         flops, traffic, given = _work(graph)
         known = (flops != 0) | (traffic != 0)
-        kind = graph.columns.kind if graph.vertices else np.array([VertexKind.KERNEL])
+        kind = graph.columns.kind
         work = np.where(
             kind == VertexKind.HOST_KERNEL,
             self.host_seconds(flops, traffic),
@@ -139,8 +139,7 @@ class Machine:
     def work_seconds(self, graph: TaskGraph) -> float:
         """Time of all vertices of the busiest device; of all devices one after another where the
         host's cores compute for all."""
-        took = self.task_seconds(graph)[: len(graph.vertices)]
-        return self.busiest_seconds(took, graph.columns.vertex_device)
+        return self.busiest_seconds(self.task_seconds(graph), graph.columns.vertex_device)
 
     def busiest_seconds(self, took: np.ndarray, device: np.ndarray) -> float:
         """The same of kernels that took so long, each on a device."""
@@ -155,8 +154,8 @@ class Machine:
         given (`Vertex.seconds`). One that has nothing to do, as the run before has left on the
         device what it would bring, takes none.
         """
-        task = self.task_seconds(memgraph.taskgraph)
-        seconds = task[memgraph.task_vertex] if memgraph.num_vertices else np.zeros(0)
+        task = np.append(self.task_seconds(memgraph.taskgraph), 0.0)  # the last, of copies
+        seconds = task[memgraph.task_vertex]
         ways = {
             Kind.RELOAD: self.to_device,
             Kind.OFFLOAD: self.from_device,
@@ -281,11 +280,10 @@ _GPUS = {
 
 @once_a_graph
 def _work(graph: TaskGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Operations, bytes of traffic, and seconds as given, of each vertex; of a graph without
-    vertices [0]."""
+    """Operations, bytes of traffic, and seconds as given, of each vertex."""
     tasks = graph.vertices
     columns = ([v.flops for v in tasks], [v.traffic for v in tasks], [v.seconds for v in tasks])
-    flops, traffic, given = (np.array(column or [0.0], dtype=np.float64) for column in columns)
+    flops, traffic, given = (np.array(column, dtype=np.float64) for column in columns)
     return flops, traffic, given
 
 
