@@ -11,6 +11,8 @@ the program as long as `CAPTURED` of these vertices.
 """
 
 import concurrent.futures
+import contextlib
+import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -82,25 +84,25 @@ class Drafts:
         """The draft of each graph by its rule, in order; None where that does not make do with the
         host memory. Those of large graphs are made several at once, on all cores: some of them for
         nothing if no more is asked for."""
-        threads = len(os.sched_getaffinity(0))
         keys = [(id(graph), budget, tuple(rule.items())) for graph, rule in wanted]
         self._graphs.update((id(graph), graph) for graph, _ in wanted)
-        is_large = any(len(graph.vertices) >= _AT_ONCE for graph, _ in wanted)
-        pool = concurrent.futures.ThreadPoolExecutor(threads if is_large else 1)
-        begun: dict[Any, concurrent.futures.Future[Draft | None]] = {}
-        try:
-            for key, (graph, rule) in zip(keys, wanted, strict=True):
-                if is_large and threads > 1 and key not in self._known:
-                    begun[key] = pool.submit(self._made, graph, budget, rule)
-            for key, (graph, rule) in zip(keys, wanted, strict=True):
+        with contextlib.ExitStack() as stack:
+            made = [functools.partial(self._made, graph, budget, rule) for graph, rule in wanted]
+            threads = len(os.sched_getaffinity(0))
+            if threads > 1 and any(len(graph.vertices) >= _AT_ONCE for graph, _ in wanted):
+                pool = concurrent.futures.ThreadPoolExecutor(threads)
+                stack.callback(pool.shutdown, cancel_futures=True)
+                is_new = [key not in self._known for key in keys]
+                made = [
+                    pool.submit(make).result if new else make
+                    for make, new in zip(made, is_new, strict=True)
+                ]
+            for key, make in zip(keys, made, strict=True):
                 if key not in self._known:
-                    made = begun[key].result() if begun else self._made(graph, budget, rule)
-                    self._known[key] = made
+                    self._known[key] = make()
                 found = self._known[key]
                 self.work += 0 if found is None else found.vertices
                 yield found
-        finally:
-            pool.shutdown(cancel_futures=True)
 
     def _made(self, graph: TaskGraph, budget: int, rule: Rule) -> Draft | None:
         def build(tensors: Sequence[int] = ()) -> MemGraph:
