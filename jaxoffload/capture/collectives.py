@@ -136,8 +136,7 @@ def names_of(params: dict[str, Any]) -> tuple[Any, ...]:
     return names if isinstance(names, tuple) else (names,)
 
 
-SAME = frozenset({"pvary", "pcast", "preduced", "vary_unreduced_cast"})
-"""Operations that say something of a value's type, and do nothing."""
+_CASTS = frozenset("pvary pcast preduced reduced_vary_cast vary_unreduced_cast".split())
 
 
 def _groups(eqn: Any, axes: Axes) -> tuple[tuple[int, ...], ...]:
@@ -189,22 +188,38 @@ _OF: dict[str, Callable[[Any, Axes], Exchange]] = {
     "pmin": functools.partial(_reduction, "min"),
     "all_gather": _all_gather,
     "all_gather_invariant": _all_gather,
+    "all_gather_reduced": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
     "ppermute": _ppermute,
     "pbroadcast": _pbroadcast,
 }
-"""JAX's collectives that are known here."""
+"""JAX's collectives that are known here. "unreduced_" and "reduced" say how the types differ; one
+that is begun ("_start") is done at once, for the launcher begins what is ready."""
+
+
+def _known(eqn: Any) -> str:
+    return eqn.primitive.name.removesuffix("_start").removeprefix("unreduced_")
+
+
+def is_same(eqn: Any) -> bool:
+    """Whether an equation says something of a value's type, or waits for it, and does nothing."""
+    name = eqn.primitive.name
+    return (
+        name.removesuffix("_p") in _CASTS
+        or name.endswith("_done")
+        and name.removesuffix("_done") in _OF
+    )
 
 
 def is_collective(eqn: Any) -> bool:
     """Whether an equation is a collective that is known here, or asks for a device's place."""
-    return eqn.primitive.name in _OF or eqn.primitive.name == "axis_index"
+    return _known(eqn) in _OF or eqn.primitive.name == "axis_index"
 
 
 def apply(eqn: Any, operands: Sequence[Any], axes: Axes) -> list[Any]:
     """Applies one of JAX's collectives to what one device has."""
-    exchange = _OF[eqn.primitive.name](eqn, axes)
+    exchange = _OF[_known(eqn)](eqn, axes)
     return [collective(x, exchange) for x in operands]
 
 

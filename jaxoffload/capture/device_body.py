@@ -46,7 +46,7 @@ class DeviceBody:
 
     def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
-        if name in collectives.SAME:
+        if collectives.is_same(eqn):
             return operands
         if name == "axis_index":
             with compat.at_line_of(eqn):

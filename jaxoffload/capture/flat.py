@@ -7,7 +7,7 @@ what lets the layers of a model share one executable.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ def nothing() -> Value:
 _NOTHING = np.empty(0, np.uint8)
 
 Operand = Any
-"""A `Value`, or a JAX `Literal` (a scalar written in the program)."""
+"""A `Value`, or a `Scalar` (written in the program)."""
 
 
 class Operation:
@@ -186,3 +186,24 @@ class Program:
 
 def is_literal(operand: Operand) -> bool:
     return isinstance(operand, compat.Literal)
+
+
+class Scalar(compat.Literal):  # pyrefly: ignore[invalid-inheritance]
+    """A JAX `Literal` that can be looked up: JAX's own is not hashable, and so `in` no set or dict
+    is an answer, but an error."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+
+def reader(known: Mapping[Any, Any]) -> Callable[[Any], Any]:
+    """A function of the operands of JAX equations that gives what stands for each.
+
+    Args:
+      known: what stands for each variable.
+    """
+
+    def read(atom: Any) -> Any:
+        return Scalar(atom.val, atom.aval) if isinstance(atom, compat.Literal) else known[atom]
+
+    return read

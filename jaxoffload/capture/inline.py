@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture.flat import Equation, Operand, Operation, Value, nothing
+from jaxoffload.capture.flat import Equation, Operand, Operation, Value, nothing, reader
 from jaxoffload.capture.whole import reason_of
 from jaxoffload.capture.words import code_of, encoded
 from jaxoffload.errors import CaptureError
@@ -139,9 +139,7 @@ def _inline(
     environment.update(zip(jaxpr.constvars, constants, strict=True))
     environment.update(zip(jaxpr.invars, operands, strict=True))
 
-    def read(atom: Any) -> Operand:
-        return atom if isinstance(atom, compat.Literal) else environment[atom]
-
+    read = reader(environment)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         there = asks.for_host(eqn, on_host)

@@ -18,6 +18,7 @@ from jaxoffload.capture.collectives import Axes
 from jaxoffload.capture.flat import Value
 from jaxoffload.capture.placing import Spec, equation_of
 from jaxoffload.capture.spread_steps import Held, Step
+from jaxoffload.errors import CaptureError
 
 _TIES = frozenset(
     "bitcast_convert_type broadcast_in_dim concatenate reshape slice squeeze transpose".split()
@@ -29,10 +30,25 @@ Tie = tuple[Sequence[Any], Sequence[Sequence[int | None]]]
 
 
 def spec_of(spec: Any, ndim: int) -> Spec:
-    """A PartitionSpec for an array of so many dimensions; what it leaves open is not cut."""
+    """A PartitionSpec for an array of so many dimensions; what it leaves open is not cut.
+
+    Raises:
+      CaptureError: each device has a part of a sum, which somebody else is to make.
+    """
+    if over := getattr(spec, "unreduced", ()):
+        raise CaptureError(
+            f"offload: an array is spread as {spec}: its sum over {', '.join(map(str, over))} is "
+            "still to be made, and is not known between devices. Make it where its parts are made "
+            "(psum or psum_scatter in the shard_map)."
+        )
     is_open = (None, PartitionSpec.UNCONSTRAINED)
-    parts = [() if p in is_open else p if isinstance(p, tuple) else (p,) for p in spec]
+    parts = [() if p in is_open else p if isinstance(p, tuple) else (p,) for p in _along(spec)]
     return (*parts, *[()] * (ndim - len(parts)))
+
+
+def _along(spec: Any) -> Sequence[Any]:
+    """The axes along each dimension. A PartitionSpec that says "reduced" is not iterated over."""
+    return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
 
 
 def constraint(eqn: Any, axes: Axes, now: Spec | None = None) -> Spec | None:
@@ -46,7 +62,7 @@ def constraint(eqn: Any, axes: Axes, now: Spec | None = None) -> Spec | None:
         return None
     found = list(spec_of(spec, len(eqn.outvars[0].aval.shape)))
     taken = {name for names in found for name in names}
-    for d, part in enumerate(spec):
+    for d, part in enumerate(_along(spec)):
         if now is not None and part is PartitionSpec.UNCONSTRAINED and not taken & {*now[d]}:
             found[d] = now[d]
     return tuple(found) if all(n in axes.sizes for names in found for n in names) else None

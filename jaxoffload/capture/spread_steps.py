@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.device_body import line_of
-from jaxoffload.capture.flat import Value
+from jaxoffload.capture.flat import Value, reader
 from jaxoffload.capture.inline import CALL_BODY, IDENTITIES, SPELLED_OUT
 from jaxoffload.capture.whole import with_bodies
 from jaxoffload.errors import CaptureError
@@ -54,9 +54,7 @@ def flatten(jaxpr: Any, constants: Any, operands: Any, steps: list[Step]) -> lis
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
     known.update(zip(jaxpr.invars, operands, strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom if isinstance(atom, compat.Literal) else known[atom]
-
+    read = reader(known)
     for eqn in jaxpr.eqns:
         inputs = tuple(map(read, eqn.invars))
         body = eqn.params.get(CALL_BODY.get(eqn.primitive.name, ""))

@@ -12,7 +12,7 @@ import jax
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import identity
-from jaxoffload.capture.flat import Equation, Operand, Operation, Value, is_literal
+from jaxoffload.capture.flat import Equation, Operand, Operation, Value, is_literal, reader
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
 
@@ -50,9 +50,7 @@ def _inline(
         known[variable] = value = Value(variable.aval)
         level.constants[value] = array
 
-    def read(atom: Any) -> Operand:
-        return atom if isinstance(atom, compat.Literal) else known[atom]
-
+    read = reader(known)
     for eqn in jaxpr.eqns:
         inputs = tuple(map(read, eqn.invars))
         body = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))

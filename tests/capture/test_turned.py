@@ -70,3 +70,18 @@ def test_the_result_is_as_near_to_float64_as_jits(function, vertex_memory):
     wanted, exact = jax.jit(function)(*args), judge.in_float64(function, args)
     for g, w, e in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), exact, strict=True):
         assert not judge.disagreement(np.asarray(w), np.asarray(g), e)
+
+
+def test_products_with_a_number_that_is_written_down():
+    """As the gradient of a dot product has them."""
+
+    def scaled(rows):
+        def step(total, row):
+            return total + jax.lax.dot_general(np.float32(2), row, (((), ()), ((), ()))), ()
+
+        return jax.lax.scan(step, jnp.zeros_like(rows[0]), rows)[0]
+
+    text = str(jax.make_jaxpr(scaled)(ROWS).eqns[-1].params["jaxpr"])
+    assert "2.0:f32[]" in text
+    got = jo.offload(scaled, device_memory=None, cut="always")(ROWS)
+    np.testing.assert_allclose(got, 2 * ROWS.sum(0), rtol=1e-5, atol=1e-4)

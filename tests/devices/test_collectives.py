@@ -137,3 +137,90 @@ def test_a_gather_of_what_nobody_computes_comes_from_the_arguments():
     step = jo.offload(f, device_memory=None)
     np.testing.assert_allclose(step(w, x), x @ w, rtol=1e-4, atol=1e-3)
     assert step.last_run.bytes_reloaded == 0
+
+
+def summed_later(x, w):
+    """A weight that is gathered for the forward pass: the sum over devices of its gradient is
+    made where it is scattered again."""
+    whole = lax.all_gather(w, "x", axis=0, tiled=True, to="reduced")
+    return jnp.tanh(x @ lax.pcast(whole, "x", to="varying"))
+
+
+def explicit_mesh(count):
+    return jax.make_mesh((count,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+
+@pytest.mark.parametrize("share", [0.75, 0.3, 0.0])
+def test_types_that_say_where_sums_are_made(share):
+    mesh = explicit_mesh(4)
+    f = jax.shard_map(summed_later, mesh=mesh, in_specs=(X, X), out_specs=X)
+    step = jax.value_and_grad(lambda x, w: (f(x, w) ** 2).sum(), argnums=(0, 1))
+    with jax.set_mesh(mesh):
+        x, w = (
+            jax.device_put(numbers(shape, np.float32) / 8, jax.NamedSharding(mesh, X))
+            for shape in ((32, 64), (64, 16))
+        )
+        names = {e.primitive.name for e in jax.make_jaxpr(step)(x, w).jaxpr.eqns[-1].params[
+            "jaxpr"].eqns}  # fmt: skip
+        assert "unreduced_reduce_scatter" in names
+        want = jax.jit(step)(x, w)
+        plan = jo.offload(step, device_memory=None, cut="always").plan(x, w)
+        least = plan.min_device_memory
+        budget = int(least + share * (plan.peak_device_bytes - least))
+        offloaded = jo.offload(step, device_memory=budget, cut="always", check=True)
+        got = offloaded(x, w)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(np.asarray(b), np.asarray(a), rtol=2e-5, atol=2e-5)
+
+
+def test_what_is_still_to_be_summed_is_refused_where_it_leaves_a_shard_map():
+    """Where all fits it runs whole, as `jax.jit` has it."""
+    mesh = explicit_mesh(4)
+
+    def parts(x):
+        return lax.pcast(x * 2, "x", to="unreduced")
+
+    f = jax.shard_map(parts, mesh=mesh, in_specs=X, out_specs=P(unreduced={"x"}))
+
+    def total(x):
+        return jax.reshard(f(jnp.sin(x)), P())
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(numbers((16, 16), np.float32), jax.NamedSharding(mesh, X))
+        want = np.asarray(jax.jit(total)(x))
+        got = jo.offload(total, device_memory="1MiB", cut="always")(x)
+        np.testing.assert_array_equal(np.asarray(got), want)
+        with pytest.raises(jo.CaptureError, match="sum over x is still to be made"):
+            jo.offload(total, device_memory=16)(x)
+
+
+@pytest.mark.parametrize("name", ["psum", "psum_scatter", "all_gather", "all_to_all", "ppermute"])
+def test_collectives_that_are_begun_and_waited_for_later(name):
+    parallel = pytest.importorskip("jax._src.lax.parallel")
+    if not hasattr(parallel, f"{name}_start"):
+        pytest.skip(f"this jax has no {name}_start")
+    given = {"psum": (), "psum_scatter": (), "all_gather": (), "all_to_all": (0, 1),
+             "ppermute": (RING,)}[name]  # fmt: skip
+    tiled = {} if name in ("psum", "ppermute") else {"tiled": True}
+    spec = P() if name == "psum" else X
+
+    def later(x):
+        future = getattr(parallel, f"{name}_start")(x, "x", *given, **tiled)
+        y = jnp.sin(x).sum()
+        return future.done() + lax.pmean(y, "x")
+
+    def at_once(x):
+        return getattr(lax, name)(x, "x", *given, **tiled) + lax.pmean(jnp.sin(x).sum(), "x")
+
+    x = numbers((16, 16), np.float32)
+    want, got = (
+        np.asarray(
+            jo.offload(
+                jax.shard_map(f, mesh=mesh_of(4), in_specs=X, out_specs=spec),
+                device_memory=None,
+                cut="always",
+            )(x)
+        )
+        for f in (at_once, later)
+    )
+    np.testing.assert_array_equal(got, want)
