@@ -113,6 +113,7 @@ from jaxoffload._jax_compat.types import (
     Tracer,
     bits,
     byte_count,
+    explicit,
     is_array_like,
     is_extended,
     is_in_host_space,
@@ -132,4 +133,5 @@ from jaxoffload._jax_compat.types import (
     shape_struct,
     sharding_in_type,
     without_space,
+    zeros,
 )

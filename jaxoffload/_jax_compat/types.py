@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.extend as jex
+import jax.numpy as jnp
 import numpy as np
 from jax._src import array as _array
 from jax._src import core as _core
@@ -171,10 +172,30 @@ def sharding_in_type(array: Any) -> Any:
     """How an array, or what has its shape, is spread, where that is part of its type: over axes of
     a mesh that are explicit; `jax.memory.Space.Host` of one in host memory. None elsewhere."""
     is_traced = isinstance(array, Tracer)
-    sharding = getattr(array.aval if is_traced else array, "sharding", None)
-    mesh = getattr(sharding, "mesh", None)
-    is_spread = mesh is not None and mesh.size > 1
-    if is_spread and jax.sharding.AxisType.Explicit in mesh.axis_types:
+    if (sharding := explicit(array.aval if is_traced else array)) is not None:
         return sharding
-    may_be = is_traced or not is_spread
+    may_be = is_traced or _size(getattr(array, "sharding", None)) <= 1
     return jax.memory.Space.Host if may_be and is_in_host_space(array) else None
+
+
+def explicit(array: Any) -> Any:
+    """How an array or abstract value is spread over axes of a mesh that are explicit, or None."""
+    sharding = getattr(array, "sharding", None)
+    is_spread = _size(sharding) > 1
+    return sharding if is_spread and _EXPLICIT in sharding.mesh.axis_types else None
+
+
+_EXPLICIT = jax.sharding.AxisType.Explicit
+
+
+def _size(sharding: Any) -> int:
+    """Devices of a sharding's mesh; 0 where it has none."""
+    mesh = getattr(sharding, "mesh", None)
+    return 0 if mesh is None else mesh.size
+
+
+def zeros(like: Any) -> Any:
+    """Zeros of a shape and a dtype, spread as its type says."""
+    if (sharding := explicit(like)) is None:
+        return jnp.zeros(like.shape, like.dtype)
+    return jnp.zeros(like.shape, like.dtype, out_sharding=sharding)

@@ -183,7 +183,7 @@ def transposed(jaxpr: Any, is_linear: Sequence[bool], is_zero: Sequence[bool]) -
         known = dict(zip(others, given, strict=True))
         function = _of_some(run, [known.get(i) for i in range(len(avals))], linear)
         cotangents = [
-            jnp.zeros(s.shape, s.dtype) if zero else next(rest)
+            compat.zeros(s) if zero else next(rest)
             for s, zero in zip(results, is_zero, strict=True)
         ]
         return jax.linear_transpose(function, *(avals[i] for i in linear))(cotangents)
@@ -235,4 +235,8 @@ def _is_cheap(name: str) -> bool:
 
 
 def _shapes(avals: Sequence[Any]) -> list[Any]:
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+    """What is traced with: as far as it is part of a type, how arrays are spread, too."""
+    return [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=compat.explicit(a))
+        for a in avals
+    ]

@@ -158,3 +158,42 @@ def test_what_is_closed_over_is_an_operand():
     offloaded = function(lambda f: jo.offload(f, device_memory=BUDGET))
     assert "jaxoffload_run_devices" in offloaded.lower(*args).as_text()
     check(offloaded(*args), function(lambda f: f)(*args))
+
+
+def _layer(x, w):
+    return jnp.tanh(x @ w) * x.mean(1, keepdims=True), x.argmax(1)
+
+
+def _scalar(f):
+    return lambda x, w: (f(x, w)[0] ** 2).sum()
+
+
+TRANSFORMED = {
+    "gradient": lambda f: jax.value_and_grad(_scalar(f), argnums=(0, 1)),
+    "gradient by one": lambda f: jax.grad(_scalar(f), argnums=1),
+    "jvp": lambda f: lambda x, w: jax.jvp(_scalar(f), (x, w), (x * 0.5, w * 0.25)),
+    "checkpoint": lambda f: jax.grad(_scalar(jax.checkpoint(f)), argnums=(0, 1)),
+    "vmap": lambda f: lambda x, w: jax.vmap(f, in_axes=(None, 1))(x, w.reshape(64, 4, -1)),
+    "of a derivative": lambda f: lambda x, w: jax.jvp(
+        jax.grad(_scalar(f), argnums=1), (x, w), (x, w)
+    ),
+}
+
+
+@pytest.mark.parametrize("budget", [130_000, "1MiB"], ids=["planned", "fits"])
+@pytest.mark.parametrize("jitted", [False, True], ids=["direct", "jit"])
+@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+def test_how_arrays_are_spread_is_part_of_types_under_an_explicit_mesh(name, jitted, budget):
+    axes = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=axes)
+    transformed = TRANSFORMED[name]
+    with jax.set_mesh(mesh):
+        x = jax.device_put(normal(32, 64), jax.NamedSharding(mesh, P("x")))
+        w = jax.device_put(normal(64, 128) / 8, jax.NamedSharding(mesh, P(None, "y")))
+        want = jax.jit(transformed(_layer))(x, w)
+        step = transformed(jo.offload(_layer, device_memory=budget, cut="always"))
+        got = (jax.jit(step) if jitted else step)(x, w)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(np.asarray(b), np.asarray(a), rtol=1e-4, atol=1e-5)
+        assert b.sharding.is_equivalent_to(a.sharding, a.ndim)
