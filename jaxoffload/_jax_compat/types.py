@@ -172,7 +172,8 @@ def sharding_in_type(array: Any) -> Any:
     """How an array, or what has its shape, is spread, where that is part of its type: over axes of
     a mesh that are explicit; `jax.memory.Space.Host` of one in host memory. None elsewhere."""
     is_traced = isinstance(array, Tracer)
-    if (sharding := explicit(array.aval if is_traced else array)) is not None:
+    sharding = explicit(array.aval if is_traced else array)
+    if _size(sharding) > (0 if is_traced else 1):
         return sharding
     may_be = is_traced or _size(getattr(array, "sharding", None)) <= 1
     return jax.memory.Space.Host if may_be and is_in_host_space(array) else None
@@ -181,8 +182,7 @@ def sharding_in_type(array: Any) -> Any:
 def explicit(array: Any) -> Any:
     """How an array or abstract value is spread over axes of a mesh that are explicit, or None."""
     sharding = getattr(array, "sharding", None)
-    is_spread = _size(sharding) > 1
-    return sharding if is_spread and _EXPLICIT in sharding.mesh.axis_types else None
+    return sharding if _size(sharding) and _EXPLICIT in sharding.mesh.axis_types else None
 
 
 _EXPLICIT = jax.sharding.AxisType.Explicit

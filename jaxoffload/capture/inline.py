@@ -31,6 +31,7 @@ from jaxoffload.errors import CaptureError
 CALL_BODY = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
+    "call": "call_jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
     "core_closed_call": "call_jaxpr",

@@ -26,6 +26,7 @@ from jaxoffload.capture.spread_device import Device
 from jaxoffload.capture.spread_hints import hinted, part_of, spec_of
 from jaxoffload.capture.spread_steps import Held, Step, flatten, mesh_of
 from jaxoffload.capture.whole import every_equation
+from jaxoffload.errors import CaptureError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,6 +131,11 @@ def spread(
                 told.setdefault(value, spec_of(spec, len(value.shape)))
         known = hinted(steps, told, axes)
         told |= {v: s for v, s in _of_one_shape(results, told).items() if v not in known}
+    if unknown := {n for s in told.values() for names in s for n in names} - axes.sizes.keys():
+        raise CaptureError(
+            f"offload: an array is spread over {', '.join(sorted(map(str, unknown)))}, and the "
+            f"mesh has {', '.join(map(str, axes.sizes))}. Use one mesh in all of the function."
+        )
     known = hinted(steps, told, axes)
     for value in arguments:
         known.setdefault(value, nowhere(value))

@@ -112,7 +112,10 @@ def _is_over_devices(context: Any, params: dict[str, Any]) -> bool:
     """Whether XLA is to be asked how arguments are cut."""
     if not compat.is_to_be_partitioned(context) or params["tier_leaves"] or params["fixed"]:
         return False
-    if compat.is_export(context) or compat.is_lowering_kernels() or params["jaxpr"].effects:
+    jaxpr = params["jaxpr"]
+    if compat.is_export(context) or compat.is_lowering_kernels() or jaxpr.effects:
+        return False
+    if not (jaxpr.in_avals and jaxpr.out_avals):  # XLA refuses a rule for such an operation
         return False
     options = params["options"]
     if options.memory is not None or not may_run_whole(options, ()):
@@ -120,7 +123,7 @@ def _is_over_devices(context: Any, params: dict[str, Any]) -> bool:
     if is_always_cut(options):
         return True
     # What fits one device as it is XLA may divide.
-    whole = Whole(params["jaxpr"], params["donated"], params["name"])
+    whole = Whole(jaxpr, params["donated"], params["name"])
     return not whole.surely_fits(options.device_memory)
 
 

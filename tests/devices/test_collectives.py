@@ -224,3 +224,20 @@ def test_collectives_that_are_begun_and_waited_for_later(name):
         for f in (at_once, later)
     )
     np.testing.assert_array_equal(got, want)
+
+
+def test_a_call_in_a_shard_map_is_its_body():
+    core = pytest.importorskip("jax._src.core")
+    lu = pytest.importorskip("jax._src.linear_util")
+    api_util = pytest.importorskip("jax._src.api_util")
+
+    def f(x):
+        info = api_util.debug_info("f", lambda: [2.0 * x], (), {})
+        body = lu.wrap_init(lambda: [2.0 * x], debug_info=info)
+        return core.call_p.bind(subfuns=(body,))[0] * x
+
+    x = numbers((16, 16), np.float32)
+    mapped = jax.shard_map(f, mesh=mesh_of(4), in_specs=X, out_specs=X)
+    assert "call[" in str(jax.make_jaxpr(mapped)(x))
+    got = jo.offload(mapped, device_memory=None, cut="always")(x)
+    np.testing.assert_array_equal(got, 2 * x * x)

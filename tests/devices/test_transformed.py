@@ -168,32 +168,79 @@ def _scalar(f):
     return lambda x, w: (f(x, w)[0] ** 2).sum()
 
 
-TRANSFORMED = {
+EXPLICIT = {
     "gradient": lambda f: jax.value_and_grad(_scalar(f), argnums=(0, 1)),
     "gradient by one": lambda f: jax.grad(_scalar(f), argnums=1),
     "jvp": lambda f: lambda x, w: jax.jvp(_scalar(f), (x, w), (x * 0.5, w * 0.25)),
     "checkpoint": lambda f: jax.grad(_scalar(jax.checkpoint(f)), argnums=(0, 1)),
     "vmap": lambda f: lambda x, w: jax.vmap(f, in_axes=(None, 1))(x, w.reshape(64, 4, -1)),
-    "of a derivative": lambda f: lambda x, w: jax.jvp(
-        jax.grad(_scalar(f), argnums=1), (x, w), (x, w)
+    "of a derivative": lambda f: (
+        lambda x, w: jax.jvp(jax.grad(_scalar(f), argnums=1), (x, w), (x, w))
     ),
 }
 
 
 @pytest.mark.parametrize("budget", [130_000, "1MiB"], ids=["planned", "fits"])
 @pytest.mark.parametrize("jitted", [False, True], ids=["direct", "jit"])
-@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.parametrize("name", EXPLICIT)
 @pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
 def test_how_arrays_are_spread_is_part_of_types_under_an_explicit_mesh(name, jitted, budget):
-    axes = (jax.sharding.AxisType.Explicit,) * 2
+    axes = (AxisType.Explicit,) * 2
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=axes)
-    transformed = TRANSFORMED[name]
+    transformed = EXPLICIT[name]
     with jax.set_mesh(mesh):
-        x = jax.device_put(normal(32, 64), jax.NamedSharding(mesh, P("x")))
-        w = jax.device_put(normal(64, 128) / 8, jax.NamedSharding(mesh, P(None, "y")))
+        x = jax.device_put(normal(32, 64), NamedSharding(mesh, P("x")))
+        w = jax.device_put(normal(64, 128) / 8, NamedSharding(mesh, P(None, "y")))
         want = jax.jit(transformed(_layer))(x, w)
         step = transformed(jo.offload(_layer, device_memory=budget, cut="always"))
         got = (jax.jit(step) if jitted else step)(x, w)
     for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
         np.testing.assert_allclose(np.asarray(b), np.asarray(a), rtol=1e-4, atol=1e-5)
         assert b.sharding.is_equivalent_to(a.sharding, a.ndim)
+
+
+def test_an_explicit_mesh_of_one_device_is_part_of_types_too():
+    """As where a program for many devices is tried on one."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(normal(32, 64), NamedSharding(mesh, P("x")))
+        w = jax.device_put(normal(64, 128) / 8, NamedSharding(mesh, P()))
+        offloaded = jo.offload(_layer, device_memory=60_000, cut="always")
+
+        def both(f):
+            return lambda x, w: _scalar(f)(x, w) + (_layer(x, w)[0] + f(x, w)[0]).sum()
+
+        for step in (jax.grad(both(_layer)), jax.jit(jax.grad(both(offloaded)))):
+            found = step(x, w)
+            assert jax.typeof(found) == jax.typeof(x)
+            np.testing.assert_allclose(found, jax.grad(both(_layer))(x, w), rtol=1e-4, atol=1e-5)
+
+
+def test_what_takes_nothing_runs_on_every_device_inside_jit():
+    mesh = mesh_of("auto")
+
+    def rows():
+        return lax.with_sharding_constraint(jnp.sin(X), NamedSharding(mesh, P("x")))
+
+    for budget in ("1MiB", jo.offload(rows, device_memory=None).plan().min_device_memory):
+        got = jax.jit(jo.offload(rows, device_memory=budget, cut="always"))()
+        np.testing.assert_allclose(got, np.sin(X), rtol=1e-6)
+        assert got.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 2)
+
+
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+def test_a_mesh_that_changes_on_the_way_runs_whole_or_is_refused():
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    other = jax.sharding.AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+
+    def changing(x):
+        y = jnp.sin(x)
+        with jax.sharding.use_abstract_mesh(other):
+            return jax.reshard(y, P(("a", "b"), None)) * 2
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(normal(8, 2), NamedSharding(mesh, P("x", "y")))
+        got = jo.offload(changing, device_memory="1MiB", cut="always")(x)
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(jax.jit(changing)(x)))
+        with pytest.raises(jo.CaptureError, match="spread over a, b, and the mesh has x, y"):
+            jo.offload(changing, device_memory=24)(x)
