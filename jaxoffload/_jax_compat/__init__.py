@@ -126,6 +126,7 @@ from jaxoffload._jax_compat.types import (
     key_impl_name,
     mean_nothing,
     own_key_impl,
+    partitions,
     physical,
     placement,
     product_types,

@@ -18,7 +18,7 @@ from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import pxla as _pxla
 
 from jaxoffload._jax_compat.tracing import no_mesh
-from jaxoffload._jax_compat.types import ClosedJaxpr, JaxprEqn, Primitive, ShapedArray
+from jaxoffload._jax_compat.types import ClosedJaxpr, JaxprEqn, Primitive, ShapedArray, partitions
 
 
 def with_results(closed: Any, outvars: Sequence[Any]) -> Any:
@@ -76,7 +76,9 @@ def devices_of_constraint(eqn: JaxprEqn) -> int:
     if eqn.primitive.name not in CONSTRAINTS:
         return 1
     sharding = wanted_sharding(eqn)
-    if all(part is None for part in getattr(sharding, "spec", (0,))):
+    spec = getattr(sharding, "spec", None)
+    is_cut = spec is None or any(part is not None for part in partitions(spec))
+    if not (is_cut or getattr(spec, "unreduced", ())):
         return 1  # every device is to have all of it
     mesh = getattr(sharding, "mesh", None)
     if mesh is not None:  # an abstract one knows no devices, and that of no axes no size

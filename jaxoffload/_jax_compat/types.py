@@ -69,7 +69,7 @@ def bits(dtype: Any) -> int:
 
 def is_small(dtype: Any) -> bool:
     """Whether elements of a dtype take less than a byte, so that XLA packs them on a GPU."""
-    return not is_key(dtype) and bits(dtype) in (2, 4)
+    return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and bits(dtype) in (2, 4)
 
 
 def is_array_like(x: Any) -> bool:
@@ -102,7 +102,7 @@ def mean_nothing(value: Any) -> bool:
     axis has a name."""
     if isinstance(value, jax.sharding.NamedSharding):
         mesh, spec = value.mesh, value.spec
-        return mean_nothing(mesh) and not any(spec) and value.memory_kind is None
+        return mean_nothing(mesh) and not any(partitions(spec)) and value.memory_kind is None
     if isinstance(value, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         return value.empty
     if isinstance(value, _core.AxisEnv):
@@ -192,6 +192,12 @@ def _size(sharding: Any) -> int:
     """Devices of a sharding's mesh; 0 where it has none."""
     mesh = getattr(sharding, "mesh", None)
     return 0 if mesh is None else mesh.size
+
+
+def partitions(spec: Any) -> tuple[Any, ...]:
+    """The axes along each dimension that a PartitionSpec names: JAX lets nobody iterate over one
+    that says "reduced" or "unreduced"."""
+    return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
 
 
 def zeros(like: Any) -> Any:

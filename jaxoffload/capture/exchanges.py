@@ -94,9 +94,13 @@ class ExchangeMaker:
         """
         number = {t: i for i, t in enumerate(dict.fromkeys(inputs))}
         reads = tuple(number[t] for t in inputs)
-        shapes = tuple(self._devices.tensors[t].shape for t in number)
+        # A tensor's shape is that of its words: of a key there are several.
+        aval = self._result.aval
+        rank = len(compat.physical(aval)[0]) - len(aval.shape)
+        known = (self._devices.tensors[t].shape for t in number)
+        shapes = tuple(shape[: len(shape) - rank] for shape in known)
         avals = tuple(aval for aval, _ in outputs)
-        vertex, dtype = self._vertex, self._result.aval.dtype
+        vertex, dtype = self._vertex, aval.dtype
         # Every device has one like it, and every turn of a loop.
         about = id(self._eqn), dtype, vertex.name, vertex.source
         key = name, parts, reads, shapes, avals, overwrites, about

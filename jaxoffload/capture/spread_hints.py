@@ -42,13 +42,10 @@ def spec_of(spec: Any, ndim: int) -> Spec:
             "(psum or psum_scatter in the shard_map)."
         )
     is_open = (None, PartitionSpec.UNCONSTRAINED)
-    parts = [() if p in is_open else p if isinstance(p, tuple) else (p,) for p in _along(spec)]
+    parts = [
+        () if p in is_open else p if isinstance(p, tuple) else (p,) for p in compat.partitions(spec)
+    ]
     return (*parts, *[()] * (ndim - len(parts)))
-
-
-def _along(spec: Any) -> Sequence[Any]:
-    """The axes along each dimension. A PartitionSpec that says "reduced" is not iterated over."""
-    return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
 
 
 def constraint(eqn: Any, axes: Axes, now: Spec | None = None) -> Spec | None:
@@ -62,7 +59,7 @@ def constraint(eqn: Any, axes: Axes, now: Spec | None = None) -> Spec | None:
         return None
     found = list(spec_of(spec, len(eqn.outvars[0].aval.shape)))
     taken = {name for names in found for name in names}
-    for d, part in enumerate(_along(spec)):
+    for d, part in enumerate(compat.partitions(spec)):
         if now is not None and part is PartitionSpec.UNCONSTRAINED and not taken & {*now[d]}:
             found[d] = now[d]
     return tuple(found) if all(n in axes.sizes for names in found for n in names) else None

@@ -194,6 +194,41 @@ def test_what_is_still_to_be_summed_is_refused_where_it_leaves_a_shard_map():
             jo.offload(total, device_memory=16)(x)
 
 
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+def test_a_product_whose_sum_is_still_to_be_made_runs_whole_or_is_refused():
+    mesh = explicit_mesh(4)
+
+    def product(x, w):
+        parts = jnp.einsum("bi,ij->bj", x, w, out_sharding=P(unreduced={"x"}))
+        return jax.reshard(parts, P())
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(numbers((16, 32), np.float32), jax.NamedSharding(mesh, P(None, "x")))
+        w = jax.device_put(numbers((32, 8), np.float32), jax.NamedSharding(mesh, X))
+        want = np.asarray(jax.jit(product)(x, w))
+        for call in (lambda f: f, jax.jit):
+            got = call(jo.offload(product, device_memory="1MiB", cut="always"))(x, w)
+            np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-3)
+        with pytest.raises(jo.CaptureError, match="sum over x is still to be made"):
+            jo.offload(product, device_memory=256)(x, w)
+
+
+def test_keys_cross_between_devices():
+    mesh = mesh_of(4)
+
+    def crossing(keys):
+        around = lax.ppermute(keys, "x", RING)
+        return lax.all_gather(keys, "x", tiled=True), around, jax.vmap(jax.random.uniform)(around)
+
+    f = jax.shard_map(crossing, mesh=mesh, in_specs=X, out_specs=(P(), X, X), check_vma=False)
+    keys = jax.random.split(jax.random.key(0), 8)
+    want = jax.jit(f)(keys)
+    got = jo.offload(f, device_memory=None, cut="always")(keys)
+    for a, b in zip(want[:2], got[:2], strict=True):
+        assert jnp.array_equal(jax.random.key_data(a), jax.random.key_data(b))
+    np.testing.assert_array_equal(got[2], want[2])
+
+
 @pytest.mark.parametrize("name", ["psum", "psum_scatter", "all_gather", "all_to_all", "ppermute"])
 def test_collectives_that_are_begun_and_waited_for_later(name):
     parallel = pytest.importorskip("jax._src.lax.parallel")
