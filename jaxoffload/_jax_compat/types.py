@@ -181,7 +181,7 @@ def sharding_in_type(array: Any) -> Any:
 
 def explicit(array: Any) -> Any:
     """How an array or abstract value is spread over axes of a mesh that are explicit, or None."""
-    sharding = getattr(array, "sharding", None)
+    sharding: Any = getattr(array, "sharding", None)
     return sharding if _size(sharding) and _EXPLICIT in sharding.mesh.axis_types else None
 
 

@@ -46,8 +46,9 @@ def _linearize(is_vjp: bool, varies: Sequence[bool], *primals: Any, **params: An
         moves = leaves_of(tangents, tuple((i, None) for i, _ in tier_leaves))
         moving = [t for t, varying in zip(moves, on, strict=True) if varying]
         kept = len(residuals) - len(split.taken)
-        steps = iter(
-            _call(
+        found = []
+        if any(split.has_tangent):
+            found = _call(
                 split.linear,
                 [*residuals, *moving],
                 params,
@@ -56,7 +57,7 @@ def _linearize(is_vjp: bool, varies: Sequence[bool], *primals: Any, **params: An
                 + (TensorKind.ACTIVATION,) * (kept + len(moving)),
                 split.derived[1],
             )
-        )
+        steps = iter(found)
         return [
             next(steps) if has else ad.Zero(x.aval.to_tangent_aval())
             for x, has in zip(outs, split.has_tangent, strict=True)
