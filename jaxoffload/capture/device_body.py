@@ -46,7 +46,8 @@ class DeviceBody:
 
     def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
-        if collectives.is_same(eqn):
+        # In a branch or a loop that every device does as a whole nothing is spread.
+        if collectives.is_same(eqn) or name in compat.CONSTRAINTS:
             return operands
         if name == "axis_index":
             with compat.at_line_of(eqn):

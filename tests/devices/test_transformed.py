@@ -244,3 +244,34 @@ def test_a_mesh_that_changes_on_the_way_runs_whole_or_is_refused():
         np.testing.assert_array_equal(np.asarray(got), np.asarray(jax.jit(changing)(x)))
         with pytest.raises(jo.CaptureError, match="spread over a, b, and the mesh has x, y"):
             jo.offload(changing, device_memory=24)(x)
+
+
+CHOOSING = {
+    "cond": lambda layer: (
+        lambda w, x: lax.cond(x.sum() > 0, lambda y: layer(y, w), lambda y: y * 2, x)
+    ),
+    "while": lambda layer: (
+        lambda w, x: lax.while_loop(
+            lambda state: state[1] < 3, lambda state: (layer(state[0], w), state[1] + 1), (x, 0)
+        )[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["direct", "jit"])
+@pytest.mark.parametrize("kind", AXES)
+@pytest.mark.parametrize("name", CHOOSING)
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+def test_constraints_in_branches_and_loops(name, kind, jitted):
+    """A branch that needs all of what is spread every device does as a whole: there is nothing to
+    constrain."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AXES[kind],) * 2)
+    spread = jax.reshard if kind == "explicit" else lax.with_sharding_constraint
+    function = CHOOSING[name](lambda x, w: spread(jnp.tanh(x @ w), P("x")))
+    with jax.set_mesh(mesh):
+        w = jax.device_put(W[0], NamedSharding(mesh, P(None, "y")))
+        x = jax.device_put(X, NamedSharding(mesh, P("x")))
+        want = np.asarray(jax.jit(function)(w, x))
+        step = jo.offload(function, device_memory="96KiB", cut="always", check=True)
+        got = (jax.jit(step) if jitted else step)(w, x)
+    np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-5)
