@@ -27,6 +27,7 @@ from jaxoffload.capture.placing import Spec
 from jaxoffload.capture.spread import Spread, is_spread, partition, spread, wanted_mesh
 from jaxoffload.capture.spread_factors import likenesses
 from jaxoffload.capture.spread_hints import part_of, spec_of
+from jaxoffload.capture.whole import every_equation
 from jaxoffload.errors import CaptureError, PlanError
 from jaxoffload.options import Options
 from jaxoffload.runtime.request import pair_donated
@@ -167,7 +168,9 @@ def _parts(
     cut, wanted = _specs(arguments, mesh), _specs(results, mesh)
     is_cut = any(map(any, cut)) or wanted_mesh(params["jaxpr"]) is not None
     made = _spread(params, mesh, cut, wanted) if is_cut else None
-    if made is None:
+    if isinstance(made, CaptureError) and _names_a_mesh(params["jaxpr"]):
+        raise CaptureError(str(made))
+    if not isinstance(made, Spread):  # each device does all
         function = functools.partial(offload_p.bind, **params)
         in_specs, out_specs = ([PartitionSpec()] * len(each) for each in (arguments, results))
     else:
@@ -232,20 +235,27 @@ def _lower_part(context: Any, *operands: Any, of_each: _Part) -> Any:
             raise
 
 
+def _names_a_mesh(jaxpr: Any) -> bool:
+    """Whether something in it is for several devices, so that one cannot do all of it."""
+    return is_spread(jaxpr) or any(
+        compat.devices_of_constraint(eqn) > 1 for eqn in every_equation(jaxpr)
+    )
+
+
 def _spread(
     params: dict[str, Any], mesh: Any, in_specs: Sequence[Spec], out_specs: Sequence[Spec]
-) -> Spread | None:
-    """The program of each device; None where there is none, and each does all."""
+) -> Spread | CaptureError:
+    """The program of each device, or why there is none."""
     jaxpr, derived = params["jaxpr"], params["derived"].get()
     pairs = pair_donated(jaxpr.in_avals, jaxpr.out_avals, params["donated"])
 
-    def make() -> tuple[Any, Spread | None]:
+    def make() -> tuple[Any, Spread | CaptureError]:
         try:
             found = spread(
                 jaxpr, [mesh], [*map(partition, in_specs)], pairs, [*map(partition, out_specs)]
             )
-        except CaptureError:
-            return jaxpr, None
+        except CaptureError as error:
+            return jaxpr, error
         return jaxpr, found
 
     # The jaxpr is kept, and so its id.

@@ -275,3 +275,18 @@ def test_constraints_in_branches_and_loops(name, kind, jitted):
         step = jo.offload(function, device_memory="96KiB", cut="always", check=True)
         got = (jax.jit(step) if jitted else step)(w, x)
     np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-5)
+
+
+def test_why_it_cannot_be_planned_is_told_inside_jit_too():
+    """Axes that a shard_map leaves to XLA's partitioner: JAX's error holds ours."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+
+    def doubled(x):
+        return jax.shard_map(lambda y: jnp.sin(y) * 2, out_specs=P("x"), axis_names={"x"})(x)
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("x", "y")))
+        with pytest.raises(jo.CaptureError, match="leaves axes of its mesh"):
+            jo.offload(doubled, device_memory="1KiB")(x)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="leaves axes of its mesh"):
+            jax.jit(jo.offload(doubled, device_memory="1KiB"))(x)
