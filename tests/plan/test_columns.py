@@ -76,6 +76,18 @@ def test_columns_in_another_order_and_with_workspace_are_those_of_such_a_graph()
         assert graph.in_order(order).vertices == tuple(graph.vertices[v] for v in order)
 
 
+def test_a_vertex_on_another_device_keeps_all_else():
+    vertex = Vertex(
+        VertexKind.HOST_KERNEL, (1,), (2,), name="n", device=1, overwrites=((0, 0),),
+        workspace_bytes=3, seconds=4.0, kernel=5, source="s", gathered=(0,), flops=6.0,
+        traffic=7.0, recomputed=0.5,
+    )  # fmt: skip
+    given = [f for f in dataclasses.fields(Vertex) if f.default is not dataclasses.MISSING]
+    assert all(getattr(vertex, f.name) != f.default for f in given)  # none is left out
+    moved = dataclasses.replace(vertex, device=9, inputs=(8,), outputs=(7,))
+    assert vertex.on(9, (8,), (7,)) == moved
+
+
 def test_what_reads_an_argument_comes_before_the_result_that_shares_its_bytes_in_every_order():
     num_shared = 0
     for graph in graphs(200):
