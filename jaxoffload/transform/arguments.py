@@ -68,6 +68,8 @@ def with_cuts(call: Call, wanted: Any = None) -> Call | None:
             continue
         if not isinstance(sharding, NamedSharding) or compat.is_in_host_space(leaf):
             return None
+        if getattr(sharding.spec, "unreduced", ()):  # parts of a sum that somebody is to make
+            return None
         mesh = sharding.mesh
         first = first or mesh
         if not is_same_mesh(mesh, first):

@@ -213,6 +213,28 @@ def test_a_product_whose_sum_is_still_to_be_made_runs_whole_or_is_refused():
             jo.offload(product, device_memory=256)(x, w)
 
 
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+def test_an_argument_whose_sum_is_still_to_be_made_runs_whole_or_is_refused():
+    mesh = explicit_mesh(4)
+
+    def summed(parts):
+        return jax.reshard(parts, P()) * 2
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(numbers((16, 32), np.float32), jax.NamedSharding(mesh, P(None, "x")))
+        w = jax.device_put(numbers((32, 8), np.float32), jax.NamedSharding(mesh, X))
+        parts = jax.jit(
+            lambda x, w: jnp.einsum("bi,ij->bj", x, w, out_sharding=P(unreduced={"x"}))
+        )(x, w)
+        want = np.asarray(jax.jit(summed)(parts))
+        got = jo.offload(summed, device_memory="1MiB", cut="always")(parts)
+        np.testing.assert_array_equal(np.asarray(got), want)
+        with pytest.raises(
+            jo.OffloadError, match="parts is spread over several devices, but not over"
+        ):
+            jo.offload(summed, device_memory=64)(parts)
+
+
 def test_keys_cross_between_devices():
     mesh = mesh_of(4)
 
