@@ -97,8 +97,8 @@ class ExchangeMaker:
         # A tensor's shape is that of its words: of a key there are several.
         aval = self._result.aval
         rank = len(compat.physical(aval)[0]) - len(aval.shape)
-        known = (self._devices.tensors[t].shape for t in number)
-        shapes = tuple(shape[: len(shape) - rank] for shape in known)
+        in_words = (self._devices.tensors[t].shape for t in number)
+        shapes = tuple(shape[: len(shape) - rank] for shape in in_words)
         avals = tuple(aval for aval, _ in outputs)
         vertex, dtype = self._vertex, aval.dtype
         # Every device has one like it, and every turn of a loop.

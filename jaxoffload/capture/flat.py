@@ -189,8 +189,8 @@ def is_literal(operand: Operand) -> bool:
 
 
 class Scalar(compat.Literal):  # pyrefly: ignore[invalid-inheritance]
-    """A JAX `Literal` that can be looked up: JAX's own is not hashable, and so `in` no set or dict
-    is an answer, but an error."""
+    """A JAX `Literal` that can be looked up, and is never found: JAX's own is not hashable, so that
+    to ask whether it is in a set is an error."""
 
     __slots__ = ()
     __hash__ = object.__hash__
