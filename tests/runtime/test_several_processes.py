@@ -3,6 +3,7 @@ offloaded: losses of one process with the whole batch, and what a killed process
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -34,7 +35,8 @@ def ended(processes):
 
 
 def losses(text):
-    lines = [line.split() for line in text.splitlines() if line[:1].isdigit()]
+    """Of each step. Lines of Gloo, which several threads write at once, may begin with a digit."""
+    lines = re.findall(r"^(\d+) (\S+)$", text, re.MULTILINE)
     return {int(number): float(value) for number, value in lines}
 
 
