@@ -162,21 +162,6 @@ nb::list Orders(nb::handle columns, const Array<double>& seconds) {
   return named;
 }
 
-nb::object Overwritten(nb::handle columns) {
-  const Columns arrays(columns);
-  const TaskTable table(arrays.found());
-  const CallersMemory callers(table, /*in_place_io=*/false);
-  std::vector<int32_t> found, pairs;
-  for (int32_t t = 0; t < table.num_tensors(); ++t) {
-    const int64_t* parts = table.columns().result_offsets + t;
-    for (int64_t p = parts[0]; p < parts[1]; ++p) {
-      callers.Overwritten(p, t, &found);
-      for (const int32_t other : found) pairs.insert(pairs.end(), {t, other});
-    }
-  }
-  return Owned(std::move(pairs));
-}
-
 }  // namespace
 
 void BindMemGraph(nb::module_& m) {

@@ -47,6 +47,9 @@ class ExchangeMaker:
         self._eqn = self._equation.operation.eqn
         (self._operand,) = self._equation.inputs
         (self._result,) = self._equation.outputs
+        # A tensor's shape is that of its words: of a key there are several.
+        aval = self._result.aval
+        self._more_dims = len(compat.physical(aval)[0]) - len(aval.shape)
         self._start: DeviceKernel | None = None
 
     def run(self) -> None:
@@ -94,13 +97,10 @@ class ExchangeMaker:
         """
         number = {t: i for i, t in enumerate(dict.fromkeys(inputs))}
         reads = tuple(number[t] for t in inputs)
-        # A tensor's shape is that of its words: of a key there are several.
-        aval = self._result.aval
-        rank = len(compat.physical(aval)[0]) - len(aval.shape)
         in_words = (self._devices.tensors[t].shape for t in number)
-        shapes = tuple(shape[: len(shape) - rank] for shape in in_words)
+        shapes = tuple(shape[: len(shape) - self._more_dims] for shape in in_words)
         avals = tuple(aval for aval, _ in outputs)
-        vertex, dtype = self._vertex, aval.dtype
+        vertex, dtype = self._vertex, self._result.aval.dtype
         # Every device has one like it, and every turn of a loop.
         about = id(self._eqn), dtype, vertex.name, vertex.source
         key = name, parts, reads, shapes, avals, overwrites, about

@@ -34,10 +34,15 @@ def must_run_whole(jaxpr: Any) -> bool:
     return reason_to_run_whole(jaxpr) is not None
 
 
+def spreads(eqn: Any) -> bool:
+    """Whether an equation spreads work over several devices."""
+    return eqn.primitive.name in _SPREAD or compat.devices_of_constraint(eqn) > 1
+
+
 def reason_of(eqn: Any) -> str | None:
     """Why an equation cannot be a part of a vertex, or the first such reason in its bodies."""
     name, line = eqn.primitive.name, compat.source_line(eqn.source_info)
-    if name in _SPREAD or compat.devices_of_constraint(eqn) > 1:
+    if spreads(eqn):
         return (
             f"{name} at {line} spreads work over several devices, and vertices run on one. Offload "
             "what each device computes instead: jax.shard_map(offload(f), ...)."

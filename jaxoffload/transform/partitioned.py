@@ -27,7 +27,7 @@ from jaxoffload.capture.placing import Spec
 from jaxoffload.capture.spread import Spread, is_spread, partition, spread, wanted_mesh
 from jaxoffload.capture.spread_factors import likenesses
 from jaxoffload.capture.spread_hints import part_of, spec_of
-from jaxoffload.capture.whole import every_equation
+from jaxoffload.capture.whole import every_equation, spreads
 from jaxoffload.errors import CaptureError, PlanError
 from jaxoffload.options import Options
 from jaxoffload.runtime.request import pair_donated
@@ -168,8 +168,8 @@ def _parts(
     cut, wanted = _specs(arguments, mesh), _specs(results, mesh)
     is_cut = any(map(any, cut)) or wanted_mesh(params["jaxpr"]) is not None
     made = _spread(params, mesh, cut, wanted) if is_cut else None
-    if isinstance(made, CaptureError) and _names_a_mesh(params["jaxpr"]):
-        raise CaptureError(str(made))
+    if isinstance(made, CaptureError) and any(map(spreads, every_equation(params["jaxpr"]))):
+        raise CaptureError(str(made))  # one device cannot do all of it
     if not isinstance(made, Spread):  # each device does all
         function = functools.partial(offload_p.bind, **params)
         in_specs, out_specs = ([PartitionSpec()] * len(each) for each in (arguments, results))
@@ -233,13 +233,6 @@ def _lower_part(context: Any, *operands: Any, of_each: _Part) -> Any:
         except PlanError as error:
             of_each.derived.get().refusal = error
             raise
-
-
-def _names_a_mesh(jaxpr: Any) -> bool:
-    """Whether something in it is for several devices, so that one cannot do all of it."""
-    return is_spread(jaxpr) or any(
-        compat.devices_of_constraint(eqn) > 1 for eqn in every_equation(jaxpr)
-    )
 
 
 def _spread(
