@@ -2,6 +2,7 @@
 
     jaxoffload finetune --model MODEL --data FILE [--data FILE ...] --out FOLDER
                         [--device-memory 6GiB] [--quantize nf4] [--full] [--resume] [--plan-only]
+                        [--devices COUNT]
                         [--coordinator HOST:PORT --processes COUNT --process NUMBER]
 
 MODEL is a Hugging Face folder (config.json, *.safetensors, tokenizer.json) or a GGUF file.
@@ -17,6 +18,7 @@ checkpoints/ what is needed to go on with --resume. Ctrl-C saves and stops.
 
 --plan-only says whether it fits, how fast it would be and why, and trains nothing.
 
+Several devices take each step together, each its share of --batch, within a budget each.
 Several processes train adapters together, each on its share of --batch: the same command for each,
 with its NUMBER from 0. HOST:PORT is of process 0, which alone prints, and writes FOLDER.
 """
@@ -33,6 +35,7 @@ from absl import flags, logging
 
 from jaxoffload.errors import OffloadError, OffloadWarning, PlanError
 from jaxoffload.finetune import data, models, session, train
+from jaxoffload.finetune.devices import Devices
 from jaxoffload.finetune.lora import LoraConfig
 from jaxoffload.finetune.parallel import Processes
 from jaxoffload.options import format_bytes
@@ -84,6 +87,7 @@ flags.DEFINE_bool("resume", False, "Go on from the newest checkpoint.", **_OWN)
 flags.DEFINE_bool("plan_only", False, "Say whether it fits and how fast; train nothing.", **_OWN)
 flags.DEFINE_string("machine", None, "With --plan-only: another machine's model, one of "
                     f"{', '.join(MACHINES)}.", **_OWN)  # fmt: skip
+flags.DEFINE_integer("devices", 1, "Devices that each step is spread over.", 1, **_OWN)
 flags.DEFINE_string("coordinator", None, "Address and port of process 0, as 10.0.0.1:9911.",
                     **_OWN)  # fmt: skip
 flags.DEFINE_integer("processes", 1, "Processes that train together.", 1, **_OWN)
@@ -189,7 +193,9 @@ def _run(processes: Processes) -> int:
             f"--full trains all weights, and --quantize={FLAGS.quantize} packs them, after which "
             "they cannot be trained. Leave one out."
         )
-    processes.check(FLAGS.batch, FLAGS.accumulate, not full)
+    devices = Devices(FLAGS.devices)
+    session.check(_settings(1, processes, devices))
+    devices.ask_for()
     if processes.count > 1:
         processes.join(FLAGS.coordinator)
     model = models.open_model(
@@ -206,7 +212,8 @@ def _run(processes: Processes) -> int:
         held_out = data.read(FLAGS.eval_data, model.tokenizer)
     else:
         examples, held_out = data.split(examples, FLAGS.eval_share, FLAGS.seed)
-    settings = _settings(len(data.pack(examples, FLAGS.length, FLAGS.seed)), processes)
+    num_rows = len(data.pack(examples, FLAGS.length, FLAGS.seed))
+    settings = _settings(num_rows, processes, devices)
     ready = session.prepare(model, examples, held_out, settings)
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(model.params))
     num_trained = sum(x.size for x in jax.tree.leaves(ready.trainer.trained))
@@ -241,7 +248,7 @@ def _run(processes: Processes) -> int:
     return 0
 
 
-def _settings(num_rows: int, processes: Processes) -> session.Settings:
+def _settings(num_rows: int, processes: Processes, devices: Devices) -> session.Settings:
     steps = FLAGS.steps or max(1, round(FLAGS.epochs * num_rows / FLAGS.batch))
     recipe = train.Recipe(
         FLAGS.learning_rate,
@@ -271,6 +278,7 @@ def _settings(num_rows: int, processes: Processes) -> session.Settings:
         FLAGS.keep,
         memory=FLAGS.memory,
         processes=processes,
+        devices=devices,
     )
 
 

@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxoffload.finetune.devices import Devices
 from jaxoffload.finetune.train import Recipe
 
 _PATIENCE_SECONDS = 10
@@ -68,18 +69,12 @@ class Processes:
             shutdown_timeout_seconds=_PATIENCE_SECONDS,
         )
 
-    def check(self, batch: int, accumulate: int, are_adapters: bool) -> None:
+    def check(self, are_adapters: bool) -> None:
         """Checks settings.
 
         Raises:
           ValueError: they are not for so many processes.
         """
-        if batch % (self.count * accumulate):
-            several = f" times processes={self.count}" if self.count > 1 else ""
-            raise ValueError(
-                f"accumulate={accumulate}{several} does not divide batch={batch}. Pass a multiple "
-                f"of {self.count * accumulate} as batch."
-            )
         if self.count > 1 and not are_adapters:
             raise ValueError(
                 f"all weights are to be trained by processes={self.count}, which would send all "
@@ -111,7 +106,7 @@ class Processes:
 
 
 def make_step(
-    processes: Processes, recipe: Recipe, gradients: Callable[..., Any]
+    processes: Processes, devices: Devices, recipe: Recipe, gradients: Callable[..., Any]
 ) -> Callable[..., tuple[Any, Any, dict[str, jax.Array]]]:
     """`step(frozen, trained, opt_state, batch, key_data=None, wants_stop=False)`.
 
@@ -177,11 +172,11 @@ def make_step(
         if key_data is not None:  # each drops others
             key = jax.random.fold_in(jax.random.wrap_key_data(key_data), processes.rank)
             key_data = np.asarray(jax.random.key_data(key))
-        value, grads = gradients(frozen, trained, rows, key_data)
+        value, grads = gradients(frozen, trained, devices.rows(rows), key_data)
         count = np.sum(rows["weights"], dtype=np.float32)
         found = (count, value, grads, np.int32(wants_stop))
         state = jax.tree.map(shared, (trained, opt_state))
         results = update(*state, jax.tree.map(apart, as_rows(found)))
-        return jax.tree.map(lambda x: x.addressable_data(0), results)
+        return devices.everywhere(jax.tree.map(lambda x: x.addressable_data(0), results))
 
     return step

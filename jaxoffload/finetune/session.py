@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxoffload.finetune import data, huggingface, lora, parallel, peft, train
 from jaxoffload.finetune.checkpoint import CheckpointError, Checkpoints
+from jaxoffload.finetune.devices import Devices
 from jaxoffload.finetune.lora import LoraConfig
 from jaxoffload.finetune.parallel import Processes
 from jaxoffload.finetune.train import Recipe
@@ -37,14 +38,16 @@ class Settings:
     Attributes:
       lora_config: of the adapters; None trains all weights.
       recipe: how weights are changed.
-      batch: rows a step, of all processes together; length: tokens a row.
+      batch: rows a step, of all processes and devices together; length: tokens a row.
       seed: of adapters, order and dropout.
-      device_memory, host_memory, disk, memory: as of `jaxoffload.offload`.
+      device_memory, host_memory, disk, memory: as of `jaxoffload.offload`; the first is of each
+        device.
       tier: "host" or "disk", where weights that are all trained wait, and their optimizer state.
       log_every, eval_every, save_every: in steps; 0 for at the end only.
       keep: checkpoints that are kept.
       max_eval_rows: held-out rows that are judged by.
       processes: those that train together; they have joined.
+      devices: those of each process that take a step together.
     """
 
     lora_config: LoraConfig | None
@@ -63,6 +66,7 @@ class Settings:
     max_eval_rows: int = 64
     memory: Any = None
     processes: Processes = Processes()
+    devices: Devices = Devices()
 
 
 class Stopped(Exception):
@@ -95,6 +99,8 @@ class Session:
         state, done = self.trainer, self.trainer.num_done
         settings = self.settings
         batch = data.batch_at(self.packed, settings.batch, settings.seed, done)
+        if settings.processes.count == 1:
+            batch = settings.devices.rows(batch)
         key = train.dropout_key(settings.lora_config, settings.seed, done)
         return state.frozen, state.trained, state.opt_state, batch, key
 
@@ -102,7 +108,7 @@ class Session:
         """Mean loss of the held-out rows, in nats a token."""
         assert self.held_out is not None
         rows = self.settings.batch // self.settings.processes.count  # as many as a step's
-        batches = data.in_order(self.held_out, rows)
+        batches = map(self.settings.devices.rows, data.in_order(self.held_out, rows))
         return train.evaluate(self.loss, self.trainer.trained, self.trainer.frozen, batches)
 
     def resume(self, checkpoints: Checkpoints) -> bool:
@@ -224,7 +230,8 @@ def prepare(
     if judged is not None and len(judged) > settings.max_eval_rows:
         judged = judged.first(settings.max_eval_rows)
     lora_config, recipe = settings.lora_config, settings.recipe
-    settings.processes.check(settings.batch, recipe.accumulate, settings.lora_config is not None)
+    check(settings)
+    settings.devices.check(settings.memory)
     if settings.length > model.config.max_length:
         raise ValueError(
             f"length={settings.length} is more than the model's {model.config.max_length} tokens. "
@@ -234,6 +241,7 @@ def prepare(
         raise ValueError(
             'tier="disk" needs a folder for weights and optimizer state. Pass disk="/scratch".'
         )
+    weights = _digest(model.params)  # some are not to be used any more after this
     frozen, trained = model.params, None
     if lora_config is None:
         frozen, trained = None, model.params
@@ -246,8 +254,7 @@ def prepare(
     else:
         trained = lora.init(frozen, lora_config, jax.random.key(settings.seed))
     shapes = jax.eval_shape(recipe.optimizer().init, _shapes(trained))
-    zeros = shapes if lora_config is None else jax.tree.map(_zeros, shapes)
-    opt_state = _placed(zeros, settings)  # AdamW begins with zeros
+    opt_state = _placed(shapes, settings)  # AdamW begins with zeros
     options: dict[str, Any] = {
         "device_memory": settings.device_memory, "host_memory": settings.host_memory,
         "disk": settings.disk, "memory": settings.memory,
@@ -257,7 +264,7 @@ def prepare(
     processes = settings.processes
     loss = train.make_loss(model.config, lora_config)
     about = {
-        "model": dataclasses.asdict(model.config), "weights": _digest(model.params),
+        "model": dataclasses.asdict(model.config), "weights": weights,
         "lora": None if lora_config is None else dataclasses.asdict(lora_config),
         "recipe": dataclasses.asdict(recipe),
         "batch": settings.batch, "length": settings.length, "seed": settings.seed,
@@ -269,10 +276,28 @@ def prepare(
         advance = fast_step = offload(step, donate_argnums=(1, 2), **options)
     else:
         fast_step = offload(train.make_gradients(model.config, lora_config, recipe), **options)
-        advance = parallel.make_step(processes, recipe, fast_step)
+        advance = parallel.make_step(processes, settings.devices, recipe, fast_step)
     trainer = train.Trainer(advance, frozen, trained, opt_state)
     fast_loss = offload(loss, **options)
     return Session(model, settings, fast_step, fast_loss, trainer, packed, judged, about)
+
+
+def check(settings: Settings) -> None:
+    """Checks what does not ask for devices, before processes have joined.
+
+    Raises:
+      ValueError: settings do not go together; says how.
+    """
+    processes, accumulate = settings.processes, settings.recipe.accumulate
+    processes.check(settings.lora_config is not None)
+    shares = {"processes": processes.count, "devices": settings.devices.count}
+    product = accumulate * math.prod(shares.values())
+    if settings.batch % product:
+        several = "".join(f" times {name}={n}" for name, n in shares.items() if n > 1)
+        raise ValueError(
+            f"accumulate={accumulate}{several} does not divide batch={settings.batch}. Pass a "
+            f"multiple of {product} as batch."
+        )
 
 
 def open_checkpoints(folder: str, settings: Settings, resume: bool, say: Say) -> Checkpoints:
@@ -307,18 +332,30 @@ def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(shape.shape, shape.dtype)
-
-
 def _placed(tree: Any, settings: Settings) -> Any:
-    """Trained state where it belongs: adapters on the device, weights below it."""
+    """Trained state where it belongs: adapters on the devices, weights below them. Shapes stand for
+    zeros; arrays in host memory are not to be used any more."""
     if settings.lora_config is not None:
-        return jax.tree.map(lambda x: jnp.array(np.asarray(x)), tree)
-    if settings.tier == "disk":
-        assert settings.disk is not None
-        return disk_put(tree, settings.disk)
-    return jax.tree.map(lambda x: x if isinstance(x, HostArray) else host_put(x), tree)
+        return settings.devices.everywhere(jax.tree.map(_on_device, tree))
+
+    def put(leaf: Any, sharding: Any) -> Any:
+        if settings.tier == "disk":
+            assert settings.disk is not None
+            return disk_put(leaf, settings.disk, sharding)
+        if sharding is None and isinstance(leaf, HostArray):
+            return leaf
+        found = host_put(leaf, sharding)
+        if isinstance(leaf, HostArray):
+            leaf.delete()  # not all of them twice
+        return found
+
+    return settings.devices.divided(tree, put)
+
+
+def _on_device(leaf: Any) -> jax.Array:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jnp.zeros(leaf.shape, leaf.dtype)
+    return jnp.array(np.asarray(leaf))
 
 
 def _clock(seconds: float) -> str:

@@ -223,8 +223,8 @@ def _accumulated(
         found = jax.value_and_grad(lambda t: loss(t, frozen, micro, own) * share)(trained)
         return jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, found), None
 
-    def cut(x: jax.Array) -> jax.Array:
-        return x.reshape(count, size // count, *x.shape[1:])
+    def cut(x: jax.Array) -> jax.Array:  # of the rows that a device has some in each
+        return x.reshape(size // count, count, *x.shape[1:]).swapaxes(0, 1)
 
     def zero(x: jax.Array) -> jax.Array:
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))

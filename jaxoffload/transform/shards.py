@@ -76,9 +76,10 @@ class Shards:
         if isinstance(array, TierArray):
             # No part of what is on disk as a whole is read alone.
             must_be = "donated" if is_donated else "on disk" if array.tier == "disk" else ""
-            if isinstance(array, ShardedArray) and array.sharding.is_equivalent_to(
-                sharding, array.ndim
-            ):
+            is_whole = not isinstance(array, ShardedArray)
+            if is_whole and must_be == "on disk" and sharding.is_fully_replicated:
+                return [array] * len(self._devices)
+            if not is_whole and array.sharding.is_equivalent_to(sharding, array.ndim):
                 parts = array.own_parts() if is_donated else array.parts
                 found = dict(zip(array.devices, parts, strict=True))
                 return [found[device] for device in self._devices]

@@ -68,7 +68,7 @@ X, Y = normal(32, 48), normal(32, 48, seed=1)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4])
-@pytest.mark.parametrize("where", ["numpy", "devices", "host", "disk"])
+@pytest.mark.parametrize("where", ["numpy", "devices", "host", "disk", "whole on disk"])
 def test_weights_that_all_devices_have(where, share, tmp_path):
     params = list(weights(5, 48))
     want = predict(params, X)
@@ -77,6 +77,7 @@ def test_weights_that_all_devices_have(where, share, tmp_path):
         "devices": jax.device_put,
         "host": jo.host_put,
         "disk": lambda x, sharding: jo.disk_put(x, tmp_path, sharding),
+        "whole on disk": lambda x, sharding: jo.disk_put(x, tmp_path),
     }
     args = put(params, how=hows[where]), put(X, ("x", "y"))
     budget = budget_of(predict, args, share)

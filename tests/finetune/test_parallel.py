@@ -125,6 +125,15 @@ def test_four_processes_have_the_losses_and_adapters_of_one(alone, start, tmp_pa
         np.testing.assert_allclose(trained[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
+def test_two_processes_of_two_devices_each_have_the_losses_of_one(alone, start, tmp_path):
+    found, (want, _) = losses(ended(start(tmp_path / "out", 2, "--devices=2"))), alone
+    assert found.keys() == want.keys()
+    for step in want:
+        np.testing.assert_allclose(
+            np.array(found[step], float), np.array(want[step], float), rtol=2e-3, atol=1e-4
+        )
+
+
 @pytest.mark.drawn(every=2)
 def test_stopped_and_killed_they_end_and_go_on_with_the_same_bits(start, tmp_path):
     out = tmp_path / "whole"
