@@ -9,6 +9,9 @@ the weights beside the least budget. For each the launcher work-conserving, in t
 each lane, in one order for each device as TURNIP's ablation has it, and level by level: the medians
 of rounds in turns, over the work-conserving one. Data parallel also by a plan in which no device
 copies from another what both have.
+
+Where there are more devices (`XLA_FLAGS=--xla_force_host_platform_device_count=8`): LLaMA prefill,
+tensor parallel over four and eight, and what there is to win by sums that take parts in any order.
 """
 
 import contextlib
@@ -26,7 +29,17 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxoffload as jo
-from benchmarks.devices import DATA_PARALLEL, ONE_ORDER, WAYS, Size, in_one_order, llama
+from benchmarks.devices import (
+    DATA_PARALLEL,
+    ONE_ORDER,
+    TENSOR_PARALLEL,
+    TINY,
+    WAYS,
+    Size,
+    in_one_order,
+    llama,
+    with_any_order,
+)
 from benchmarks.measure import interleaved, machine, need_devices, save
 from benchmarks.throttled import arrays, levelwise
 from jaxoffload.graphs.memgraph import Kind
@@ -41,6 +54,8 @@ ALONE = "each from host memory"
 UNIT = 15e-3
 """Seconds of a product, and of the copy of its weights, in DISCO's example."""
 MODEL = Size(384, 8, 6, 1024, 2048)
+WIDE = Size(512, 8, 8, 1024, 2048)
+"""Has a head for each of eight devices."""
 
 
 def disco(layers: int, width: int, rows: int, seconds: float = 0.0) -> tuple[Any, tuple[Any, ...]]:
@@ -80,12 +95,12 @@ def disco(layers: int, width: int, rows: int, seconds: float = 0.0) -> tuple[Any
 
 
 @contextlib.contextmanager
-def slow_links(rate: float, shared: bool) -> Iterator[Machine]:
+def slow_links(rate: float, shared: bool, count: int = COUNT) -> Iterator[Machine]:
     """Copies held down to a rate, and plans made for a machine that has such links."""
-    backend, link = backends.several(jax.devices()[:COUNT]), Link(rate)
+    backend, link = backends.several(jax.devices()[:count]), Link(rate)
     slow = dataclasses.replace(
         SMALL_SERVER, name="throttled", to_device=link, from_device=link, peer=link,
-        num_devices=COUNT, links=1 if shared else None,
+        num_devices=count, links=1 if shared else None,
     )  # fmt: skip
     if not backend.client.throttle_copies(int(rate), shared):
         raise SystemExit(f"the {backend.name} backend has links of its own")
@@ -160,6 +175,35 @@ def measure(
     return found
 
 
+def sums_in_any_order(count: int, model: Size, tokens: tuple[int, int], rounds: int) -> Any:
+    """What sums that take parts as they come could win at most, over so many devices: of each
+    kernel that adds parts, all but the add after the last arrival; as a share of the run."""
+    function, shapes = llama(model, *tokens, count, TENSOR_PARALLEL)
+    args = arrays(shapes)
+    free = jo.offload(function, device_memory=None, cut="always").plan(*args)
+    held = sum(t.bytes for t in free.taskgraph.tensors if t.argument and t.device == 0)
+    rate, rows = balanced_rate(function, args, held), []
+    for shared in (False, True):
+        with slow_links(rate, shared, count) as on:
+            budget = free.min_device_memory + held // 4
+            step = jo.offload(function, device_memory=budget, cut="always")
+            shares, seconds = [], []
+            for _ in range(1 + rounds):
+                step(*args)
+                graph, run = step.last_run.memgraph, step.last_run
+                # Sums take less on a machine that takes parts in any order, other kernels as long.
+                left = with_any_order(graph, on)[0] / on.vertex_seconds(graph)
+                saved = (run.end_seconds - run.start_seconds) * (1 - left)
+                most = max(saved[graph.device == d].sum() for d in range(count))
+                shares.append(float(most / run.seconds))
+                seconds.append(run.seconds)
+        rows.append({"workload": f"sums, {TENSOR_PARALLEL}, {count} devices", "rate": rate,
+                     "links": 1 if shared else count, "budget": budget,
+                     "seconds": float(np.median(seconds[1:])),
+                     "any order, at most": float(np.median(shares[1:]))})  # fmt: skip
+    return rows
+
+
 def run(small: bool = False, out: str | None = None) -> None:
     """Each workload behind each kind of link."""
     need_devices("bus", COUNT)
@@ -187,4 +231,14 @@ def run(small: bool = False, out: str | None = None) -> None:
             told = ", ".join(f"{way} {took:.4g} s" for way, took in row["seconds"].items())
             print(f"{name}, {row['links']} links of {format_bytes(rate)}/s: {told}; links alone "
                   f"{row['bound']:.3g} s", flush=True)  # fmt: skip
+    for count in (4, 8):
+        if len(jax.devices()) >= count:
+            tokens = batch, length
+            model = dataclasses.replace(TINY, heads=8) if small else WIDE
+            found = sums_in_any_order(count, model, tokens, rounds)
+            for row in found:
+                print(f"{row['workload']}, {row['links']} links of {format_bytes(row['rate'])}/s: "
+                      f"{row['seconds']:.4g} s, of which sums in any order could win at most "
+                      f"{row['any order, at most']:.2%}", flush=True)  # fmt: skip
+            rows += found
     save("bus", rows, out)
