@@ -32,7 +32,9 @@ from jaxoffload.capture.views import parts_of_argument
 from jaxoffload.graphs.taskgraph import Span
 
 _SHARED = 3
-"""Chunks from which on it is worth a vertex that they all have one executable, the first, too."""
+"""Chunks, or slices, from which on it is worth a vertex that all of them have one executable."""
+_SHARED_BYTES = 2048
+"""Of a slice, from which on there is room for a scalar that says which it is: a place has 256."""
 _JOINED_AT_ONCE = 64
 """Up to so many scalars, of the slices of a stack, are joined by one operation: an optimizer that
 clips by a norm has one for each slice of each parameter."""
@@ -146,15 +148,16 @@ class _Unroller:
         if found is None:
             shape, dtype = operand.aval.shape, operand.aval.dtype
             found, step = [], operand.num_bytes() // rows.length
+            is_shared = rows.length >= _SHARED and step >= _SHARED_BYTES
             for number, (first, stop) in enumerate(rows.spans()):
                 aval = compat.ShapedArray(rows.piece_shape(first, stop, shape), dtype)
                 if operand.argument is not None:
                     span = operand.argument
                     piece = Value(aval, Span(span.index, span.offset + first * step))
-                elif rows.are_slices:
+                elif rows.are_slices and not is_shared:
                     piece = self.emit(slicing.slice_operation(first, eqn), (operand,), aval)
                 else:
-                    operation = slicing.rows_operation(stop - first, eqn)
+                    operation = slicing.rows_operation(stop - first, rows.are_slices, eqn)
                     piece = self.emit(operation, (operand, self._first_rows(rows)[number]), aval)
                 found.append(piece)
             self._pieces[operand, rows] = found

@@ -28,11 +28,14 @@ def slice_operation(index: int, eqn: Any) -> Operation:
     )
 
 
-def rows_operation(rows: int, eqn: Any) -> Operation:
-    """The operation (array, first row) that takes some rows: one for all places."""
-    return Operation.of_function(
-        f"slice[{rows} rows]", lambda x, first: lax.dynamic_slice_in_dim(x, first, rows), eqn
-    )
+def rows_operation(rows: int, are_slices: bool, eqn: Any) -> Operation:
+    """The operation (array, first row) that takes some rows, or a slice: one for all places."""
+
+    def take(x: Any, first: Any) -> Any:
+        found = lax.dynamic_slice_in_dim(x, first, rows)
+        return lax.squeeze(found, (0,)) if are_slices else found
+
+    return Operation.of_function(f"slice[{rows} rows]", take, eqn, are_slices)
 
 
 def numbers_operation(numbers: Sequence[int]) -> Operation:

@@ -35,9 +35,9 @@ def least_seconds(
     columns, devices = graph.columns, num_devices(graph)
     is_kernel, on_host = (columns.kind == k for k in (VertexKind.KERNEL, VertexKind.HOST_KERNEL))
     seconds = machine.task_seconds(graph)
-    compute = np.bincount(columns.vertex_device[is_kernel], seconds[is_kernel]).max(initial=0.0)
+    compute = machine.busiest_seconds(seconds[is_kernel], columns.vertex_device[is_kernel])
     host = seconds[on_host].sum()
-    compute = compute + host if machine.is_host and devices == 1 else max(compute, host)
+    compute = compute + host if machine.is_host else max(compute, host)
     room = budget - np.array(reserved_workspace(graph, devices))
     excess = np.maximum(_most_alive(graph) - room, 0)
     up, down = callers_bytes(graph, lasting, budget) + excess

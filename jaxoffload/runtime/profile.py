@@ -100,6 +100,8 @@ class Profile:
             rate = float(work[on_host, 1].sum()) / busy
             self.kernels["host_traffic"] = max(rate, self.kernels.get("host_traffic", 0.0))
         work[graph.taskgraph.in_host_memory] = 0.0
+        if like.is_host:  # kernels of several devices have the cores together
+            best = best / like.num_devices
         for bound, rate in _kernel_rates(work, best, like).items():
             self.kernels[bound] = max(rate, self.kernels.get(bound, 0.0))
 

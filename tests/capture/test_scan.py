@@ -284,6 +284,25 @@ def test_scans_that_meet_agree_on_their_pieces():
     assert "join" not in names and not any(name.startswith("slice[") for name in names)
 
 
+@pytest.mark.parametrize("layers, width", [(6, 1024), (6, 64), (2, 1024)])
+def test_layers_read_slices_of_what_is_computed_by_one_executable(layers, width):
+    def function(h, x, w):
+        def layer(h, both):
+            row, m = both
+            return jnp.tanh(h @ m + row.mean()), None
+
+        # Not piece by piece: each row takes those before it.
+        return lax.scan(layer, h, (lax.cumsum(x, 0), w))[0]
+
+    args = rows(16, 512), rows(layers, width), rows(layers, 512, 512) / 23
+    captured = assert_same(function, args, ALL, rtol=1e-5)
+    of_each = [{step.operation.name for step in kernel.steps} for kernel in captured.kernels]
+    slices = {name for names in of_each for name in names if name.startswith("slice[")}
+    are_shared = layers > 2 and width > 64  # else a scalar that says which takes as much
+    assert slices == ({"slice[1 rows]"} if are_shared else {f"slice[{i}]" for i in range(layers)})
+    assert not are_shared or sum(bool(names & slices) for names in of_each) == 1
+
+
 @pytest.mark.parametrize("piece_bytes", [600, 0])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sums_over_pieces_are_rounded_once(dtype, piece_bytes):

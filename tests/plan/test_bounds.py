@@ -220,3 +220,26 @@ def test_a_profile_has_the_rate_of_the_link_alone():
                 assert profile.rates[way] == pytest.approx(want), (seed, way)
                 seen += 1
     assert seen > 40
+
+
+def test_a_profile_has_the_rate_of_all_cores_where_devices_share_them():
+    """Two kernels at once, which take twice as long as each by itself would."""
+    tensors, vertices = [], []
+    for d in range(2):
+        tensors.append(Tensor(64, device=d, argument=Span(d, 0)))
+        tensors.append(Tensor(64, device=d, results=(Span(d, 0),)))
+        reads, writes = (2 * d,), (2 * d + 1,)
+        vertices.append(
+            Vertex(VertexKind.KERNEL, reads, writes, device=d, flops=4e9, traffic=1.0, kernel=0)
+        )
+    plan = build_memgraph(TaskGraph(tuple(tensors), tuple(vertices)), 4096)
+    kernels = plan.kind == Kind.KERNEL
+    run = types.SimpleNamespace(
+        memgraph=plan, start_seconds=np.zeros(plan.num_vertices), end_seconds=2.0 * kernels,
+        idle=np.zeros(plan.num_vertices, bool), bytes_reloaded=0, bytes_offloaded=0,
+        bytes_loaded=0, bytes_stored=0, rows_loaded=0, rows_stored=0,
+    )  # fmt: skip
+    for is_host, want in ((True, 4e9), (False, 2e9)):
+        profile = Profile()
+        profile.add(run, dataclasses.replace(SLOW, num_devices=2, is_host=is_host))
+        assert dict(profile.known_rates())["flops_per_second"] == pytest.approx(want)

@@ -55,7 +55,7 @@ class Machine:
       links: how many links to host memory all devices share (each direction); None: one a device.
       duplex: whether both directions of a link work at once.
       host_flops_per_second, host_memory_bytes_per_second: of the host's cores, for kernels there.
-      is_host: whether these are the device's cores too, so that kernels of both take turns.
+      is_host: whether these are the cores of all devices, too, so that all kernels take turns.
       gpu: which GPU the device is to XLA's compiler (a name in compile/gpus, or a file that
         `jaxoffload doctor --save-target` has written); "" where it is none, or not known.
       is_guess: whether it has the rates of another device, until its own are measured.

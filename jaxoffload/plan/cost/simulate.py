@@ -3,8 +3,8 @@
 Takes a MemGraph, and a machine or the seconds of each vertex; gives a `Timeline`. Each device has
 one compute lane and one copy lane in each direction; loads from disk, stores to it and kernels of
 the host's have one lane each; transfers have a lane for each pair of devices. Copy lanes of several
-devices may be one (`Machine.links`), so may both directions (`Machine.duplex`), and where the
-device is the host (`Machine.is_host`) kernels of both. Of the vertices that are ready on a lane the
+devices may be one (`Machine.links`), so may both directions (`Machine.duplex`), and where devices
+are the host (`Machine.is_host`) all kernels have one. Of the vertices that are ready on a lane the
 policy says which goes first. The event loop is in C++ (custom_calls/planner/simulate.h).
 """
 
@@ -81,6 +81,7 @@ def lanes_of(
     if machine is not None:
         if machine.is_host:
             kind = np.where(kind == Kind.HOST_KERNEL, int(Kind.KERNEL), kind)
+            device = np.where(kind == Kind.KERNEL, 0, device)  # whose cores are the same
         copies = is_one_of(kind, (Kind.RELOAD, Kind.OFFLOAD))
         if machine.links is not None:
             device = np.where(copies, device % machine.links, device)
