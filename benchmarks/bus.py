@@ -95,18 +95,12 @@ def disco(layers: int, width: int, rows: int, seconds: float = 0.0) -> tuple[Any
 
 
 @contextlib.contextmanager
-def slow_links(
-    rate: float, shared: bool, count: int = COUNT, is_host: bool = True
-) -> Iterator[Machine]:
-    """Copies held down to a rate, and plans made for a machine that has such links.
-
-    Args:
-      is_host: whether the devices compute on the same cores.
-    """
+def slow_links(rate: float, shared: bool, count: int = COUNT) -> Iterator[Machine]:
+    """Copies held down to a rate, and plans made for a machine that has such links."""
     backend, link = backends.several(jax.devices()[:count]), Link(rate)
     slow = dataclasses.replace(
         SMALL_SERVER, name="throttled", to_device=link, from_device=link, peer=link,
-        num_devices=count, links=1 if shared else None, is_host=is_host,
+        num_devices=count, links=1 if shared else None,
     )  # fmt: skip
     if not backend.client.throttle_copies(int(rate), shared):
         raise SystemExit(f"the {backend.name} backend has links of its own")
@@ -134,7 +128,7 @@ def measure(
     """One function in one budget behind one kind of link."""
     args = arrays(shapes)
     leaves = jax.tree.leaves(args)
-    with slow_links(rate, shared, is_host=not name.startswith("DISCO")) as on:
+    with slow_links(rate, shared) as on:
         step = jo.offload(function, device_memory=budget, cut="always")
         plan = step.plan(*args)
         step(*args)
