@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxoffload as jo
-from benchmarks.bus import disco, slow_links
+from benchmarks.bus import disco, slow_links, sums_in_any_order
 from benchmarks.devices import FSDP, LORA, TINY, in_one_order, llama
 from jaxoffload.graphs.memgraph import Kind
 from jaxoffload.graphs.taskgraph import VertexKind
@@ -175,3 +175,11 @@ def test_work_is_that_of_the_busiest_device():
     assert P100_SERVER.work_seconds(graph) == each.max() < took.sum()
     host = dataclasses.replace(P100_SERVER, is_host=True)
     assert host.work_seconds(graph) == pytest.approx(host.task_seconds(graph).sum())
+
+
+def test_what_sums_in_any_order_could_win_is_a_share_of_the_run():
+    """Of real runs, behind links of each device and behind one for all (benchmarks/bus.py)."""
+    model = dataclasses.replace(TINY, heads=8)
+    for row, links in zip(sums_in_any_order(4, model, (2, 16), 1), (4, 1), strict=True):
+        assert row["links"] == links
+        assert 0 < row["any order, at most"] < 1
