@@ -37,7 +37,7 @@ class Devices:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise ValueError(f"devices={self.count} is below 1.")
+            raise ValueError(f"devices={self.count} is below 1. Pass 1 or more.")
 
     def ask_for(self) -> None:
         """A CPU has as many devices as JAX is told before it is used."""
