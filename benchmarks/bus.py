@@ -10,8 +10,9 @@ each lane, in one order for each device as TURNIP's ablation has it, and level b
 of rounds in turns, over the work-conserving one. Data parallel also by a plan in which no device
 copies from another what both have.
 
-Where there are more devices (`XLA_FLAGS=--xla_force_host_platform_device_count=8`): LLaMA prefill,
-tensor parallel over four and eight, and what there is to win by sums that take parts in any order.
+With four devices or eight (`XLA_FLAGS=--xla_force_host_platform_device_count=8`), in place of that:
+LLaMA prefill, tensor parallel over so many, and what there is to win by sums that take parts in any
+order.
 """
 
 import contextlib
@@ -112,6 +113,13 @@ def slow_links(rate: float, shared: bool, count: int = COUNT) -> Iterator[Machin
         backend.machine = with_model
 
 
+def needed(function: Any, args: Any) -> tuple[int, int]:
+    """Bytes of the least budget, and of arguments that a device reads."""
+    free = jo.offload(function, device_memory=None, cut="always").plan(*args)
+    held = sum(t.bytes for t in free.taskgraph.tensors if t.argument and t.device == 0)
+    return free.min_device_memory, held
+
+
 def balanced_rate(function: Any, args: Any, weights: int) -> float:
     """Bytes a second at which the weights of a device take as long to come as all its kernels."""
     step = jo.offload(function, device_memory=None, cut="always")
@@ -175,22 +183,23 @@ def measure(
     return found
 
 
-def sums_in_any_order(count: int, model: Size, tokens: tuple[int, int], rounds: int) -> Any:
+def sums_in_any_order(
+    count: int, model: Size, tokens: tuple[int, int], rounds: int
+) -> list[dict[str, Any]]:
     """What sums that take parts as they come could win at most, over so many devices: of each
     kernel that adds parts, all but the add after the last arrival; as a share of the run."""
     function, shapes = llama(model, *tokens, count, TENSOR_PARALLEL)
     args = arrays(shapes)
-    free = jo.offload(function, device_memory=None, cut="always").plan(*args)
-    held = sum(t.bytes for t in free.taskgraph.tensors if t.argument and t.device == 0)
-    rate, rows = balanced_rate(function, args, held), []
+    least, held = needed(function, args)
+    budget, rate, rows = least + held // 4, balanced_rate(function, args, held), []
     for shared in (False, True):
         with slow_links(rate, shared, count) as on:
-            budget = free.min_device_memory + held // 4
             step = jo.offload(function, device_memory=budget, cut="always")
             shares, seconds = [], []
             for _ in range(1 + rounds):
                 step(*args)
-                graph, run = step.last_run.memgraph, step.last_run
+                run = step.last_run
+                graph = run.memgraph
                 # Sums take less on a machine that takes parts in any order, other kernels as long.
                 left = with_any_order(graph, on)[0] / on.vertex_seconds(graph)
                 saved = (run.end_seconds - run.start_seconds) * (1 - left)
@@ -209,8 +218,13 @@ def run(small: bool = False, out: str | None = None) -> None:
     need_devices("bus", COUNT)
     layers, width, rows_of_x, rounds = (3, 64, 8, 1) if small else (64, 256, 8, 5)
     unit = 1e-3 if small else UNIT
-    model = Size(64, 3, 4, 128, 256) if small else MODEL
     batch, length = (2, 16) if small else (4, 256)
+    counts = [count for count in (4, 8) if len(jax.devices()) >= count]
+    if counts:
+        wide = dataclasses.replace(TINY, heads=8) if small else WIDE
+        _run_sums(counts, wide, (batch, length), rounds, out)
+        return
+    model = TINY if small else MODEL
     cases = {"DISCO's example": disco(layers, width, rows_of_x, unit)}
     for way in (DATA_PARALLEL,) if small else WAYS:
         cases[f"LLaMA prefill, {way}"] = llama(model, batch, length, COUNT, way)
@@ -218,9 +232,7 @@ def run(small: bool = False, out: str | None = None) -> None:
     rows = []
     for name, (function, shapes) in cases.items():
         args = arrays(shapes)
-        free = jo.offload(function, device_memory=None, cut="always").plan(*args)
-        held = sum(t.bytes for t in free.taskgraph.tensors if t.argument and t.device == 0)
-        least = free.min_device_memory
+        least, held = needed(function, args)
         if name.startswith("DISCO"):
             budget, rate = least + 2 * rows_of_x * width * 4, width * width * 2 / unit
         else:
@@ -231,14 +243,18 @@ def run(small: bool = False, out: str | None = None) -> None:
             told = ", ".join(f"{way} {took:.4g} s" for way, took in row["seconds"].items())
             print(f"{name}, {row['links']} links of {format_bytes(rate)}/s: {told}; links alone "
                   f"{row['bound']:.3g} s", flush=True)  # fmt: skip
-    for count in (4, 8):
-        if len(jax.devices()) >= count:
-            tokens = batch, length
-            model = dataclasses.replace(TINY, heads=8) if small else WIDE
-            found = sums_in_any_order(count, model, tokens, rounds)
-            for row in found:
-                print(f"{row['workload']}, {row['links']} links of {format_bytes(row['rate'])}/s: "
-                      f"{row['seconds']:.4g} s, of which sums in any order could win at most "
-                      f"{row['any order, at most']:.2%}", flush=True)  # fmt: skip
-            rows += found
     save("bus", rows, out)
+
+
+def _run_sums(
+    counts: list[int], model: Size, tokens: tuple[int, int], rounds: int, out: str | None
+) -> None:
+    print(machine())
+    rows = []
+    for count in counts:
+        for row in sums_in_any_order(count, model, tokens, rounds):
+            rows.append(row)
+            print(f"{row['workload']}, {row['links']} links of {format_bytes(row['rate'])}/s: "
+                  f"{row['seconds']:.4g} s, of which sums in any order could win at most "
+                  f"{row['any order, at most']:.2%}", flush=True)  # fmt: skip
+    save("sums", rows, out)

@@ -232,7 +232,8 @@ def test_a_profile_has_the_rate_of_all_cores_where_devices_share_them():
         vertices.append(
             Vertex(VertexKind.KERNEL, reads, writes, device=d, flops=4e9, traffic=1.0, kernel=0)
         )
-    plan = build_memgraph(TaskGraph(tuple(tensors), tuple(vertices)), 4096)
+    graph = TaskGraph(tuple(tensors), tuple(vertices))
+    plan = build_memgraph(graph, 4096)
     kernels = plan.kind == Kind.KERNEL
     run = types.SimpleNamespace(
         memgraph=plan, start_seconds=np.zeros(plan.num_vertices), end_seconds=2.0 * kernels,
@@ -241,5 +242,8 @@ def test_a_profile_has_the_rate_of_all_cores_where_devices_share_them():
     )  # fmt: skip
     for is_host, want in ((True, 4e9), (False, 2e9)):
         profile = Profile()
-        profile.add(run, dataclasses.replace(SLOW, num_devices=2, is_host=is_host))
+        machine = dataclasses.replace(SLOW, num_devices=2, is_host=is_host)
+        profile.add(run, machine)
         assert dict(profile.known_rates())["flops_per_second"] == pytest.approx(want)
+        each = machine.task_seconds(graph)[0]
+        assert least_seconds(graph, machine, 4096) == pytest.approx(each * (1 + is_host))
