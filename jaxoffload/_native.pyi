@@ -226,6 +226,7 @@ class Plan:
         residents: np.ndarray,
         owed: np.ndarray,
         returned: np.ndarray,
+        first_of_sum: np.ndarray,
     ) -> None: ...
     @property
     def num_vertices(self) -> int: ...

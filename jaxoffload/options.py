@@ -52,6 +52,7 @@ class Options:
         same number then.
       rewrites: which rewrites of the program may be done, of `REWRITES`.
       rewrites_much: whether they are only where they save a lot.
+      deterministic: False: sums over devices take what they add as it comes.
       around: bytes that were taken from `memory` for the loops around a part that they repeat.
       budgets: bytes of each device, where they were named one by one; `device_memory` is the least.
     """
@@ -75,6 +76,7 @@ class Options:
     rewrites_much: bool = False
     is_auto: bool = False
     around: int = 0
+    deterministic: bool = True
 
 
 def make_options(
@@ -93,6 +95,7 @@ def make_options(
     memory: object = None,
     host_compute: object = "auto",
     rewrites: object = False,
+    deterministic: bool = True,
 ) -> Options:
     """Options from what the user typed.
 
@@ -123,7 +126,8 @@ def make_options(
     folders = None if disk is None else parse_disk(disk, "disk")
     if vertex_memory is not None:
         vertex_memory = parse_bytes(vertex_memory, "vertex_memory", "None")
-    for name, value in (("check", check), ("verify", verify)):
+    flags = {"check": check, "verify": verify, "deterministic": deterministic}
+    for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"offload: {name}={value!r} is not a bool. Pass True or False.")
     if results not in ("device", "host"):
@@ -141,6 +145,7 @@ def make_options(
         device_memory, host_memory, folders, vertex_memory, policies.as_policy(launch), check,
         verify, str(results), str(policy), str(recompute), str(cut), rates,
         memory, str(host_compute), budgets, parse_rewrites(rewrites), rewrites == "auto",
+        deterministic=deterministic,
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ class Columns {
     c.result_offset = Get<int64_t>("result_offset", parts);
     c.kind = Get<uint8_t>("kind", c.num_vertices);
     c.vertex_device = Get<int32_t>("vertex_device", c.num_vertices);
+    c.adds = Get<uint8_t>("adds", c.num_vertices);
     c.input_offsets = Offsets("input_offsets", c.num_vertices);
     c.inputs = Get<int32_t>("inputs", c.input_offsets[c.num_vertices]);
     c.gathered = Get<uint8_t>("gathered", c.input_offsets[c.num_vertices]);

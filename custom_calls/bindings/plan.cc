@@ -125,7 +125,8 @@ std::shared_ptr<Plan> NewPlan(
     std::vector<std::string> descriptions, const std::vector<std::pair<int32_t, int32_t>>& donated,
     int64_t disk_bytes, const nb::object& disk, const std::vector<bool>& argument_on_disk,
     const std::vector<bool>& result_on_disk, bool is_alone, const Array<int32_t>& residents,
-    const Array<int32_t>& owed, const Array<int32_t>& returned) {
+    const Array<int32_t>& owed, const Array<int32_t>& returned,
+    const Array<int32_t>& first_of_sum) {
   PlanArrays a;
   a.kind = ToVector(kind);
   a.lane = ToVector(lane);
@@ -159,6 +160,7 @@ std::shared_ptr<Plan> NewPlan(
   a.residents = ToVector(residents);
   a.owed = ToVector(owed);
   a.returned = ToVector(returned);
+  a.first_of_sum = ToVector(first_of_sum);
   a.argument_on_disk.assign(argument_on_disk.begin(), argument_on_disk.end());
   a.result_on_disk.assign(result_on_disk.begin(), result_on_disk.end());
   std::shared_ptr<DiskExtent> extent;
@@ -247,7 +249,7 @@ void BindPlan(nb::module_& m) {
            "donated"_a = std::vector<std::pair<int32_t, int32_t>>(), "disk_bytes"_a = 0,
            "disk"_a = nb::none(), "argument_on_disk"_a = std::vector<bool>(),
            "result_on_disk"_a = std::vector<bool>(), "is_alone"_a = false, "residents"_a, "owed"_a,
-           "returned"_a)
+           "returned"_a, "first_of_sum"_a)
       .def_prop_ro("num_vertices", [](const Plan& p) { return p.loaded().num_vertices(); })
       .def_prop_ro("num_versions", [](const Plan& p) { return p.loaded().num_versions(); })
       .def_prop_ro("arena_bytes", [](const Plan& p) { return p.loaded().arena_bytes(); })

@@ -1,6 +1,8 @@
 #include "launcher/live_ranges.h"
 
 #include <algorithm>
+#include <numeric>
+#include <utility>
 
 namespace jaxoffload {
 
@@ -10,6 +12,9 @@ LiveRanges::LiveRanges(const LoadedPlan& plan, const std::vector<char*>& address
       state_(plan.num_versions(), State::kAbsent),
       readers_left_(plan.num_versions()),
       completed_(plan.num_vertices(), false),
+      turn_(plan.num_vertices()),
+      next_turn_(plan.num_vertices(), -1),
+      to_come_(plan.num_vertices(), -1),
       device_bytes_(plan.arena_bytes().size(), 0) {
   MutexLock lock(mutex_);
   for (int32_t version = 0; version < plan.num_versions(); ++version) {
@@ -18,6 +23,11 @@ LiveRanges::LiveRanges(const LoadedPlan& plan, const std::vector<char*>& address
     if (plan.space(version) != Space::kArgument) continue;
     state_[version] = State::kIntact;
     if (readers_left_[version] > 0) Insert(version);
+  }
+  std::iota(turn_.begin(), turn_.end(), 0);
+  for (int32_t v = plan.num_vertices(); v-- > 0;) {
+    const int32_t first = plan.first_of_sum(v);
+    if (first >= 0) next_turn_[v] = std::exchange(to_come_[first], v);
   }
 }
 
@@ -38,13 +48,19 @@ void LiveRanges::Remove(int32_t version_id) {
 
 bool LiveRanges::Start(int32_t vertex_id, std::string* error) {
   MutexLock lock(mutex_);
+  const int32_t sum = plan_.first_of_sum(vertex_id);
+  if (sum >= 0) {
+    turn_[vertex_id] = to_come_[sum];
+    to_come_[sum] = next_turn_[to_come_[sum]];
+  }
   if (!CheckReads(vertex_id, error)) return false;
   const Range outputs = plan_.outputs(vertex_id);
   for (int64_t o = outputs.begin; o < outputs.end; ++o) {
     if (!CheckWrite(vertex_id, o, error)) return false;
-    if (plan_.overwritten(o) >= 0) Remove(plan_.overwritten(o));
-    state_[plan_.output(o)] = State::kBeingWritten;
-    Insert(plan_.output(o));
+    const int64_t entry = OutputEntry(vertex_id, o);
+    if (plan_.overwritten(entry) >= 0) Remove(plan_.overwritten(entry));
+    state_[plan_.output(entry)] = State::kBeingWritten;
+    Insert(plan_.output(entry));
   }
   return true;
 }
@@ -52,7 +68,7 @@ bool LiveRanges::Start(int32_t vertex_id, std::string* error) {
 bool LiveRanges::CheckReads(int32_t vertex_id, std::string* error) {
   const Range inputs = plan_.inputs(vertex_id);
   for (int64_t i = inputs.begin; i < inputs.end; ++i) {
-    const int32_t version = plan_.input(i);
+    const int32_t version = Input(vertex_id, i);
     if (state_[version] == State::kIntact) continue;
     *error = "race: " + plan_.Describe(vertex_id) + " reads " + DescribeVersion(version) +
              " before its writer, " + plan_.Describe(plan_.writer(version)) + ", has completed";
@@ -61,7 +77,8 @@ bool LiveRanges::CheckReads(int32_t vertex_id, std::string* error) {
   return true;
 }
 
-bool LiveRanges::CheckWrite(int32_t vertex_id, int64_t entry, std::string* error) {
+bool LiveRanges::CheckWrite(int32_t vertex_id, int64_t output, std::string* error) {
+  const int64_t entry = OutputEntry(vertex_id, output);
   const int32_t version = plan_.output(entry);
   if (plan_.bytes(version) == 0) return true;
   const int32_t overwritten = plan_.overwritten(entry);
@@ -88,13 +105,13 @@ void LiveRanges::Complete(int32_t vertex_id) {
   completed_[vertex_id] = true;
   const Range outputs = plan_.outputs(vertex_id);
   for (int64_t o = outputs.begin; o < outputs.end; ++o) {
-    const int32_t version = plan_.output(o);
+    const int32_t version = plan_.output(OutputEntry(vertex_id, o));
     state_[version] = State::kIntact;
     if (readers_left_[version] == 0 && plan_.space(version) != Space::kResult) Remove(version);
   }
   const Range inputs = plan_.inputs(vertex_id);
   for (int64_t i = inputs.begin; i < inputs.end; ++i) {
-    const int32_t version = plan_.input(i);
+    const int32_t version = Input(vertex_id, i);
     const bool last = --readers_left_[version] == 0;
     if (last && plan_.space(version) != Space::kResult) Remove(version);
   }

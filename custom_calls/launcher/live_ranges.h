@@ -8,6 +8,8 @@
 // overwrite an input in place once all other readers have completed. Arguments may overlap: a
 // caller may pass an array twice.
 //
+// Of a sum that takes what it adds in any order, whichever vertex comes k-th is taken for the k-th.
+//
 // Works on addresses, so it also sees clashes between the arenas and the caller's own arrays.
 
 #ifndef JAXOFFLOAD_LAUNCHER_LIVE_RANGES_H_
@@ -46,10 +48,20 @@ class LiveRanges {
   uintptr_t End(int32_t version_id) const { return Begin(version_id) + plan_.bytes(version_id); }
   bool Overlap(int32_t x, int32_t y) const { return Begin(x) < End(y) && Begin(y) < End(x); }
 
+  // What a vertex reads and writes at a position of the plan's; of a sum what its turn says.
+  int32_t Input(int32_t vertex_id, int64_t entry) const REQUIRES(mutex_) {
+    const int32_t turn = turn_[vertex_id];
+    const bool is_sum = entry == plan_.inputs(vertex_id).begin;
+    return plan_.input(is_sum ? plan_.inputs(turn).begin : entry);
+  }
+  int64_t OutputEntry(int32_t vertex_id, int64_t entry) const REQUIRES(mutex_) {
+    return entry - plan_.outputs(vertex_id).begin + plan_.outputs(turn_[vertex_id]).begin;
+  }
+
   void Insert(int32_t version_id) REQUIRES(mutex_);
   void Remove(int32_t version_id) REQUIRES(mutex_);
   bool CheckReads(int32_t vertex_id, std::string* error) REQUIRES(mutex_);
-  bool CheckWrite(int32_t vertex_id, int64_t entry, std::string* error) REQUIRES(mutex_);
+  bool CheckWrite(int32_t vertex_id, int64_t output, std::string* error) REQUIRES(mutex_);
   std::string DescribeVersion(int32_t version_id) const;
   // "vertex 9 (...) has still to read it", or why else a version is live.
   std::string WhyLive(int32_t version_id, int32_t apart_from) const REQUIRES(mutex_);
@@ -63,6 +75,9 @@ class LiveRanges {
   std::vector<State> state_ GUARDED_BY(mutex_);
   std::vector<int32_t> readers_left_ GUARDED_BY(mutex_);
   std::vector<bool> completed_ GUARDED_BY(mutex_);
+  std::vector<int32_t> turn_ GUARDED_BY(mutex_);  // of each vertex, in whose place it comes
+  std::vector<int32_t> next_turn_ GUARDED_BY(mutex_);  // of each part of a sum the next, or -1
+  std::vector<int32_t> to_come_ GUARDED_BY(mutex_);  // by the first of a sum, whose turn is next
   std::vector<int64_t> device_bytes_ GUARDED_BY(mutex_);
   int64_t peak_device_bytes_ GUARDED_BY(mutex_) = 0;
 };

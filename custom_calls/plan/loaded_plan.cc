@@ -196,6 +196,13 @@ void CheckVertex(const PlanArrays& a, int64_t v, const Lanes& lanes) {
   }
 }
 
+// What a part of a sum must do.
+bool AddsInPlace(const PlanArrays& a, int64_t v) {
+  const int64_t i = a.input_offsets[v], o = a.output_offsets[v];
+  return i < a.input_offsets[v + 1] && o + 1 == a.output_offsets[v + 1] &&
+         a.overwritten[o] == a.inputs[i];
+}
+
 void CheckVertices(const PlanArrays& a, const Lanes& lanes, int32_t num_executables) {
   const int64_t num_vertices = a.kind.size();
   const int64_t num_versions = a.space.size();
@@ -203,16 +210,11 @@ void CheckVertices(const PlanArrays& a, const Lanes& lanes, int32_t num_executab
   CheckLength("priority", a.priority, num_vertices);
   CheckLength("executable", a.executable, num_vertices);
   CheckLength("overwritten", a.overwritten, a.outputs.size());
-  if (!a.descriptions.empty()) {
-    CheckLength("descriptions", a.descriptions, num_vertices);
-  }
+  if (!a.descriptions.empty()) CheckLength("descriptions", a.descriptions, num_vertices);
+  if (!a.first_of_sum.empty()) CheckLength("first_of_sum", a.first_of_sum, num_vertices);
   CheckOffsets("input_offsets", a.input_offsets, num_vertices, a.inputs.size());
   CheckOffsets("output_offsets", a.output_offsets, num_vertices, a.outputs.size());
   CheckBounds("kind", a.kind, 0, kNumKinds);
-  for (int64_t v = 0; v < num_vertices; ++v) {
-    if (static_cast<Kind>(a.kind[v]) != Kind::kInput) continue;
-    Refuse(Entry("kind", v, a.kind[v]) + " exists in hand-made graphs only");
-  }
   CheckBounds("lane", a.lane, 0, lanes.size());
   CheckBounds("executable", a.executable, -1, num_executables);
   CheckBounds("inputs", a.inputs, 0, num_versions);
@@ -220,7 +222,11 @@ void CheckVertices(const PlanArrays& a, const Lanes& lanes, int32_t num_executab
   CheckBounds("overwritten", a.overwritten, -1, num_versions);
   CheckOffsets("succ_offsets", a.succ_offsets, num_vertices, a.succ.size());
   CheckBounds("succ", a.succ, 0, num_vertices);
+  CheckBounds("first_of_sum", a.first_of_sum, -1, num_vertices);
   for (int64_t v = 0; v < num_vertices; ++v) {
+    if (static_cast<Kind>(a.kind[v]) == Kind::kInput) {
+      Refuse(Entry("kind", v, a.kind[v]) + " exists in hand-made graphs only");
+    }
     for (int64_t e = a.succ_offsets[v]; e < a.succ_offsets[v + 1]; ++e) {
       if (a.succ[e] <= v) {
         Refuse(Entry("succ", e, a.succ[e]) + " is not after its tail " + std::to_string(v) +
@@ -231,6 +237,9 @@ void CheckVertices(const PlanArrays& a, const Lanes& lanes, int32_t num_executab
   for (int64_t v = 0; v < num_vertices; ++v) {
     CheckVertex(a, v, lanes);
     CheckTiers(a, v, lanes);
+    if (!a.first_of_sum.empty() && a.first_of_sum[v] >= 0 && !AddsInPlace(a, v)) {
+      Refuse(Entry("first_of_sum", v, a.first_of_sum[v]) + ", but the vertex adds nothing");
+    }
   }
 }
 
@@ -344,49 +353,6 @@ void LoadedPlan::CheckResidents() const {
     }
     if (BroughtFrom(result) != last) refuse(" is owed from elsewhere");
   }
-}
-
-bool LoadedPlan::IsBroughtBack(int32_t first, int32_t last) const {
-  if (last >= num_versions() || last == first || writer_[last] < 0) return false;
-  const bool is_same = space(last) == Space::kDevice && index(last) == index(first) &&
-                       offset(last) == offset(first) && bytes(last) == bytes(first);
-  if (!is_same || SuccessorOf(first) >= 0 || SuccessorOf(last) >= 0 ||
-      kind(writer_[last]) != Kind::kReload) {
-    return false;
-  }
-  const int32_t old = BroughtFrom(first), now = BroughtFrom(last);
-  if (now == old) return true;
-  if (space(old) != Space::kArgument || space(now) != Space::kResult ||
-      offset(now) != offset(old)) {
-    return false;
-  }
-  for (size_t i = 0; i < a_.donated.size(); i += 2) {
-    if (a_.donated[i] == index(old) && a_.donated[i + 1] == index(now)) return true;
-  }
-  return false;
-}
-
-int32_t LoadedPlan::BroughtFrom(int32_t version) const {
-  return input(inputs(writer_[version]).begin);
-}
-
-int32_t LoadedPlan::SuccessorOf(int32_t version) const {
-  const Range all = readers(version);
-  for (int64_t r = all.begin; r < all.end; ++r) {
-    const Range written = outputs(reader(r));
-    for (int64_t o = written.begin; o < written.end; ++o) {
-      if (overwritten(o) == version && output(o) != version) return output(o);
-    }
-  }
-  return -1;
-}
-
-int32_t LoadedPlan::SourceOf(int32_t resident) const {
-  int32_t source = BroughtFrom(resident);
-  if (space(source) == Space::kHost && kind(writer_[source]) == Kind::kLoad) {
-    source = BroughtFrom(source);
-  }
-  return space(source) == Space::kArgument ? source : -1;
 }
 
 std::string LoadedPlan::Describe(int32_t vertex_id) const {

@@ -62,6 +62,7 @@ struct PlanArrays {
   std::vector<int32_t> residents;         // versions that stay in their places after a run
   std::vector<int32_t> owed;              // [size of residents] a result version, or -1
   std::vector<int32_t> returned;          // [size of residents] brought there again last, or -1
+  std::vector<int32_t> first_of_sum;      // [N] or empty: of parts of sums the first, else -1
   std::vector<std::string> descriptions;  // [N] or empty: vertices in words, for errors
 };
 
@@ -159,6 +160,11 @@ class LoadedPlan {
   int32_t SourceOf(int32_t resident) const;
   // The version that is written over one in its place, -1 if none is.
   int32_t SuccessorOf(int32_t version) const;
+
+  // The first of those that add to one place in any order, one at a time, if it is one; else -1.
+  int32_t first_of_sum(int32_t vertex_id) const {
+    return a_.first_of_sum.empty() ? -1 : a_.first_of_sum[vertex_id];
+  }
 
   // "vertex 12 (reload of f32[4,8] at model.py:3:1 (f))"
   std::string Describe(int32_t vertex_id) const;

@@ -61,8 +61,9 @@ class Emitter {
   int32_t index(int32_t version) const { return columns_.index[version]; }
   int64_t offset(int32_t version) const { return columns_.offset[version]; }
 
-  // The MemGraph, its dead copies dropped; `unreduced`: leave out the transitive reduction. Once.
-  MemGraphColumns Finish(bool unreduced);
+  // The MemGraph, its dead copies dropped. Once. `adds`: of each vertex of the TaskGraph, whether
+  // it adds to a sum. `unreduced`: leave out the transitive reduction.
+  MemGraphColumns Finish(const uint8_t* adds, bool unreduced);
 
  private:
   struct Reader {

@@ -91,7 +91,9 @@ class SimulatedMemory : public Occupancy {
   // Takes a tensor off its device for the sake of a vertex; copies it only if it is dirty.
   void Evict(int32_t tensor, int64_t vertex) override;
 
-  MemGraphColumns Finish(bool unreduced) { return emitter_.Finish(unreduced); }
+  MemGraphColumns Finish(bool unreduced) {
+    return emitter_.Finish(table_.columns().adds, unreduced);
+  }
 
  private:
   struct Needs {

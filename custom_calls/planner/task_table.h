@@ -35,6 +35,7 @@ struct TaskColumns {
   const int64_t* result_offset;   // of the part in it
   const uint8_t* kind;            // TaskKind of each vertex
   const int32_t* vertex_device;
+  const uint8_t* adds;  // of each vertex, whether it adds its second operand to its first, in place
   const int64_t* input_offsets;  // CSR over vertices
   const int32_t* inputs;
   const uint8_t* gathered;  // of each input, whether only rows of it are taken

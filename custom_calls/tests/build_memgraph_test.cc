@@ -24,7 +24,7 @@ struct Draft {
   std::vector<int64_t> bytes, argument_offset, result_offset;
   std::vector<int32_t> device, argument, result, vertex_device, inputs, outputs, overwrites;
   std::vector<int64_t> result_offsets{0}, input_offsets{0}, output_offsets{0}, overwrite_offsets{0};
-  std::vector<uint8_t> kind, gathered;
+  std::vector<uint8_t> kind, adds, gathered;
   std::vector<int32_t> disk_arguments, disk_results, device_arguments, device_results;
   std::vector<std::pair<int32_t, int32_t>> replicas;
 
@@ -40,6 +40,7 @@ struct Draft {
                  const std::vector<int32_t>& writes, bool overwrites_first) {
     kind.push_back(static_cast<uint8_t>(TaskKind::kKernel));
     vertex_device.push_back(where);
+    adds.push_back(0);
     inputs.insert(inputs.end(), reads.begin(), reads.end());
     input_offsets.push_back(static_cast<int64_t>(inputs.size()));
     outputs.insert(outputs.end(), writes.begin(), writes.end());
@@ -72,6 +73,7 @@ struct Draft {
             result_offset.data(),
             kind.data(),
             vertex_device.data(),
+            adds.data(),
             input_offsets.data(),
             inputs.data(),
             gathered.data(),

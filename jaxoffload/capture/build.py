@@ -83,13 +83,12 @@ class Captured:
         graph = dataclasses.replace(graph, vertices=tuple(vertices))
         return Captured(graph, tuple(kernels), self.clusters, self.least_max_bytes)
 
-    def on_devices(
-        self, num_devices: int, rates: cost.Rates, replicas: Sequence[Sequence[int]]
-    ) -> "Captured":
-        """The graph of several devices of which each runs this one, with its kernels."""
+    def on_devices(self, num_devices: int, rates: cost.Rates, *choices: Any) -> "Captured":
+        """The graph of several devices of which each runs this one, with its kernels; `choices` as
+        of `devices.of_all_devices`."""
         one = self.with_kernels
         graph, clusters, kernels = of_all_devices(
-            one.taskgraph, one.clusters, one.kernels, rates, num_devices, replicas
+            one.taskgraph, one.clusters, one.kernels, rates, num_devices, *choices
         )
         return Captured(graph, tuple(kernels), tuple(clusters), self.least_max_bytes)
 
@@ -141,6 +140,7 @@ def build_taskgraph(
     known: Known | None = None,
     num_devices: int = 1,
     replicas: Sequence[Sequence[int]] = (),
+    in_any_order: bool = False,
 ) -> Captured:
     """Cuts an ordered program into vertices.
 
@@ -155,7 +155,7 @@ def build_taskgraph(
       known: see `cluster.cut`.
       num_devices: that each run the program; arguments, results and pairs are one device's. Of
         several the kernels are always made.
-      replicas: see `devices.of_all_devices`.
+      replicas, in_any_order: see `devices.of_all_devices`.
     """
     program = ordered.program
     results: dict[Value, list[Span]] = {}
@@ -180,7 +180,7 @@ def build_taskgraph(
     graph = builder.build(tuple(donated))
     found = Captured(graph, (), tuple(clusters), least_max_bytes)
     if num_devices > 1:
-        return found.on_devices(num_devices, program.rates, replicas)
+        return found.on_devices(num_devices, program.rates, replicas, in_any_order)
     return found.with_kernels if kernels else found
 
 

@@ -105,12 +105,14 @@ class DeviceGraph:
         outputs: Sequence[Value],
         vertex: Vertex,
         overwrites: tuple[tuple[int, int], ...] = (),
+        adds: bool = False,
     ) -> "DeviceKernel":
         """A kernel that devices are to run.
 
         Args:
           values: what stands in the equations for the tensors that it reads.
           vertex: that it is part of.
+          overwrites, adds: see `Vertex`.
         """
         cluster = Cluster(list(equations), list(values), list(outputs))
         kernel = kernel_of(cluster, cluster.outputs, overwrites)
@@ -137,6 +139,7 @@ class DeviceGraph:
             source=vertex.source,
             flops=flops,
             traffic=float(traffic),
+            adds=adds,
         )
         return DeviceKernel(cluster, made, tuple(tensors))
 

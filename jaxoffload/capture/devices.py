@@ -78,6 +78,7 @@ def of_all_devices(
     rates: cost.Rates,
     num_devices: int,
     replicas: Sequence[Sequence[int]] = (),
+    in_any_order: bool = False,
 ) -> tuple[TaskGraph, list[Cluster], list[Kernel]]:
     """The TaskGraph, clusters and kernels of all devices.
 
@@ -87,6 +88,7 @@ def of_all_devices(
       kernels: of one device.
       replicas: for each argument, for each device the first that has the same bytes of it; () where
         no device is to copy its own from another. What the program closes over all have.
+      in_any_order: whether sums take what they add as it comes.
     """
     made = DeviceGraph(graph, list(kernels), rates, num_devices)
     turns, known = Turns(graph, num_devices, replicas), {}
@@ -96,7 +98,7 @@ def of_all_devices(
         if exchange is None:
             made.copies(vertex, cluster, turns.of(vertex))
             continue
-        ExchangeMaker(made, known, vertex, cluster, exchange).run()
+        ExchangeMaker(made, known, vertex, cluster, exchange, in_any_order).run()
         arguments = [graph.tensors[t].argument for t in vertex.inputs]
         results = [s.index for t in vertex.outputs for s in graph.tensors[t].results]
         read_together.update((a.index, r) for a in arguments if a is not None for r in results)

@@ -2,7 +2,9 @@
 
 Sums are made in the order of ranks, on one device for each part of the result: the same bits on
 every device, in every run, whatever comes first. Small ones are made whole on the group's first
-device; of a large one each device makes the part of its rank, and all get all parts.
+device; of a large one each device makes the part of its rank, and all get all parts. Where the
+order of the sums does not matter, a device adds to its own part what comes, as it comes: a kernel
+for each of the others (TURNIP, appendix A), and room for one of them at a time is enough.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,6 +32,7 @@ class ExchangeMaker:
 
     Args:
       known: kernels of collectives so far, which those of the same equation share.
+      in_any_order: whether large sums take what they add as it comes.
     """
 
     def __init__(
@@ -39,9 +42,10 @@ class ExchangeMaker:
         vertex: Vertex,
         cluster: Cluster,
         exchange: Exchange,
+        in_any_order: bool = False,
     ):
         self._devices, self._vertex, self._cluster = devices, vertex, cluster
-        self._known, self._exchange = known, exchange
+        self._known, self._exchange, self._in_any_order = known, exchange, in_any_order
         self._equation = cluster.equations[-1]
         self._views = cluster.equations[:-1]
         self._eqn = self._equation.operation.eqn
@@ -88,12 +92,14 @@ class ExchangeMaker:
         inputs: Sequence[int],
         outputs: Sequence[tuple[Any, int | None]],
         overwrites: tuple[tuple[int, int], ...] = (),
+        dtypes: Sequence[Any] = (),
     ) -> list[int]:
         """A kernel of one function over whole tensors.
 
         Args:
           parts: with the name, what tells the function from others.
           outputs: abstract values, and the tensors that they are, or None.
+          dtypes: of the inputs, if they are not the result's.
         """
         number = {t: i for i, t in enumerate(dict.fromkeys(inputs))}
         reads = tuple(number[t] for t in inputs)
@@ -105,11 +111,14 @@ class ExchangeMaker:
         about = id(self._eqn), dtype, vertex.name, vertex.source
         key = name, parts, reads, shapes, avals, overwrites, about
         if key not in self._known:
-            values = [Value(compat.ShapedArray(s, dtype)) for s in shapes]
+            of = dtypes or [dtype] * len(shapes)
+            values = [Value(compat.ShapedArray(s, t)) for s, t in zip(shapes, of, strict=True)]
             operation = Operation.of_function(name, function, self._eqn, *parts)
             made = [Value(aval) for aval in avals]
             equation = Equation(operation, tuple(values[i] for i in reads), tuple(made))
-            self._known[key] = self._devices.kernel(values, [equation], made, vertex, overwrites)
+            self._known[key] = self._devices.kernel(
+                values, [equation], made, vertex, overwrites, adds=name == "added"
+            )
         given = [t for _, t in outputs]
         return self._devices.run(self._known[key], device, list(number), given)
 
@@ -149,6 +158,60 @@ class ExchangeMaker:
             d: self._apply("parts", about, split, d, [t], outputs) for d, t in self._here.items()
         }
 
+    def _summed(
+        self,
+        parts: dict[int, list[int]],
+        shapes: Sequence[tuple[int, ...]],
+        outs: dict[int, int] | None = None,
+    ) -> dict[int, int]:
+        """What each device has once it has put together the parts of its rank.
+
+        Args:
+          parts: of each device, for all ranks.
+          shapes: of a part, by rank.
+          outs: the tensors that the sums are, if there are any.
+        """
+        found = {}
+        if not self._in_any_order:
+            came = self._exchanged(parts)
+            for group in self._exchange.groups:
+                for rank, device in enumerate(group):
+                    out = outs[device] if outs else None
+                    found[device] = self._fold(device, came[device], shapes[rank], out, rank)
+            return found
+        for group in self._exchange.groups:
+            for rank, device in enumerate(group):
+                found[device] = self._widened(device, parts[device][rank], shapes[rank])
+        for turn in range(1, self._exchange.size):  # all devices send and receive in each
+            is_last = turn == self._exchange.size - 1
+            for group in self._exchange.groups:
+                for rank, device in enumerate(group):
+                    other = parts[group[(rank + turn) % len(group)]][rank]
+                    out = outs[device] if outs and is_last and not self._is_narrow else None
+                    came = self._send(other, device)
+                    found[device] = self._add(device, found[device], came, shapes[rank], out)
+        for group in self._exchange.groups if self._is_narrow else ():
+            for rank, device in enumerate(group):
+                out = outs[device] if outs else None
+                found[device] = self._narrowed(device, found[device], shapes[rank], out)
+        return found
+
+    @property
+    def _is_narrow(self) -> bool:
+        """Whether sums are made in a wider dtype than that of what is summed."""
+        return np.dtype(self._result.aval.dtype) in _NARROW
+
+    @property
+    def _sum_dtype(self) -> Any:
+        return np.dtype(np.float32) if self._is_narrow else self._result.aval.dtype
+
+    def _pair(self) -> Callable[[Any, Any], Any]:
+        """What two parts are together."""
+        kind, is_least = self._exchange.kind, self._exchange.kind == "min"
+        if self._result.aval.dtype == np.bool_:
+            return lax.bitwise_and if is_least else lax.bitwise_or
+        return {"max": jnp.maximum, "min": jnp.minimum}.get(kind, jnp.add)
+
     def _fold(
         self,
         device: int,
@@ -158,26 +221,47 @@ class ExchangeMaker:
         over: int | None,
     ) -> int:
         """What the parts of all ranks are together, in their order."""
-        dtype, kind = self._result.aval.dtype, self._exchange.kind
-        join = {"max": jnp.maximum, "min": jnp.minimum}.get(kind, jnp.add)
-        wide = np.dtype(np.float32) if np.dtype(dtype) in _NARROW else dtype
-        is_bool = dtype == np.bool_
+        dtype, wide, pair = self._result.aval.dtype, self._sum_dtype, self._pair()
 
         def fold(*xs: Any) -> Any:
-            if is_bool:
-                join_bits = lax.bitwise_and if kind == "min" else lax.bitwise_or
-                total = xs[0]
-                for x in xs[1:]:
-                    total = join_bits(total, x)
-                return total
             total = lax.convert_element_type(xs[0], wide)
             for x in xs[1:]:
-                total = join(total, lax.convert_element_type(x, wide))
+                total = pair(total, lax.convert_element_type(x, wide))
             return lax.convert_element_type(total, dtype)
 
         aval = compat.ShapedArray(shape, dtype)
         overwrites = () if over is None else ((over, 0),)
-        return self._apply("ranks", (kind,), fold, device, parts, [(aval, out)], overwrites)[0]
+        about = (self._exchange.kind,)
+        return self._apply("ranks", about, fold, device, parts, [(aval, out)], overwrites)[0]
+
+    def _widened(self, device: int, part: int, shape: tuple[int, ...]) -> int:
+        """A device's own part, to which others are added."""
+        if not self._is_narrow:
+            return part
+        wide = self._sum_dtype
+        widen = lambda x: lax.convert_element_type(x, wide)  # noqa: E731
+        aval = compat.ShapedArray(shape, wide)
+        return self._apply("widened", (), widen, device, [part], [(aval, None)])[0]
+
+    def _add(
+        self, device: int, total: int, part: int, shape: tuple[int, ...], out: int | None
+    ) -> int:
+        """A device's sum so far with one part more, in the place of the former."""
+        wide, pair = self._sum_dtype, self._pair()
+        add = lambda x, y: pair(x, lax.convert_element_type(y, wide))  # noqa: E731
+        aval, about = compat.ShapedArray(shape, wide), (self._exchange.kind,)
+        dtypes = wide, self._result.aval.dtype
+        return self._apply(
+            "added", about, add, device, [total, part], [(aval, out)], ((0, 0),), dtypes
+        )[0]
+
+    def _narrowed(self, device: int, total: int, shape: tuple[int, ...], out: int | None) -> int:
+        """A device's sum in the dtype of its parts."""
+        dtype = self._result.aval.dtype
+        narrow = lambda x: lax.convert_element_type(x, dtype)  # noqa: E731
+        aval, wide = compat.ShapedArray(shape, dtype), (self._sum_dtype,)
+        made = self._apply("narrowed", (), narrow, device, [total], [(aval, out)], (), wide)
+        return made[0]
 
     def _join(self, device: int, parts: list[int], axis: int, new: bool, shape: Any) -> None:
         """Writes the result of a device from parts along a dimension, which may be new."""
@@ -212,11 +296,7 @@ class ExchangeMaker:
         each = -(-count // size)
         sizes = [max(0, min(each, count - rank * each)) for rank in range(size)]
         parts = self._split(0, sizes, [(n,) for n in sizes], True)
-        mine = {}
-        came = self._exchanged(parts)
-        for group in self._exchange.groups:
-            for rank, device in enumerate(group):
-                mine[device] = self._fold(device, came[device], (sizes[rank],), None, rank)
+        mine = self._summed(parts, [(n,) for n in sizes])
         self._give_all(mine, 0, False, shape)
 
     def _give_all(self, mine: dict[int, int], axis: int, new: bool, shape: Any) -> None:
@@ -239,11 +319,7 @@ class ExchangeMaker:
         exchange, shape = self._exchange, tuple(self._result.aval.shape)
         size = self._operand.aval.shape[exchange.axis] // exchange.size
         parts = self._split(exchange.axis, [size] * exchange.size, [shape] * exchange.size, False)
-        came = self._exchanged(parts)
-        for group in exchange.groups:
-            for rank, device in enumerate(group):
-                over = None if exchange.size == 1 else rank
-                self._fold(device, came[device], shape, self._out[device], over)
+        self._summed(parts, [shape] * exchange.size, self._out)
 
     def _permute(self) -> None:
         shape, dtype = tuple(self._result.aval.shape), self._result.aval.dtype

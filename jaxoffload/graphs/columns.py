@@ -21,8 +21,8 @@ class Columns:
         at which byte; -1 and 0 of others; int32[T], int64[T].
       result_offsets, result, result_offset: CSR, the parts of flat results that each tensor is,
         int32 and int64.
-      kind, vertex_device, workspace: of each vertex; the workspace of kernels only; uint8[N],
-        int32[N], int64[N].
+      kind, vertex_device, workspace, adds: of each vertex; the workspace of kernels only; uint8[N],
+        int32[N], int64[N], uint8[N].
       input_offsets, inputs, gathered: CSR, the tensors that each vertex reads, and whether it takes
         a few rows of them only, int32 and uint8.
       output_offsets, outputs: CSR, the tensors that each vertex writes, int32.
@@ -42,6 +42,7 @@ class Columns:
     kind: np.ndarray
     vertex_device: np.ndarray
     workspace: np.ndarray
+    adds: np.ndarray
     input_offsets: np.ndarray
     inputs: np.ndarray
     gathered: np.ndarray
@@ -66,6 +67,7 @@ class Columns:
             kind=self.kind[order],
             vertex_device=self.vertex_device[order],
             workspace=self.workspace[order],
+            adds=self.adds[order],
             input_offsets=in_rows,
             inputs=self.inputs[into],
             gathered=self.gathered[into],

@@ -117,6 +117,8 @@ class Vertex:
       flops, traffic: floating-point operations, and bytes of device memory read and written, from
         which models of machines tell its time; 0 when unknown.
       recomputed: share of its `seconds` that recomputes what an earlier vertex has computed.
+      adds: whether it adds its second operand to its first, in place, and may change places with
+        the next vertex that adds to the same (TURNIP, appendix A).
     """
 
     kind: VertexKind
@@ -133,6 +135,7 @@ class Vertex:
     flops: float = 0.0
     traffic: float = 0.0
     recomputed: float = 0.0
+    adds: bool = False
 
     @property
     def fresh_outputs(self) -> Sequence[int]:
@@ -148,7 +151,7 @@ class Vertex:
         return Vertex(
             self.kind, inputs, outputs, self.name, device, self.overwrites, self.workspace_bytes,
             self.seconds, self.kernel, self.source, self.gathered, self.flops, self.traffic,
-            self.recomputed,
+            self.recomputed, self.adds,
         )  # fmt: skip
 
 
@@ -211,6 +214,7 @@ class TaskGraph:
                 [v.workspace_bytes if v.kind is VertexKind.KERNEL else 0 for v in vertices],
                 np.int64,
             ),
+            adds=_array([v.adds for v in vertices], np.uint8),
             input_offsets=input_offsets,
             inputs=_array(list(_chained(inputs)), np.int32),
             gathered=gathered,
@@ -312,6 +316,10 @@ class TaskGraph:
                 if is_away and vertex.kind not in IN_HOST_MEMORY:
                     raise ValueError(f"{where} writes tensor {tensor_id} of another device")
                 written[tensor_id] = True
+            if vertex.adds:
+                start = vertex.inputs[0] if vertex.overwrites == ((0, 0),) else None
+                if start is None or self.tensors[start].argument is not None:
+                    raise ValueError(f"{where} does not add to a tensor of its own, in place")
             for read, write in vertex.overwrites:
                 operand = vertex.inputs[read]
                 if self.tensors[operand].bytes != self.tensors[vertex.outputs[write]].bytes:

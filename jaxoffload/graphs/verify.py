@@ -22,6 +22,7 @@ from jaxoffload.graphs.laws import MAY_READ, MAY_WRITE, Law, VerifyError, Violat
 from jaxoffload.graphs.memgraph import COPIES, PLACE_ALIGNMENT, EdgeKind, Kind, MemGraph, Space
 from jaxoffload.graphs.ragged import array, differ, entries
 from jaxoffload.graphs.reachability import is_acyclic, next_writers, reaches
+from jaxoffload.graphs.sums import first_of_sum, in_any_order
 from jaxoffload.graphs.taskgraph import IN_PLACE_ALIGNMENT, VertexKind
 from jaxoffload.graphs.tasks import Tasks, contents
 
@@ -368,8 +369,13 @@ class _Check:
         user, pair = user[~mine], pair[~mine]
         start = np.concatenate([writer[graph.inputs[carries]], user])
         end = np.concatenate([self.reader[carries], writer[new[pair]]])
+        adds = graph.input_offsets[self.reader[carries]] == carries
+        writes = np.concatenate([np.full(len(carries), True), user == writer[old[pair]]])
+        overwrites = np.concatenate([adds, np.full(len(pair), True)])
+        start, end, asked_by = in_any_order(first_of_sum(graph), start, end, writes, overwrites)
+        missing = np.zeros(len(writes), dtype=bool)
         edges = graph.edge_tail, graph.edge_head
-        missing = ~reaches(graph.num_vertices, *edges, start, end)
+        missing[asked_by[~reaches(graph.num_vertices, *edges, start, end)]] = True
         for slot in carries[missing[: len(carries)]].tolist():
             who, what = graph.describe(int(self.reader[slot])), self.name(int(graph.inputs[slot]))
             self.broken(Law.DATA, f"{who} may run before {what}")

@@ -9,6 +9,7 @@ from jaxoffload import _native
 from jaxoffload.errors import CaptureError
 from jaxoffload.graphs.lanes import lane_numbers
 from jaxoffload.graphs.memgraph import KERNELS, MemGraph
+from jaxoffload.graphs.sums import first_of_sum
 from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.plan.cost.simulate import best_priority
 
@@ -99,6 +100,7 @@ def load(
         residents=memgraph.residents.astype(np.int32),
         owed=memgraph.owed.astype(np.int32),
         returned=memgraph.returned.astype(np.int32),
+        first_of_sum=first_of_sum(memgraph),
     )
 
 

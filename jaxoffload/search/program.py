@@ -297,6 +297,7 @@ class CutProgram:
             known=self._known_runs,
             num_devices=self._request.num_devices,
             replicas=self._request.replicas if self._machine.has_fast_peers else (),
+            in_any_order=not self._request.options.deterministic,
         )
         # Elsewhere everything comes over the link: it is taken to be in host memory.
         has_own = self._backend.has_own_memory and not self._backend.is_elsewhere

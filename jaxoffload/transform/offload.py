@@ -33,6 +33,7 @@ def offload(
     host_compute: str = "auto",
     cut: str = "auto",
     rewrites: str | bool | Sequence[str] = False,
+    deterministic: bool = True,
     profile: Any = None,
 ) -> Any:
     """Makes a function run within a device memory budget, with the same results.
@@ -95,6 +96,10 @@ def offload(
         docs/rewrites.md. Results are equal within rounding, dtypes are kept. "auto": only where
         that saves half of it, or more. A tuple names those that may be done, of "compact",
         "reorder" and "typed".
+      deterministic: False: where devices sum something large (`psum`, `reduce_scatter`), each adds
+        up its part as the others' arrive, in one place, in place of all of them at once in the
+        order of ranks. That takes less memory, and waits less where arrivals are uneven. Results
+        are equal within rounding, but no longer to the bit from run to run.
       profile: what earlier runs measured: a `Profile`, or the path of a saved one. The function is
         cut and planned for the machine that they found, so that results may differ by rounding
         from those without. Also `Offloaded.profile`, which goes on measuring.
@@ -121,7 +126,7 @@ def offload(
     options = make_options(
         device_memory, host_memory, disk, vertex_memory, launch, check, verify, results, policy,
         recompute, cut, measured.known_rates(), memory, host_compute,
-        rewrites,
+        rewrites, deterministic,
     )  # fmt: skip
 
     def decorate(f: Callable[..., Any]) -> Offloaded:

@@ -25,6 +25,12 @@ def kernel(name: str, position: int, operands: list[bytes], size: int) -> bytes:
     return digest.digest(size)
 
 
+def added(total: bytes, part: bytes) -> bytes:
+    """A sum so far with one part more: the same in whatever order parts are added."""
+    more = np.frombuffer(kernel("part", 0, [part], len(total)), np.uint8)
+    return (np.frombuffer(total, np.uint8) + more).tobytes()
+
+
 def called(graph: TaskGraph, vertex_id: int) -> str:
     """Equal for vertices that compute the same: those of one name on devices that have the same
     arguments."""
@@ -62,6 +68,8 @@ def straightforward(graph: TaskGraph, arguments: list[np.ndarray]) -> Results:
         for position, tensor_id in enumerate(vertex.outputs):
             if vertex.kind is VertexKind.TRANSFER:
                 value[tensor_id] = operands[0]
+            elif vertex.adds:
+                value[tensor_id] = added(*operands)
             else:
                 size = graph.tensors[tensor_id].bytes
                 value[tensor_id] = kernel(called(graph, vertex_id), position, operands, size)
@@ -147,9 +155,12 @@ class Memories:
         reads = graph.inputs[graph.input_offsets[vertex] : graph.input_offsets[vertex + 1]]
         writes = graph.outputs[graph.output_offsets[vertex] : graph.output_offsets[vertex + 1]]
         operands = [self._bytes(int(v)).tobytes() for v in reads]
+        task = int(graph.task_vertex[vertex])
         for position, version in enumerate(writes.tolist()):
-            if graph.kind[vertex] in (Kind.KERNEL, Kind.INPUT, Kind.HOST_KERNEL):
-                name = called(graph.taskgraph, int(graph.task_vertex[vertex]))
+            if graph.kind[vertex] == Kind.KERNEL and graph.taskgraph.vertices[task].adds:
+                made = added(*operands)
+            elif graph.kind[vertex] in (Kind.KERNEL, Kind.INPUT, Kind.HOST_KERNEL):
+                name = called(graph.taskgraph, task)
                 made = kernel(name, position, operands, self._sizes[version])
             else:
                 made = operands[0]

@@ -20,15 +20,21 @@ def taskgraphs(
 
 
 def random_taskgraph(
-    rng: random.Random, max_vertices: int = 14, devices: int = 3, on_host: float = 0.0
+    rng: random.Random,
+    max_vertices: int = 14,
+    devices: int = 3,
+    on_host: float = 0.0,
+    sums: float = 0.0,
 ) -> TaskGraph:
     """One TaskGraph: transfers, slices of stacked arguments, overwrites, donated pairs; such a
-    share of kernels on the host's cores."""
-    draft = _Draft(rng, num_devices=rng.randint(1, devices), on_host=on_host)
+    share of kernels on the host's cores, and such a share of vertices that begin sums that take
+    what they add in any order, or add to them."""
+    draft = _Draft(rng, rng.randint(1, devices), on_host, sums)
     for _ in range(rng.randint(0, 4)):
         draft.add_argument_array()
     for _ in range(rng.randint(1, max_vertices)):
         draft.add_vertex()
+    draft.end_sums()
     draft.add_results()
     graph = draft.graph()
     graph.check()
@@ -36,8 +42,10 @@ def random_taskgraph(
 
 
 class _Draft:
-    def __init__(self, rng: random.Random, num_devices: int, on_host: float):
-        self._rng, self._num_devices, self._on_host = rng, num_devices, on_host
+    def __init__(self, rng: random.Random, num_devices: int, on_host: float, sums: float):
+        self._rng, self._num_devices = rng, num_devices
+        self._on_host, self._share_of_sums = on_host, sums
+        self._sums: list[int] = []
         self._tensors: list[Tensor] = []
         self._vertices: list[Vertex] = []
         self._donated: list[tuple[int, int]] = []
@@ -66,6 +74,9 @@ class _Draft:
 
     def add_vertex(self) -> None:
         rng = self._rng
+        if self._share_of_sums and rng.random() < self._share_of_sums:
+            self._begin_sum_or_add()
+            return
         device = rng.randrange(self._num_devices)
         here = [t for t in self._alive if self._tensors[t].device == device]
         away = [t for t in self._alive if self._tensors[t].device != device]
@@ -101,6 +112,49 @@ class _Draft:
                 tuple(overwrites), rng.choice((0, 0, 10, 700)), source=f"model.py:{outputs[0]}",
             )
         )  # fmt: skip
+
+    def _begin_sum_or_add(self) -> None:
+        rng = self._rng
+        self._sums = [t for t in self._sums if t not in self._dead]
+        if not self._sums or rng.random() < 0.25:
+            device = rng.randrange(self._num_devices)
+            start = self._add(Tensor(self._size(), device=device))
+            self._vertices.append(Vertex(VertexKind.KERNEL, (), (start,), f"s{start}", device))
+            self._sums.append(start)
+            if rng.random() < 0.8:  # else others may read it, and what is made of it
+                self._alive.remove(start)
+            return
+        which = rng.randrange(len(self._sums))
+        total = self._sums[which]
+        of = self._tensors[total]
+        parts = [t for t in self._alive if self._tensors[t].device == of.device and t != total]
+        if not parts:
+            return
+        made = self._add(Tensor(of.bytes, device=of.device))
+        if total in self._alive:
+            self._alive.remove(total)
+        else:
+            self._alive.remove(made)
+        self._dead.add(total)
+        self._sums[which] = made
+        self._vertices.append(
+            Vertex(
+                VertexKind.KERNEL, (total, rng.choice(parts)), (made,), f"a{made}", of.device,
+                ((0, 0),), source=f"model.py:{made}", adds=True,
+            )
+        )  # fmt: skip
+
+    def end_sums(self) -> None:
+        """From here on others read them."""
+        self._sums = [t for t in self._sums if t not in self._dead]
+        self._alive += [t for t in self._sums if t not in self._alive]
+        for total in self._sums:
+            if self._rng.random() < 0.7:
+                device = self._tensors[total].device
+                made = self._add(Tensor(self._size(), device=device))
+                self._vertices.append(
+                    Vertex(VertexKind.KERNEL, (total,), (made,), f"r{made}", device)
+                )
 
     def add_results(self) -> None:
         """Donated pairs first; then some tensors are results, a few of them twice."""

@@ -196,6 +196,7 @@ class PlanBuilder:
             residents=np.zeros(0, dtype=np.int32),
             owed=np.zeros(0, dtype=np.int32),
             returned=np.zeros(0, dtype=np.int32),
+            first_of_sum=np.zeros(0, dtype=np.int32),
         )
 
     def build(self, **changes):
