@@ -75,9 +75,9 @@ class LiveRanges {
   std::vector<State> state_ GUARDED_BY(mutex_);
   std::vector<int32_t> readers_left_ GUARDED_BY(mutex_);
   std::vector<bool> completed_ GUARDED_BY(mutex_);
-  std::vector<int32_t> turn_ GUARDED_BY(mutex_);  // of each vertex, in whose place it comes
+  std::vector<int32_t> turn_ GUARDED_BY(mutex_);       // of each vertex, in whose place it comes
   std::vector<int32_t> next_turn_ GUARDED_BY(mutex_);  // of each part of a sum the next, or -1
-  std::vector<int32_t> to_come_ GUARDED_BY(mutex_);  // by the first of a sum, whose turn is next
+  std::vector<int32_t> to_come_ GUARDED_BY(mutex_);    // by the first of a sum, whose turn is next
   std::vector<int64_t> device_bytes_ GUARDED_BY(mutex_);
   int64_t peak_device_bytes_ GUARDED_BY(mutex_) = 0;
 };

@@ -215,6 +215,32 @@ TEST(BuildMemGraphKeepsEveryByteThatIsStillRead) {
   CHECK(num_from_peers > 20);
 }
 
+TEST(BuildMemGraphLetsSumsTakeWhatTheyAddInAnyOrder) {
+  Draft draft;
+  int32_t total = draft.AddTensor(kUnit, 0);
+  draft.AddVertex(0, {}, {total}, false);
+  for (int32_t k = 0; k < 3; ++k) {
+    const int32_t part = draft.AddTensor(kUnit, 0, k);
+    const int32_t made = draft.AddTensor(kUnit, 0);
+    draft.AddVertex(0, {total, part}, {made}, true);
+    draft.adds.back() = 1;
+    total = made;
+  }
+  draft.AddVertex(0, {total}, {draft.AddTensor(kUnit, 0)}, false);
+  draft.AddResults(std::vector<bool>(draft.bytes.size(), false), 1);
+  const TaskTable table(draft.Columns());
+  BuildOptions options;
+  options.capacity = Budget(table, 8);
+  const MemGraphColumns plan = BuildMemGraph(table, options);
+  std::map<int32_t, std::vector<int32_t>> after;  // the TaskGraph's vertices that each waits for
+  for (size_t e = 0; e < plan.edge_tail.size(); ++e) {
+    if (plan.kind[plan.edge_tail[e]] != static_cast<uint8_t>(Kind::kKernel)) continue;
+    after[plan.task_vertex[plan.edge_head[e]]].push_back(plan.task_vertex[plan.edge_tail[e]]);
+  }
+  for (int32_t add = 1; add <= 3; ++add) CHECK(after[add] == std::vector<int32_t>{0});
+  CHECK((after[4] == std::vector<int32_t>{1, 2, 3}));
+}
+
 TEST(BuildMemGraphRefusesOptionsOfAnotherGraph) {
   std::mt19937 random(12);
   const Draft draft = RandomGraph(random, 1, 3);

@@ -146,6 +146,69 @@ TEST(LiveRangesRefuseOverwritingInPlaceBeforeAllOthersHaveRead) {
   CHECK_CONTAINS(walk.Start(2), "vertex 1 (v1) has still to read it");
 }
 
+// v0 writes x, v1 to v3 each add what v4 to v6 have brought, v7 reads the sum.
+PlanMaker Sum() {
+  PlanMaker maker;
+  const int32_t argument = maker.Version(Space::kArgument, 0, 0, 64);
+  std::vector<int32_t> sums = {maker.Version(Space::kDevice, 0, 0, 64)};
+  maker.Kernel({argument}, {sums[0]});
+  std::vector<int32_t> brought;
+  for (int32_t k = 0; k < 3; ++k) {
+    brought.push_back(maker.Version(Space::kDevice, 0, 256 * (k + 1), 64));
+    maker.Copy(Kind::kReload, argument, brought[k]);
+  }
+  for (int32_t k = 0; k < 3; ++k) {
+    const int32_t made = maker.Version(Space::kDevice, 0, 0, 64);
+    maker.Kernel({sums[k], brought[k]}, {made}, 0, {sums[k]});
+    sums.push_back(made);
+  }
+  maker.Kernel({sums[3]}, {maker.Version(Space::kDevice, 0, 1024, 64)});
+  maker.Sum({4, 5, 6});
+  return maker;
+}
+
+TEST(LiveRangesLetPartsOfASumComeInAnyOrder) {
+  for (const std::vector<int32_t>& order :
+       std::vector<std::vector<int32_t>>{{4, 5, 6}, {4, 6, 5}, {5, 4, 6}, {6, 5, 4}}) {
+    Walk walk(Sum());
+    for (int32_t vertex = 0; vertex < 4; ++vertex) walk.Run(vertex);
+    for (const int32_t part : order) walk.Run(part);
+    walk.Run(7);
+    CHECK_EQ(walk.peak(), 256);
+  }
+}
+
+TEST(LiveRangesRefuseTwoPartsOfASumAtOnce) {
+  Walk walk(Sum());
+  for (int32_t vertex = 0; vertex < 4; ++vertex) walk.Run(vertex);
+  CHECK_EQ(walk.Start(6), "");
+  CHECK_CONTAINS(walk.Start(4), "race: vertex 4 (v4) reads");
+}
+
+TEST(LiveRangesRefuseToReadASumBeforeItsLastPart) {
+  Walk walk(Sum());
+  for (int32_t vertex = 0; vertex < 4; ++vertex) walk.Run(vertex);
+  walk.Run(6);
+  walk.Run(5);
+  CHECK_CONTAINS(walk.Start(7), "race: vertex 7 (v7) reads");
+}
+
+TEST(LiveRangesRefuseAPartOfASumBeforeWhatItAddsIsThere) {
+  Walk walk(Sum());
+  walk.Run(0);
+  walk.Run(1);
+  CHECK_CONTAINS(walk.Start(5), "before its writer, vertex 2 (v2), has completed");
+}
+
+TEST(PartsOfASumThatAddNothingAreRefused) {
+  PlanMaker maker;
+  const int32_t argument = maker.Version(Space::kArgument, 0, 0, 64);
+  const int32_t x = maker.Version(Space::kDevice, 0, 0, 64);
+  maker.Kernel({argument}, {x});
+  maker.Sum({0});
+  CHECK_THROWS(maker.Load(), "first_of_sum[0]=0, but the vertex adds nothing");
+}
+
 TEST(LiveRangesKeepResultsForEver) {
   PlanMaker maker;
   const int32_t argument = maker.Version(Space::kArgument, 0, 0, 64);

@@ -35,6 +35,12 @@ class PlanMaker {
     return Add(kind, Lanes(kDevices).Of(kind, device), priority, {from}, {to}, {-1});
   }
 
+  // What vertices add to one place in any order, the first of them the first.
+  void Sum(const std::vector<int32_t>& parts) {
+    a_.first_of_sum.resize(a_.kind.size(), -1);
+    for (const int32_t part : parts) a_.first_of_sum[part] = parts[0];
+  }
+
   void Edge(int32_t tail, int32_t head) { edges_.emplace(tail, head); }
   void RemoveEdge(int32_t tail, int32_t head) { edges_.erase({tail, head}); }
   const std::set<std::pair<int32_t, int32_t>>& edges() const { return edges_; }
