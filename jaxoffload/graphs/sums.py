@@ -36,6 +36,21 @@ def first_of_sum(graph: MemGraph) -> np.ndarray:
     return found
 
 
+def at_turns(first: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """Of each vertex the one that came in its turn in a run: of a sum's second the one that began
+    as the second; of any other itself; int64[N].
+
+    Args:
+      first: see `first_of_sum`.
+      start: seconds at which each vertex began.
+    """
+    parts = np.flatnonzero(first >= 0)
+    found = np.arange(len(first))
+    in_order = np.lexsort((parts, first[parts]))
+    found[parts[in_order]] = parts[np.lexsort((parts, start[parts], first[parts]))]
+    return found
+
+
 def in_any_order(
     first: np.ndarray, start: np.ndarray, end: np.ndarray, writes: np.ndarray, adds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -29,7 +29,8 @@ function formatSeconds(seconds) {
   return +(seconds * scale).toPrecision(4) + " " + unit;
 }
 
-// A scene's arrays, decoded; `liveRanges` holds for each of its times when versions are in place.
+// A scene's arrays, decoded; `liveRanges` holds for each of its times when versions are in place,
+// `came` the vertex that came in each one's turn, where sums take what they add in any order.
 function modelOf(scene) {
   const part = (fields) =>
     Object.fromEntries(Object.entries(fields).map(([name, packed]) => [name, decode(packed)]));
@@ -38,6 +39,7 @@ function modelOf(scene) {
   const tick = scene.seconds / (2 ** 32 - 1);
   model.times = scene.times.map((t) => ({
     label: t.label, seconds: t.seconds, whom: decode(t.whom), why: decode(t.why),
+    came: decode(t.came),
     start: Float64Array.from(decode(t.start), (x) => x * tick),
     end: Float64Array.from(decode(t.end), (x) => x * tick),
   }));
@@ -49,12 +51,15 @@ function liveRanges(model, times) {
   const { writer, overwriter } = model.version, { reads, inputs } = model.vertex;
   const begin = new Float64Array(writer.length), end = new Float64Array(writer.length);
   for (let v = 0; v < writer.length; v++) {
-    if (writer[v]) begin[v] = times.start[writer[v] - 1], end[v] = times.end[writer[v] - 1];
+    if (!writer[v]) continue;
+    const made = times.came[writer[v] - 1] ?? writer[v] - 1;
+    begin[v] = times.start[made], end[v] = times.end[made];
   }
   for (let vertex = 0, at = 0; vertex < reads.length; vertex++) {
     for (const stop = at + reads[vertex]; at < stop; at++) {
       const v = inputs[at];
-      const until = overwriter[v] === vertex + 1 ? times.start[vertex] : times.end[vertex];
+      const isOver = overwriter[v] === vertex + 1;
+      const until = isOver ? times.start[times.came[vertex] ?? vertex] : times.end[vertex];
       if (until > end[v]) end[v] = until;
     }
   }

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxoffload.graphs.memgraph import COPIES, Kind, MemGraph, Space
+from jaxoffload.graphs.sums import at_turns, first_of_sum
 from jaxoffload.graphs.taskgraph import TensorKind
 
 KINDS = {
@@ -122,6 +123,11 @@ class Scene:
         return found
 
     @functools.cached_property
+    def first_of_sum(self) -> np.ndarray:
+        """See sums.py, int32[N]."""
+        return first_of_sum(self.graph)
+
+    @functools.cached_property
     def readers(self) -> np.ndarray:
         """The vertex of each entry of `graph.inputs`, int64."""
         return np.repeat(np.arange(self.graph.num_vertices), np.diff(self.graph.input_offsets))
@@ -151,12 +157,13 @@ class Scene:
         graph = self.graph
         begin, end = np.zeros(graph.num_versions), np.zeros(graph.num_versions)
         written = graph.writer >= 0
-        begin[written] = times.start[graph.writer[written]]
-        end[written] = times.end[graph.writer[written]]
+        came = at_turns(self.first_of_sum, times.start)
+        begin[written] = times.start[came[graph.writer[written]]]
+        end[written] = times.end[came[graph.writer[written]]]
         reads = self.readers != self.overwriter[graph.inputs]
         np.maximum.at(end, graph.inputs[reads], times.end[self.readers[reads]])
         over = self.overwriter >= 0
-        end[over] = np.maximum(end[over], times.start[self.overwriter[over]])
+        end[over] = np.maximum(end[over], times.start[came[self.overwriter[over]]])
         return begin, end
 
     def usage(
@@ -250,7 +257,7 @@ def encoded(scene: Scene) -> dict[str, Any]:
             "reads": packed(np.diff(graph.input_offsets)),
             "inputs": packed(graph.inputs),
         },
-        "times": [_times(graph, t, ticks) for t in scene.times],
+        "times": [_times(scene, t, ticks) for t in scene.times],
         "strings": list(strings),
     }
 
@@ -268,8 +275,9 @@ def _labels(graph: MemGraph) -> Callable[[int], str]:
     return label
 
 
-def _times(graph: MemGraph, times: Times, ticks: float) -> dict[str, Any]:
-    whom, why = times.waits(graph)
+def _times(scene: Scene, times: Times, ticks: float) -> dict[str, Any]:
+    first = scene.first_of_sum
+    whom, why = times.waits(scene.graph)
     return {
         "label": times.label,
         "seconds": times.seconds,
@@ -277,4 +285,5 @@ def _times(graph: MemGraph, times: Times, ticks: float) -> dict[str, Any]:
         "end": packed(np.rint(times.end * ticks)),
         "whom": packed(whom + 1),
         "why": packed(why),
+        "came": packed(at_turns(first, times.start) if (first >= 0).any() else []),
     }
