@@ -6,9 +6,10 @@
 
 namespace jaxoffload {
 
-LiveRanges::LiveRanges(const LoadedPlan& plan, const std::vector<char*>& address)
+LiveRanges::LiveRanges(const LoadedPlan& plan, const std::vector<char*>& address, bool by_streams)
     : plan_(plan),
       address_(address),
+      by_streams_(by_streams),
       state_(plan.num_versions(), State::kAbsent),
       readers_left_(plan.num_versions()),
       completed_(plan.num_vertices(), false),
@@ -69,7 +70,7 @@ bool LiveRanges::CheckReads(int32_t vertex_id, std::string* error) {
   const Range inputs = plan_.inputs(vertex_id);
   for (int64_t i = inputs.begin; i < inputs.end; ++i) {
     const int32_t version = Input(vertex_id, i);
-    if (state_[version] == State::kIntact) continue;
+    if (state_[version] == State::kIntact || IsUnderWay(version, vertex_id)) continue;
     *error = "race: " + plan_.Describe(vertex_id) + " reads " + DescribeVersion(version) +
              " before its writer, " + plan_.Describe(plan_.writer(version)) + ", has completed";
     return false;

@@ -28,8 +28,10 @@ namespace jaxoffload {
 
 class LiveRanges {
  public:
-  // `address` is of each version; both must outlive this.
-  LiveRanges(const LoadedPlan& plan, const std::vector<char*>& address);
+  // `address` is of each version; both must outlive this. `by_streams`: a vertex starts when it is
+  // put on its lane's stream, where kernels end in that order: the next part of a sum may then
+  // start before the one before it has completed.
+  LiveRanges(const LoadedPlan& plan, const std::vector<char*>& address, bool by_streams = false);
 
   // Before a vertex runs. False if it must not, with both vertices named in *error.
   bool Start(int32_t vertex_id, std::string* error) EXCLUDES(mutex_);
@@ -58,6 +60,13 @@ class LiveRanges {
     return entry - plan_.outputs(vertex_id).begin + plan_.outputs(turn_[vertex_id]).begin;
   }
 
+  // Whether a version that a vertex reads is what a sum is so far, which its lane has under way.
+  bool IsUnderWay(int32_t version_id, int32_t vertex_id) const REQUIRES(mutex_) {
+    const int32_t sum = plan_.first_of_sum(vertex_id), writer = plan_.writer(version_id);
+    return by_streams_ && sum >= 0 && writer >= 0 && plan_.first_of_sum(writer) == sum &&
+           state_[version_id] == State::kBeingWritten;
+  }
+
   void Insert(int32_t version_id) REQUIRES(mutex_);
   void Remove(int32_t version_id) REQUIRES(mutex_);
   bool CheckReads(int32_t vertex_id, std::string* error) REQUIRES(mutex_);
@@ -68,6 +77,7 @@ class LiveRanges {
 
   const LoadedPlan& plan_;
   const std::vector<char*>& address_;
+  const bool by_streams_;
   int64_t longest_ = 0;  // bytes of the largest version: how far back an overlap may begin
 
   mutable Mutex mutex_;

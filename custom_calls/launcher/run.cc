@@ -96,7 +96,9 @@ bool Run::Begin() {
   try {
     backend_->Begin(context_);
     Bind();
-    if (options_.check) live_ranges_ = std::make_unique<LiveRanges>(*plan_, context_.address);
+    if (options_.check) {
+      live_ranges_ = std::make_unique<LiveRanges>(*plan_, context_.address, is_windowed_);
+    }
   } catch (const std::exception& e) {
     FailWith(-1, e);
     return false;

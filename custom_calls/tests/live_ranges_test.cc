@@ -39,7 +39,8 @@ Outcome RunChecked(Launcher& launcher, const PlanMaker& maker, uint64_t seed) {
 // Loads a plan and walks it through the checker by hand.
 class Walk {
  public:
-  explicit Walk(const PlanMaker& maker) : plan_(maker.Load()), arrays_(*plan_, 0) {
+  explicit Walk(const PlanMaker& maker, bool by_streams = false)
+      : plan_(maker.Load()), arrays_(*plan_, 0) {
     const auto arguments = arrays_.arguments();
     const auto results = arrays_.results();
     for (int32_t v = 0; v < plan_->num_versions(); ++v) {
@@ -49,7 +50,7 @@ class Walk {
       if (plan_->space(v) == Space::kResult) base = results[plan_->index(v)];
       address_.push_back(base + plan_->offset(v));
     }
-    ranges_ = std::make_unique<LiveRanges>(*plan_, address_);
+    ranges_ = std::make_unique<LiveRanges>(*plan_, address_, by_streams);
   }
   // "" if the vertex may start.
   std::string Start(int32_t vertex) {
@@ -183,6 +184,24 @@ TEST(LiveRangesRefuseTwoPartsOfASumAtOnce) {
   for (int32_t vertex = 0; vertex < 4; ++vertex) walk.Run(vertex);
   CHECK_EQ(walk.Start(6), "");
   CHECK_CONTAINS(walk.Start(4), "race: vertex 4 (v4) reads");
+}
+
+TEST(LiveRangesLetPartsOfASumFollowOneAnotherOnAStream) {
+  Walk walk(Sum(), /*by_streams=*/true);
+  for (int32_t vertex = 0; vertex < 4; ++vertex) walk.Run(vertex);
+  for (const int32_t part : {5, 6, 4}) CHECK_EQ(walk.Start(part), "");
+  for (const int32_t part : {5, 6}) walk.Complete(part);
+  CHECK_CONTAINS(walk.Start(7), "race: vertex 7 (v7) reads");
+  walk.Complete(4);
+  walk.Run(7);
+  CHECK_EQ(walk.peak(), 256);
+}
+
+TEST(LiveRangesRefuseASumOnAStreamBeforeItsStartIsThere) {
+  Walk walk(Sum(), /*by_streams=*/true);
+  walk.Run(1);
+  CHECK_EQ(walk.Start(0), "");
+  CHECK_CONTAINS(walk.Start(4), "before its writer, vertex 0 (v0), has completed");
 }
 
 TEST(LiveRangesRefuseToReadASumBeforeItsLastPart) {

@@ -25,7 +25,7 @@ from jaxoffload.runtime.callers_on_device import DeviceMemory
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FAKES = ROOT / "custom_calls" / "fakes"
-NUM_DEVICES = 2
+NUM_DEVICES = 4
 BYTES = 2**30
 """Of a device's memory, as it tells."""
 

@@ -148,7 +148,7 @@ def test_pinning_what_is_pinned_or_not_there_or_too_much_is_refused(device, plac
 def test_peer_copies_name_the_contexts_of_their_memory(device, place):
     here = place[0].address
     there = fake.library().fake_cuda_allocate(1, ctypes.c_size_t(64))
-    first, second = device.contexts
+    first, second, *_ = device.contexts
 
     def copy(to, to_context, origin, from_context):
         size = ctypes.c_size_t(64)

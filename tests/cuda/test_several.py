@@ -23,7 +23,7 @@ from tests.devices.programs import STEPS, mesh_of, normal
 from tests.transform import test_sharded as sharded
 from tests.transform.test_equal import assert_equal
 
-COUNT = fake.NUM_DEVICES
+COUNT = 2
 DELAYED = jo.policies.random(1, delays=2e-4)
 
 

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoffload as jo
 from jaxoffload.graphs.sums import first_of_sum
+from jaxoffload.runtime import backends
+from tests.cuda import fake
 from tests.devices.programs import STEPS, mesh_of
 from tests.devices.test_collectives import numbers
 from tests.devices.test_steps import agreement, judges_of
@@ -99,6 +101,30 @@ def test_each_part_of_a_sum_is_added_up_as_it_comes(inside):
             assert deterministic or part.tobytes() in possible[rank]
     assert len(seen[True]) == 1
     assert len(seen[False]) > 3
+
+
+def test_parts_are_put_on_an_imitated_gpus_stream_as_they_come(monkeypatch):
+    """Streams that are late. Kernels of a device are on one stream: no two add at once."""
+    gpus = fake.backend(4)
+    monkeypatch.setenv("FAKE_CUDA_DELAY_US", "100")
+    monkeypatch.setattr(backends, "several", lambda devices: gpus)
+    monkeypatch.setattr(backends, "current_name", lambda: gpus.name)
+    f = over(4, lambda x: (lax.psum(x, "x"), lax.psum_scatter(x, "x", tiled=True)), (P(), X))
+    x = spread(4 * 4096)
+    exact = judge.in_float64(f, (x,))
+    want, seen = jax.jit(f)(x), set()
+    for seed, check in itertools.product(range(4), (False, True)):
+        launch = jo.policies.random(seed, delays=3e-4)
+        step = jo.offload(
+            f, device_memory=None, cut="always", launch=launch, deterministic=False, check=check
+        )
+        got = step(x)
+        for w, g, e in zip(want, got, exact, strict=True):
+            assert not judge.disagreement(np.asarray(w), np.asarray(g), e, ulps=4)
+        seen.add(np.asarray(got[0]).tobytes())
+    assert num_sums(step.last_run) == 8
+    assert step.plan(x).backend is gpus
+    assert len(seen) > 1
 
 
 def test_narrow_numbers_are_rounded_once():
