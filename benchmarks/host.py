@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 import jaxoffload as jo
-from benchmarks.cycle import Cycle
+from benchmarks.cycle import IN_TURN, Alone, Cycle, steady_runs
 from benchmarks.measure import interleaved, machine, save
 from benchmarks.ratios import difference
 from benchmarks.suite import training_step
@@ -75,51 +75,51 @@ STEPS: dict[str, Callable[[bool], Step]] = {
 }
 
 
-def kernels_alone(function: Any, args: Any) -> tuple[float, int]:
-    """Seconds of a step's kernels with everything resident, and the bytes that this takes."""
-    step = jo.offload(function, device_memory=None, cut="always", policy="once")
-    for _ in range(4):
-        step(*args)
-    return step.last_run.lane_busy_seconds["compute"], step.plan(*args).resident_peak_bytes
-
-
 def behind_a_slow_link(name: str, small: bool, rounds: int) -> list[dict[str, Any]]:
     """One step at each share, in all ways: calls that follow one another, each with the results of
-    the one before, from the third on."""
+    the one before. The ways and the kernels alone take turns of some calls."""
     function, args, donated = STEPS[name](small)
     want = jax.jit(function)(*args)
-    alone, peak = kernels_alone(function, args)
+    alone = Alone(function, args)
     cycle = Cycle(function, args, donated, donated)
     rows = []
     for share in (0.5,) if small else SHARES:
-        budget = int(share * peak)
+        budget = int(share * alone.peak)
         row: dict[str, Any] = {"step": name, "share": share, "budget": budget, "rate": RATE}
+        steps, calls = {}, {}
         for way in WAYS:
-            step = jo.offload(
+            steps[way] = jo.offload(
                 function,
                 device_memory=budget,
                 donate_argnums=donated,
                 host_compute=way,
                 policy="once",
             )
-            runs = []
-            for number, results in zip(range(2 + rounds), cycle.calls(step), strict=False):
-                if number == 0:
-                    row[way] = {"apart": difference(want, jax.tree.map(np.asarray, results))}
-                runs.append(step.last_run)
-            plan, runs = step.plan(*cycle.start()), runs[2:]
-            seconds = float(np.median([run.seconds for run in runs]))
-            moved = max(runs[-1].bytes_reloaded, runs[-1].bytes_offloaded)
-            row[way] |= {
-                "seconds": seconds,
-                "over_bound": seconds / max(alone, moved / RATE),
-                "bound_by": "compute" if alone > moved / RATE else "link",
-                "kernels": float(np.median([r.lane_busy_seconds["compute"] for r in runs])),
-                "on_host": plan.on_host,
-                "moved": moved,
-                "predicted": plan.timeline.seconds,
-            }
-        row["alone"] = alone
+            calls[way] = cycle.calls(steps[way])
+            first = jax.tree.map(np.asarray, next(calls[way]))
+            row[way] = {"apart": difference(want, first), "seconds": [], "over_bound": []}
+            row[way]["kernels"] = []
+        row["alone"] = []
+        for _ in range(rounds):
+            least = alone.seconds()
+            row["alone"].append(least)
+            for way in WAYS:
+                runs = steady_runs(steps[way], calls[way])
+                took = float(np.median([run.seconds for run in runs]))
+                moved = max(runs[-1].bytes_reloaded, runs[-1].bytes_offloaded)
+                busy = [run.lane_busy_seconds["compute"] for run in runs]
+                found = row[way]
+                found["seconds"].append(took)
+                found["over_bound"].append(took / max(least, moved / RATE))
+                found["kernels"].append(float(np.median(busy)))
+                found["moved"] = moved
+        row["alone"] = float(np.median(row["alone"]))
+        for way, found in ((way, row[way]) for way in WAYS):
+            found |= {k: float(np.median(found[k])) for k in ("seconds", "over_bound", "kernels")}
+            plan = steps[way].plan(*cycle.start())
+            is_link = found["moved"] / RATE > row["alone"]
+            found |= {"bound_by": "link" if is_link else "compute", "on_host": plan.on_host,
+                      "predicted": plan.timeline.seconds}  # fmt: skip
         row["gain"] = row["never"]["seconds"] / row["auto"]["seconds"]
         rows.append(row)
         told = "; ".join(
@@ -174,7 +174,7 @@ def bandwidth(small: bool, rounds: int) -> dict[str, Any]:
 def from_disk(name: str, small: bool, rounds: int) -> dict[str, Any]:
     """Parameters in memory, Adam's moments on disk; memory a quarter of all three."""
     function, args, donate = STEPS[name](small)
-    alone, _ = kernels_alone(function, args)
+    alone = Alone(function, args)
     data = sum(x.nbytes for x in jax.tree.leaves(args[:2]))
     limit = data // (4 if small else 8)
     want = jax.jit(function)(*args)
@@ -191,19 +191,23 @@ def from_disk(name: str, small: bool, rounds: int) -> dict[str, Any]:
                 policy="once",
             )
             params, state = jax.tree.map(jnp.copy, args[0]), jo.disk_put(args[1], folder)
-            seconds, bounds = [], []
-            for number in range(rounds + 1):
+            least, seconds, bounds = 0.0, [], []
+            for number in range(rounds * (1 + IN_TURN)):
+                is_first = number % (1 + IN_TURN) == 0
+                least = alone.seconds() if is_first else least
                 params, state, loss = step(params, state, args[2])
                 if number == 0:
                     row[f"apart_{way}"] = difference(want[2], loss)
+                if is_first:
+                    continue
                 run = step.last_run
                 busy = run.lane_busy_seconds
                 seconds.append(run.seconds)
-                bounds.append(max(alone, busy["disk to host"], busy["host to disk"]))
+                bounds.append(max(least, busy["disk to host"], busy["host to disk"]))
             plan = step.plan(params, state, args[2])
             row[way] = {
-                "seconds": float(np.median(seconds[1:])),
-                "over_bound": float(np.median(np.array(seconds[1:]) / np.array(bounds[1:]))),
+                "seconds": float(np.median(seconds)),
+                "over_bound": float(np.median(np.array(seconds) / np.array(bounds))),
                 "read": plan.bytes_loaded,
                 "written": plan.bytes_stored,
             }
@@ -219,7 +223,7 @@ def from_disk(name: str, small: bool, rounds: int) -> dict[str, Any]:
 def run(small: bool = False, out: str | None = None) -> None:
     """Prints and saves all three."""
     print(machine())
-    rounds = 1 if small else 7
+    rounds = 1 if small else 5
     rows: list[dict[str, Any]] = []
     with slow_link():
         for name in list(STEPS)[2:] if small else STEPS:
