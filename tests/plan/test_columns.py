@@ -15,7 +15,7 @@ from tests.plan.test_same_plans import with_gathers_and_disks
 def graphs(count):
     for seed in range(count):
         rng = random.Random(seed)
-        yield with_gathers_and_disks(rng, random_taskgraph(rng, 30))
+        yield with_gathers_and_disks(rng, random_taskgraph(rng, 30, sums=0.2 * (seed % 2)))
 
 
 def rows(offsets, values):
@@ -38,6 +38,7 @@ def test_columns_say_what_the_graph_says():
         assert np.diff(columns.result_offsets).tolist() == [len(t.results) for t in tensors]
         assert columns.kind.tolist() == [v.kind for v in vertices]
         assert columns.vertex_device.tolist() == [v.device for v in vertices]
+        assert columns.adds.tolist() == [v.adds for v in vertices]
         kernels = [v.workspace_bytes * (v.kind is VertexKind.KERNEL) for v in vertices]
         assert columns.workspace.tolist() == kernels
         assert rows(columns.input_offsets, columns.inputs) == [v.inputs for v in vertices]
