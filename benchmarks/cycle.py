@@ -236,7 +236,7 @@ def run(small: bool = False, out: str | None = None) -> list[dict[str, Any]]:
                 jax.eval_shape(cycle.function, *cycle.args)
                 continue
             for share in (0.5,) if small else SHARES:
-                row = measure(name, cycle, share, 2 if small else 7)
+                row = measure(name, cycle, share, 1 if small else 5)
                 rows.append(row)
                 print(
                     f"{name} {share:.0%} ({format_bytes(row['budget'])}): up "
