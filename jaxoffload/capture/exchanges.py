@@ -4,7 +4,7 @@ Sums are made in the order of ranks, on one device for each part of the result: 
 every device, in every run, whatever comes first. Small ones are made whole on the group's first
 device; of a large one each device makes the part of its rank, and all get all parts. Where the
 order of the sums does not matter, a device adds to its own part what comes, as it comes: a kernel
-for each of the others (TURNIP, appendix A), and room for one of them at a time is enough.
+for each of the others (TURNIP, appendix A).
 """
 
 from collections.abc import Callable, Sequence

@@ -98,8 +98,8 @@ def offload(
         "reorder" and "typed".
       deterministic: False: where devices sum something large (`psum`, `reduce_scatter`), each adds
         up its part as the others' arrive, in one place, in place of all of them at once in the
-        order of ranks. That takes less memory, and waits less where arrivals are uneven. Results
-        are equal within rounding, but no longer to the bit from run to run.
+        order of ranks. One that is late holds up nothing but itself; where none is, it takes as
+        long or longer. Results are equal within rounding, but no longer to the bit from run to run.
       profile: what earlier runs measured: a `Profile`, or the path of a saved one. The function is
         cut and planned for the machine that they found, so that results may differ by rounding
         from those without. Also `Offloaded.profile`, which goes on measuring.
