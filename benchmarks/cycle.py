@@ -63,6 +63,12 @@ def steady_runs(step: Any, calls: Iterator[Any]) -> list[Any]:
     return runs[2:]
 
 
+def over_bound(runs: list[Any], kernels: float) -> float:
+    """The median of runs over the greater of kernels' seconds and of what the link takes."""
+    moved = max(runs[-1].bytes_reloaded, runs[-1].bytes_offloaded)
+    return float(np.median([run.seconds for run in runs])) / max(kernels, moved / RATE)
+
+
 class Cycle:
     """A function whose results are the next call's arguments.
 
@@ -148,9 +154,7 @@ def measure(name: str, cycle: Cycle, share: float, rounds: int) -> dict[str, Any
         kernels.append(alone.seconds())
         runs = steady_runs(step, calls)
         warm += runs
-        took = float(np.median([run.seconds for run in runs]))
-        moved = max(runs[-1].bytes_reloaded, runs[-1].bytes_offloaded)
-        ratios.append(took / max(kernels[-1], moved / RATE))
+        ratios.append(over_bound(runs, kernels[-1]))
         for _ in range(IN_TURN):
             step.release()
             next(calls)

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 import jaxoffload as jo
-from benchmarks.cycle import IN_TURN, Alone, Cycle, steady_runs
+from benchmarks.cycle import IN_TURN, Alone, Cycle, over_bound, steady_runs
 from benchmarks.measure import interleaved, machine, save
 from benchmarks.ratios import difference
 from benchmarks.suite import training_step
@@ -105,14 +105,12 @@ def behind_a_slow_link(name: str, small: bool, rounds: int) -> list[dict[str, An
             row["alone"].append(least)
             for way in WAYS:
                 runs = steady_runs(steps[way], calls[way])
-                took = float(np.median([run.seconds for run in runs]))
-                moved = max(runs[-1].bytes_reloaded, runs[-1].bytes_offloaded)
                 busy = [run.lane_busy_seconds["compute"] for run in runs]
                 found = row[way]
-                found["seconds"].append(took)
-                found["over_bound"].append(took / max(least, moved / RATE))
+                found["seconds"].append(float(np.median([run.seconds for run in runs])))
+                found["over_bound"].append(over_bound(runs, least))
                 found["kernels"].append(float(np.median(busy)))
-                found["moved"] = moved
+                found["moved"] = max(runs[-1].bytes_reloaded, runs[-1].bytes_offloaded)
         row["alone"] = float(np.median(row["alone"]))
         for way, found in ((way, row[way]) for way in WAYS):
             found |= {k: float(np.median(found[k])) for k in ("seconds", "over_bound", "kernels")}

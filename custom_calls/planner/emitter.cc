@@ -131,8 +131,7 @@ void Emitter::AppendReaders(std::vector<int32_t>* vertices, int32_t version) con
 MemGraphColumns Emitter::Finish(const uint8_t* adds, bool unreduced) {
   DropDeadCopies();
   const std::vector<int32_t> sums = FirstOfSum(columns_, adds, over_);
-  const auto is_part = [](int32_t first) { return first != kNone; };
-  if (std::any_of(sums.begin(), sums.end(), is_part)) edges_ = InAnyOrder(edges_, columns_, sums);
+  if (!sums.empty()) edges_ = InAnyOrder(edges_, columns_, sums);
   if (!unreduced) edges_ = ReduceTransitively(edges_);
   for (int64_t head = 0; head < edges_.num_rows(); ++head) {
     for (const Edge& edge : edges_[head]) {

@@ -27,8 +27,6 @@ bool Uses(const MemGraphColumns& graph, int64_t vertex, int32_t version) {
 std::vector<int32_t> FirstOfSum(const MemGraphColumns& graph, const uint8_t* adds,
                                 const std::vector<int32_t>& over) {
   const auto count = static_cast<int64_t>(graph.kind.size());
-  std::vector<int32_t> first(count, kNone), num_readers(graph.tensor.size(), 0);
-  for (const int32_t version : graph.inputs) ++num_readers[version];
   const auto adds_on_device = [&](int64_t v) {
     if (static_cast<Kind>(graph.kind[v]) != Kind::kKernel || !adds[graph.task_vertex[v]]) {
       return false;
@@ -37,8 +35,14 @@ std::vector<int32_t> FirstOfSum(const MemGraphColumns& graph, const uint8_t* add
     return over[made] == AddedTo(graph, v) &&
            static_cast<Space>(graph.space[made]) == Space::kDevice;
   };
+  std::vector<int64_t> adders;
   for (int64_t v = 0; v < count; ++v) {
-    if (!adds_on_device(v)) continue;
+    if (adds_on_device(v)) adders.push_back(v);
+  }
+  if (adders.empty()) return {};
+  std::vector<int32_t> first(count, kNone), num_readers(graph.tensor.size(), 0);
+  for (const int32_t version : graph.inputs) ++num_readers[version];
+  for (const int64_t v : adders) {
     const int32_t before = graph.writer[AddedTo(graph, v)];
     if (before < 0 || !adds_on_device(before) || num_readers[AddedTo(graph, v)] > 1) continue;
     if (first[before] == kNone) first[before] = before;

@@ -22,7 +22,8 @@
 
 namespace jaxoffload {
 
-// Of each vertex that is part of a sum of two or more the first one of it, else -1. `adds` is of
+// Of each vertex that is part of a sum of two or more the first one of it, else -1; empty where no
+// vertex adds. `adds` is of
 // the TaskGraph's vertices; `over` of each version the one that it is written over in place.
 std::vector<int32_t> FirstOfSum(const MemGraphColumns& graph, const uint8_t* adds,
                                 const std::vector<int32_t>& over);

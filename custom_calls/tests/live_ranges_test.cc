@@ -63,6 +63,9 @@ class Walk {
     CHECK_EQ(Start(vertex), "");
     ranges_->Complete(vertex);
   }
+  void RunFirst(int32_t count) {
+    for (int32_t vertex = 0; vertex < count; ++vertex) Run(vertex);
+  }
   void Complete(int32_t vertex) { ranges_->Complete(vertex); }
   int64_t peak() const { return ranges_->peak_device_bytes(); }
 
@@ -111,7 +114,7 @@ TEST(LiveRangesRefuseToTakeBytesThatAreBeingWritten) {
 
 TEST(LiveRangesLetDeadBytesBeTaken) {
   Walk walk(Reuse());
-  for (int32_t vertex = 0; vertex < 4; ++vertex) walk.Run(vertex);
+  walk.RunFirst(4);
   CHECK_EQ(walk.peak(), 256);
 }
 
@@ -137,7 +140,7 @@ PlanMaker InPlace() {
 
 TEST(LiveRangesAllowOverwritingInPlaceWhenAllOthersHaveRead) {
   Walk walk(InPlace());
-  for (int32_t vertex = 0; vertex < 3; ++vertex) walk.Run(vertex);
+  walk.RunFirst(3);
   CHECK_EQ(walk.peak(), 64);
 }
 
@@ -172,7 +175,7 @@ TEST(LiveRangesLetPartsOfASumComeInAnyOrder) {
   for (const std::vector<int32_t>& order :
        std::vector<std::vector<int32_t>>{{4, 5, 6}, {4, 6, 5}, {5, 4, 6}, {6, 5, 4}}) {
     Walk walk(Sum());
-    for (int32_t vertex = 0; vertex < 4; ++vertex) walk.Run(vertex);
+    walk.RunFirst(4);
     for (const int32_t part : order) walk.Run(part);
     walk.Run(7);
     CHECK_EQ(walk.peak(), 256);
@@ -181,14 +184,14 @@ TEST(LiveRangesLetPartsOfASumComeInAnyOrder) {
 
 TEST(LiveRangesRefuseTwoPartsOfASumAtOnce) {
   Walk walk(Sum());
-  for (int32_t vertex = 0; vertex < 4; ++vertex) walk.Run(vertex);
+  walk.RunFirst(4);
   CHECK_EQ(walk.Start(6), "");
   CHECK_CONTAINS(walk.Start(4), "race: vertex 4 (v4) reads");
 }
 
 TEST(LiveRangesLetPartsOfASumFollowOneAnotherOnAStream) {
   Walk walk(Sum(), /*by_streams=*/true);
-  for (int32_t vertex = 0; vertex < 4; ++vertex) walk.Run(vertex);
+  walk.RunFirst(4);
   for (const int32_t part : {5, 6, 4}) CHECK_EQ(walk.Start(part), "");
   for (const int32_t part : {5, 6}) walk.Complete(part);
   CHECK_CONTAINS(walk.Start(7), "race: vertex 7 (v7) reads");
@@ -206,7 +209,7 @@ TEST(LiveRangesRefuseASumOnAStreamBeforeItsStartIsThere) {
 
 TEST(LiveRangesRefuseToReadASumBeforeItsLastPart) {
   Walk walk(Sum());
-  for (int32_t vertex = 0; vertex < 4; ++vertex) walk.Run(vertex);
+  walk.RunFirst(4);
   walk.Run(6);
   walk.Run(5);
   CHECK_CONTAINS(walk.Start(7), "race: vertex 7 (v7) reads");

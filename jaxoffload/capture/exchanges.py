@@ -93,6 +93,7 @@ class ExchangeMaker:
         outputs: Sequence[tuple[Any, int | None]],
         overwrites: tuple[tuple[int, int], ...] = (),
         dtypes: Sequence[Any] = (),
+        adds: bool = False,
     ) -> list[int]:
         """A kernel of one function over whole tensors.
 
@@ -100,6 +101,7 @@ class ExchangeMaker:
           parts: with the name, what tells the function from others.
           outputs: abstract values, and the tensors that they are, or None.
           dtypes: of the inputs, if they are not the result's.
+          adds: see `Vertex`.
         """
         number = {t: i for i, t in enumerate(dict.fromkeys(inputs))}
         reads = tuple(number[t] for t in inputs)
@@ -117,23 +119,26 @@ class ExchangeMaker:
             made = [Value(aval) for aval in avals]
             equation = Equation(operation, tuple(values[i] for i in reads), tuple(made))
             self._known[key] = self._devices.kernel(
-                values, [equation], made, vertex, overwrites, adds=name == "added"
+                values, [equation], made, vertex, overwrites, adds
             )
         given = [t for _, t in outputs]
         return self._devices.run(self._known[key], device, list(number), given)
 
     def _exchanged(self, parts: dict[int, list[int]]) -> dict[int, list[int]]:
         """What each device has of each rank, once part `r` of all has been sent to rank `r`."""
-        found = {}
-        for group in self._exchange.groups:
-            for rank, device in enumerate(group):
-                found[device] = [
-                    parts[other][rank]
-                    if other == device
-                    else self._send(parts[other][rank], device)
-                    for other in group
-                ]
-        return found
+        return {
+            device: [
+                parts[other][rank] if other == device else self._send(parts[other][rank], device)
+                for other in group
+            ]
+            for group, rank, device in self._members
+        }
+
+    @property
+    def _members(self) -> list[tuple[tuple[int, ...], int, int]]:
+        """Each group with each of its devices, and the rank of that."""
+        groups = self._exchange.groups
+        return [(group, rank, device) for group in groups for rank, device in enumerate(group)]
 
     def _send(self, tensor: int, to: int, out: int | None = None) -> int:
         return self._devices.transfer(tensor, to, out, self._vertex)
@@ -171,39 +176,35 @@ class ExchangeMaker:
           shapes: of a part, by rank.
           outs: the tensors that the sums are, if there are any.
         """
-        found = {}
+        found, outs = {}, outs or {}
         if not self._in_any_order:
             came = self._exchanged(parts)
-            for group in self._exchange.groups:
-                for rank, device in enumerate(group):
-                    out = outs[device] if outs else None
-                    found[device] = self._fold(device, came[device], shapes[rank], out, rank)
+            for _, rank, device in self._members:
+                out = outs.get(device)
+                found[device] = self._fold(device, came[device], shapes[rank], out, rank)
             return found
-        for group in self._exchange.groups:
-            for rank, device in enumerate(group):
-                found[device] = self._widened(device, parts[device][rank], shapes[rank])
+        dtype, wide = self._result.aval.dtype, self._sum_dtype
+        for _, rank, device in self._members:
+            found[device] = own = parts[device][rank]
+            if wide != dtype:
+                found[device] = self._converted(device, own, shapes[rank], dtype, wide, None)
         for turn in range(1, self._exchange.size):  # all devices send and receive in each
-            is_last = turn == self._exchange.size - 1
-            for group in self._exchange.groups:
-                for rank, device in enumerate(group):
-                    other = parts[group[(rank + turn) % len(group)]][rank]
-                    out = outs[device] if outs and is_last and not self._is_narrow else None
-                    came = self._send(other, device)
-                    found[device] = self._add(device, found[device], came, shapes[rank], out)
-        for group in self._exchange.groups if self._is_narrow else ():
-            for rank, device in enumerate(group):
-                out = outs[device] if outs else None
-                found[device] = self._narrowed(device, found[device], shapes[rank], out)
+            is_last = turn == self._exchange.size - 1 and wide == dtype
+            for group, rank, device in self._members:
+                came = self._send(parts[group[(rank + turn) % len(group)]][rank], device)
+                out = outs.get(device) if is_last else None
+                found[device] = self._add(device, found[device], came, shapes[rank], out)
+        if wide != dtype:
+            for _, rank, device in self._members:
+                total, out = found[device], outs.get(device)
+                found[device] = self._converted(device, total, shapes[rank], wide, dtype, out)
         return found
 
     @property
-    def _is_narrow(self) -> bool:
-        """Whether sums are made in a wider dtype than that of what is summed."""
-        return np.dtype(self._result.aval.dtype) in _NARROW
-
-    @property
     def _sum_dtype(self) -> Any:
-        return np.dtype(np.float32) if self._is_narrow else self._result.aval.dtype
+        """In which sums are made."""
+        dtype = self._result.aval.dtype
+        return np.dtype(np.float32) if np.dtype(dtype) in _NARROW else dtype
 
     def _pair(self) -> Callable[[Any, Any], Any]:
         """What two parts are together."""
@@ -234,15 +235,6 @@ class ExchangeMaker:
         about = (self._exchange.kind,)
         return self._apply("ranks", about, fold, device, parts, [(aval, out)], overwrites)[0]
 
-    def _widened(self, device: int, part: int, shape: tuple[int, ...]) -> int:
-        """A device's own part, to which others are added."""
-        if not self._is_narrow:
-            return part
-        wide = self._sum_dtype
-        widen = lambda x: lax.convert_element_type(x, wide)  # noqa: E731
-        aval = compat.ShapedArray(shape, wide)
-        return self._apply("widened", (), widen, device, [part], [(aval, None)])[0]
-
     def _add(
         self, device: int, total: int, part: int, shape: tuple[int, ...], out: int | None
     ) -> int:
@@ -252,16 +244,16 @@ class ExchangeMaker:
         aval, about = compat.ShapedArray(shape, wide), (self._exchange.kind,)
         dtypes = wide, self._result.aval.dtype
         return self._apply(
-            "added", about, add, device, [total, part], [(aval, out)], ((0, 0),), dtypes
+            "added", about, add, device, [total, part], [(aval, out)], ((0, 0),), dtypes, True
         )[0]
 
-    def _narrowed(self, device: int, total: int, shape: tuple[int, ...], out: int | None) -> int:
-        """A device's sum in the dtype of its parts."""
-        dtype = self._result.aval.dtype
-        narrow = lambda x: lax.convert_element_type(x, dtype)  # noqa: E731
-        aval, wide = compat.ShapedArray(shape, dtype), (self._sum_dtype,)
-        made = self._apply("narrowed", (), narrow, device, [total], [(aval, out)], (), wide)
-        return made[0]
+    def _converted(
+        self, device: int, tensor: int, shape: tuple[int, ...], of: Any, to: Any, out: int | None
+    ) -> int:
+        """A part, or a sum, in another dtype."""
+        convert = lambda x: lax.convert_element_type(x, to)  # noqa: E731
+        outputs, about = [(compat.ShapedArray(shape, to), out)], (np.dtype(of), np.dtype(to))
+        return self._apply("converted", about, convert, device, [tensor], outputs, (), (of,))[0]
 
     def _join(self, device: int, parts: list[int], axis: int, new: bool, shape: Any) -> None:
         """Writes the result of a device from parts along a dimension, which may be new."""

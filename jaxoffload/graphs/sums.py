@@ -44,10 +44,9 @@ def at_turns(first: np.ndarray, start: np.ndarray) -> np.ndarray:
       first: see `first_of_sum`.
       start: seconds at which each vertex began.
     """
-    parts = np.flatnonzero(first >= 0)
+    parts = _by_sum(first)
     found = np.arange(len(first))
-    in_order = np.lexsort((parts, first[parts]))
-    found[parts[in_order]] = parts[np.lexsort((parts, start[parts], first[parts]))]
+    found[parts] = parts[np.lexsort((start[parts], first[parts]))]
     return found
 
 
@@ -80,10 +79,18 @@ def _each_part(
     first: np.ndarray, vertices: np.ndarray, sums: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Each vertex, or all of the sum that it stands for; and the position of which that is."""
-    by_sum = np.argsort(first, kind="stable")
+    if not (sums >= 0).any():
+        return vertices, np.arange(len(vertices))
+    by_sum = _by_sum(first)
     begins, ends = (np.searchsorted(first[by_sum], sums, side) for side in ("left", "right"))
     count = np.where(sums >= 0, ends - begins, 1)
     row = np.repeat(np.arange(len(vertices)), count)
     at = np.arange(len(row)) - (np.cumsum(count) - count)[row]
     is_sum = sums[row] >= 0
     return np.where(is_sum, by_sum[np.where(is_sum, begins[row] + at, 0)], vertices[row]), row
+
+
+def _by_sum(first: np.ndarray) -> np.ndarray:
+    """The vertices of all sums, sum by sum, those of each in serial order."""
+    parts = np.flatnonzero(first >= 0)
+    return parts[np.argsort(first[parts], kind="stable")]

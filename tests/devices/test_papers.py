@@ -180,7 +180,9 @@ def test_work_is_that_of_the_busiest_device():
 def test_sums_in_any_order_are_measured_beside_those_in_the_order_of_ranks():
     """By real runs, behind links of each device and behind one for all (benchmarks/bus.py)."""
     model = dataclasses.replace(TINY, heads=8)
-    for row, links in zip(sums_in_any_order(4, model, (2, 16), 1), (4, 1), strict=True):
+    for row, links in zip(sums_in_any_order(4, model, (4, 64), 1), (4, 1), strict=True):
         assert row["links"] == links
         ordered, free = row["seconds"].values()
         assert row["any order, over the order of ranks"] == free / ordered > 0
+        ordered, free = row["vertices"].values()
+        assert free > ordered  # a kernel for each part

@@ -129,12 +129,13 @@ def test_parts_are_put_on_an_imitated_gpus_stream_as_they_come(monkeypatch):
 
 def test_narrow_numbers_are_rounded_once():
     f = over(8, lambda x: lax.psum(x, "x"), P())
-    x = numbers((8 * 4096, 4), jnp.bfloat16)
-    want = x.astype(np.float64).reshape(8, 4096, 4).sum(0).astype(np.float32).astype(jnp.bfloat16)
+    x = numbers((8 * 16384, 4), jnp.bfloat16)
+    want = x.astype(np.float64).reshape(8, 16384, 4).sum(0).astype(np.float32).astype(jnp.bfloat16)
     for seed in range(3):
         launch = jo.policies.random(seed, delays=1e-4)
         step = jo.offload(f, device_memory=None, deterministic=False, launch=launch)
         np.testing.assert_array_equal(np.asarray(step(x)), want)
+        assert num_sums(step.last_run) == 8
 
 
 @pytest.mark.parametrize("share", [0.7, 0.0])
