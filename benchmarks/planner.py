@@ -15,6 +15,7 @@ vertices a second a run is simulated, two candidates for the launch priorities c
 import heapq
 import math
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -191,60 +192,67 @@ def bytes_without_places(graph: TaskGraph, budget: int) -> int:
     return moved
 
 
+def measure(make: Callable[[int], TaskGraph], counts: Sequence[int]) -> list[dict[str, Any]]:
+    """Plans graphs of so many vertices, and prints what that took."""
+    rows = []
+    for share in (0.5, 0.25):
+        first: tuple[int, float] | None = None
+        for count in counts:
+            graph = make(count)
+            begin = time.process_time()
+            _ = graph.columns
+            made = time.process_time()
+            budget = max(int(share * resident_peak(graph)), min_budget(graph)[0])
+            start = time.process_time()
+            memgraph = build_memgraph(graph, budget)
+            built = time.process_time()
+            seconds = made - begin + built - start
+            verify(memgraph)
+            verified = (time.process_time() - built) / seconds
+            chosen = time.process_time()
+            simulate(memgraph, np.ones(memgraph.num_vertices))
+            simulated = memgraph.num_vertices / (time.process_time() - chosen)
+            moved = memgraph.moved_bytes(Kind.RELOAD) + memgraph.moved_bytes(Kind.OFFLOAD)
+            without_places = None
+            if make is not tensor_parallel:  # which is of one device
+                without_places = moved / max(bytes_without_places(graph, budget), 1)
+            first = (count, seconds) if first is None or count <= 10_000 else first
+            ideal = first[1] * count * math.log(count) / (first[0] * math.log(first[0]))
+            rows.append(
+                {
+                    "graph": make.__name__,
+                    "budget_share": share,
+                    "vertices": len(graph.vertices),
+                    "memgraph_vertices": memgraph.num_vertices,
+                    "edges": len(memgraph.edge_tail),
+                    "seconds": seconds,
+                    "columns_seconds": made - begin,
+                    "simulated_vertices_per_second": simulated,
+                    "over_n_log_n": seconds / ideal,
+                    "verify_share": verified,
+                    "bytes_reloaded": memgraph.moved_bytes(Kind.RELOAD),
+                    "bytes_moved": moved,
+                    "moved_over_without_places": without_places,
+                }
+            )
+            print(
+                f"{make.__name__:>14} at {share:.0%}: {count:>7} vertices in {seconds:.3f} s "
+                f"({seconds / ideal:.2f} of n log n), {memgraph.num_vertices} after planning; "
+                f"verified in {verified:.1%} of that; simulated {simulated / 1e6:.1f} million "
+                f"vertices a second; "
+                f"moves {moved / 2**20:.0f} MiB"
+                + (f", {without_places:.3f} of without places" if without_places else "")
+            )
+            del graph, memgraph  # to free them takes time that is not the next one's
+    return rows
+
+
 def run(small: bool = False, out: str | None = None) -> list[dict[str, Any]]:
-    """Measures and prints."""
+    """All graphs of one device, and that of several."""
     print(machine())
     counts = (1_000, 3_000) if small else (2_000, 10_000, 20_000, 100_000, 1_000_000)
-    rows = []
-    for make in (random_layers, blocks, training_step, tensor_parallel):
-        for share in (0.5, 0.25):
-            first: tuple[int, float] | None = None
-            for count in counts:
-                graph = make(count)
-                begin = time.process_time()
-                _ = graph.columns
-                made = time.process_time()
-                budget = max(int(share * resident_peak(graph)), min_budget(graph)[0])
-                start = time.process_time()
-                memgraph = build_memgraph(graph, budget)
-                built = time.process_time()
-                seconds = made - begin + built - start
-                verify(memgraph)
-                verified = (time.process_time() - built) / seconds
-                chosen = time.process_time()
-                simulate(memgraph, np.ones(memgraph.num_vertices))
-                simulated = memgraph.num_vertices / (time.process_time() - chosen)
-                moved = memgraph.moved_bytes(Kind.RELOAD) + memgraph.moved_bytes(Kind.OFFLOAD)
-                without_places = None
-                if make is not tensor_parallel:  # which is of one device
-                    without_places = moved / max(bytes_without_places(graph, budget), 1)
-                first = (count, seconds) if first is None or count <= 10_000 else first
-                ideal = first[1] * count * math.log(count) / (first[0] * math.log(first[0]))
-                rows.append(
-                    {
-                        "graph": make.__name__,
-                        "budget_share": share,
-                        "vertices": len(graph.vertices),
-                        "memgraph_vertices": memgraph.num_vertices,
-                        "edges": len(memgraph.edge_tail),
-                        "seconds": seconds,
-                        "columns_seconds": made - begin,
-                        "simulated_vertices_per_second": simulated,
-                        "over_n_log_n": seconds / ideal,
-                        "verify_share": verified,
-                        "bytes_reloaded": memgraph.moved_bytes(Kind.RELOAD),
-                        "bytes_moved": moved,
-                        "moved_over_without_places": without_places,
-                    }
-                )
-                print(
-                    f"{make.__name__:>14} at {share:.0%}: {count:>7} vertices in {seconds:.3f} s "
-                    f"({seconds / ideal:.2f} of n log n), {memgraph.num_vertices} after planning; "
-                    f"verified in {verified:.1%} of that; simulated {simulated / 1e6:.1f} million "
-                    f"vertices a second; "
-                    f"moves {moved / 2**20:.0f} MiB"
-                    + (f", {without_places:.3f} of without places" if without_places else "")
-                )
-                del graph, memgraph  # to free them takes time that is not the next one's
+    rows = [row for make in (random_layers, blocks, training_step) for row in measure(make, counts)]
     save("planner", rows, out)
-    return rows
+    several = measure(tensor_parallel, counts)
+    save("planner_devices", several, out)
+    return rows + several
