@@ -39,9 +39,8 @@ from jaxoffload.search.planner import Planner
 
 GIB = 2**30
 GPUS = ("4 x P100", "8 x A100 80 GB", "RTX 4090, 12 SSDs", "H200", "B200")
-EVERYWHERE, ON_ONE = (8, 24), (8, 16, 24, 80)
-"""Budgets in GiB on every GPU that has as much, and on one."""
-ONE = "H200"
+BUDGETS = (8, 16, 24, 80)
+"""In GiB, on every GPU that has as much."""
 SHARE = 0.5
 SMALL = model.Config(128, 64, 2, 2, 2, 128, dtype="bfloat16")
 
@@ -55,9 +54,9 @@ def workloads(small: bool) -> Iterator[tuple[str, Any, str, list[int]]]:
         f"{size} LoRA step": lambda: suite.lora_step(config, batch, length),
         f"{size} prefill": lambda: suite.inference(config, batch, length),
     }
-    for gpu in (ONE, *(g for g in GPUS if g != ONE)):
+    for gpu in ("H200",) if small else GPUS:
         room = MACHINES[gpu].device_bytes
-        budgets = [n * GIB for n in (ON_ONE if gpu == ONE else EVERYWHERE) if n * GIB <= room]
+        budgets = [n * GIB for n in BUDGETS if n * GIB <= room]
         for name, make in named.items():
             yield name, make, gpu, [] if small else budgets
         if small:

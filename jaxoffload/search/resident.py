@@ -66,19 +66,23 @@ def with_residents(
     for device, capacity in enumerate(memgraph.capacity.tolist()):
         own = {t: saves for t, saves in saved.items() if graph.tensors[t].device == device}
         rooms.append(_Room(graph, device, capacity, own))
-    largest = max(align(graph.tensors[t].bytes) for t in saved)
-    tried: set[tuple[int, ...]] = set()
+
+    def chosen(share: float, ahead: float = 0) -> list[int]:
+        return [t for room in rooms for t in room.beside(ahead).chosen(share)]
+
+    most = set(chosen(1.0))
+    largest = max((align(graph.tensors[t].bytes) for t in saved if t not in most), default=0)
     choices = [
-        [t for room in rooms for t in room.beside(ahead * largest).chosen(share)]
-        for share, ahead in (_FEW_ROOMS if roughly else _ROOMS)
+        chosen(share, ahead * largest) for share, ahead in (_FEW_ROOMS if roughly else _ROOMS)
     ]
     if not roughly:
         choices.append([t for room in rooms for t in room.packed()])
-    for chosen in choices:
-        if tuple(chosen) in tried:
+    tried: set[tuple[int, ...]] = set()
+    for residents in choices:
+        if tuple(residents) in tried:
             continue
-        tried.add(tuple(chosen))
-        found = build(chosen) if chosen else memgraph
+        tried.add(tuple(residents))
+        found = build(residents) if residents else memgraph
         seconds = simulate(found, machine=machine).seconds
         if seconds < _GAIN * least:
             best, least = found, seconds

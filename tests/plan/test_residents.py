@@ -14,6 +14,7 @@ from jaxoffload.graphs.verify import verify
 from jaxoffload.plan.alloc.build import build_memgraph
 from jaxoffload.plan.alloc.limits import align, least_room, min_budgets, num_devices
 from jaxoffload.plan.cost.machines import SMALL_SERVER, Link
+from jaxoffload.plan.cost.simulate import simulate
 from jaxoffload.search.resident import can_stay, with_residents
 from tests.plan.execute import Memories, arguments_of, straightforward
 from tests.plan.strategies import random_taskgraph
@@ -179,6 +180,24 @@ def test_a_sweep_moves_what_does_not_fit(kept, updated):
     carried = 4 * 256
     assert found.moved_bytes(Kind.RELOAD) <= once - stays * (2 if updated else 1) + carried
     assert found.moved_bytes(Kind.OFFLOAD) <= (8 * 4096 - stays if updated else 0) + carried
+
+
+def test_what_streams_arrives_early_beside_one_that_is_far_larger():
+    """As the layers of a decoder do, whose vocabulary stays: room for one more layer is enough, and
+    is given up; room for one more vocabulary would be most of what stays."""
+    layers, large, kept = 32, 40 * 4096, 20
+    graph = sweep(layers)
+    vertices = [dataclasses.replace(v, seconds=0.5 * 4096 / 1e6) for v in graph.vertices]
+    tensors = [*graph.tensors[: layers - 1], Tensor(large, argument=Span(layers - 1, 0))]
+    graph = dataclasses.replace(
+        graph, tensors=(*tensors, *graph.tensors[layers:]), vertices=tuple(vertices)
+    )
+    found = planned(graph, least_room(graph) + kept * 4096)
+    verify(found)
+    assert found.resident_bytes() < large + kept * 4096
+    kernels = sum(v.seconds for v in vertices)
+    assert found.moved_bytes(Kind.RELOAD) / 1e6 < kernels
+    assert simulate(found, machine=SLOW).seconds <= 1.05 * kernels
 
 
 def test_all_stays_where_all_fits():
