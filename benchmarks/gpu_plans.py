@@ -5,7 +5,7 @@ budgets up to 80 GiB, and for the workloads of the suite in half of their memory
 many kernels, how long compiling and planning take, the largest workspace, the least budget with and
 without it, how many outputs XLA writes where the plan wants them, whose code is called, and what a
 run would take (simulated). A plan's peak is held against what the modules' own buffer assignments
-sum to along the simulated schedule.
+sum to along the simulated schedule, and what its kernels take by our model against XLA's own.
 
 Rows that the results file has stay as they are: a run that was stopped goes on, and one with the
 compiler of CUDA 12 adds P100, which that of CUDA 13 does not know.
@@ -29,6 +29,7 @@ from benchmarks import suite
 from benchmarks.measure import save
 from jaxoffload.finetune import model
 from jaxoffload.graphs.memgraph import Kind, Space
+from jaxoffload.graphs.taskgraph import VertexKind
 from jaxoffload.options import format_bytes
 from jaxoffload.plan.alloc.limits import resident_peak
 from jaxoffload.plan.cost.machines import MACHINES
@@ -133,6 +134,38 @@ def _sum_until(times: np.ndarray, sizes: np.ndarray, moments: np.ndarray) -> np.
     return sums[np.searchsorted(times[order], moments, side="right")]
 
 
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Seconds of a plan's kernels on the GPU, one after another, launches not counted.
+
+    Attributes:
+      ours, xlas: by our model and by XLA's, of those of which XLA has an estimate for all that they
+        launch.
+      others: by our model, of the rest.
+    """
+
+    ours: float
+    xlas: float
+    others: float
+
+
+def times(found: Prediction) -> Times:
+    """Of all vertices that run on the GPU."""
+    graph = found.memgraph.taskgraph
+    seconds = dataclasses.replace(found.machine, launch=0.0).task_seconds(graph)
+    ours = xlas = others = 0.0
+    for vertex, took in zip(graph.vertices, seconds.tolist(), strict=True):
+        if vertex.kind != VertexKind.KERNEL:
+            continue
+        kernel = found.kernels[vertex.kernel]
+        if kernel.without_estimate:
+            others += took
+        else:
+            ours += took
+            xlas += kernel.expected_seconds
+    return Times(ours, xlas, others)
+
+
 def row_of(name: str, workload: Any, gpu: str, budget: int | None) -> dict[str, Any]:
     """One plan, or why there is none for the budget."""
     function, args, donate = workload
@@ -149,7 +182,7 @@ def row_of(name: str, workload: Any, gpu: str, budget: int | None) -> dict[str, 
     kernels, calls = found.kernels, collections.Counter()
     for kernel in kernels:
         calls.update(kernel.calls)
-    peak = peaks(found)
+    peak, took = peaks(found), times(found)
     jo.clear_caches()
     start = time.perf_counter()
     jo.offload(function, device_memory=budget, donate_argnums=donate).predict(*args, machine=gpu)
@@ -168,6 +201,9 @@ def row_of(name: str, workload: Any, gpu: str, budget: int | None) -> dict[str, 
         "seconds": found.seconds,
         "over_bound": found.seconds / found.bound_seconds,
         "over_compute": found.seconds / found.compute_seconds,
+        "kernel_seconds": took.ours,
+        "kernel_seconds_by_xla": took.xlas,
+        "kernel_seconds_without_estimate": took.others,
         "peak_planned": peak.planned,
         "peak_of_modules": peak.modules,
         "peak_reserved": peak.reserved,
@@ -228,7 +264,9 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['planning_seconds']:.1f} s, again in {row['again_seconds']:.1f} s; workspace "
         f"{format_bytes(row['workspace'])}, {leasts}; in place {row['in_place']} of "
         f"{row['outputs']}; {row['copies']} copies; {row['calls']}; {row['seconds']:.3g} s a run, "
-        f"{row['over_compute']:.2f} of its kernels'; peak {row['peak_planned']} along the "
+        f"{row['over_compute']:.2f} of its kernels', which take {row['kernel_seconds']:.3g} s by "
+        f"our model and {row['kernel_seconds_by_xla']:.3g} by XLA's, which does not know "
+        f"{row['kernel_seconds_without_estimate']:.3g}; peak {row['peak_planned']} along the "
         f"schedule, modules {row['peak_of_modules'] / row['peak_planned']:.6f}, reserved "
         f"{row['peak_reserved'] / row['peak_planned']:.4f}"
     )

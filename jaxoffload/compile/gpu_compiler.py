@@ -26,7 +26,7 @@ from jaxoffload.compile.lower import lower, portable
 from jaxoffload.errors import BackendError
 from jaxoffload.store import place, platform
 
-_FORMAT = 1
+_FORMAT = 2
 """Of what is kept; a change of it makes all older entries void."""
 _NEWEST = "99.0.0"
 """The plugin is of the same release as JAX, and reads what that writes."""
@@ -46,6 +46,8 @@ class CompiledKernel:
       launches: operations that it launches on the GPU one after another.
       copies: those that only copy.
       calls: whose code it calls, and how often (hlo.Module).
+      expected_seconds: that a run takes by XLA's own model of the GPU, launches not counted.
+      without_estimate: of `launches`, those of which that model says nothing: libraries' code.
     """
 
     temp_bytes: int
@@ -57,6 +59,8 @@ class CompiledKernel:
     launches: int
     copies: int
     calls: dict[str, int]
+    expected_seconds: float = 0.0
+    without_estimate: int = 0
 
 
 class GpuCompiler:

@@ -72,6 +72,8 @@ def answer(device: Any, code: bytes) -> dict[str, Any]:
         "launches": module.launches,
         "copies": module.copies,
         "calls": module.calls,
+        "expected_seconds": module.seconds,
+        "without_estimate": module.without_estimate,
     }
 
 

@@ -1,7 +1,7 @@
 """What an optimized HLO module, as text, says of how it will run on a GPU.
 
 Takes the text; gives which outputs are written into which parameters, how many operations its
-entry launches, copies among them, and whose code they call.
+entry launches, copies among them, whose code they call, and how long they take by XLA's own model.
 """
 
 import collections
@@ -10,6 +10,8 @@ import re
 
 _IDLE = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"})
 """Operations that launch nothing."""
+_ENTRY = ""
+"""Stands for the computation at which a module begins."""
 _LIBRARIES = (
     ("__triton", "Triton"),
     ("__cublas$lt", "cuBLASLt"),
@@ -35,36 +37,73 @@ class Module:
       copies: those that only copy.
       calls: of those, and of operations in loops, whose code they call and how often; XLA's own
         kernels are not among them. A custom call that is not known stands by its target.
+      seconds: of all that has an estimate, by the rates of the GPU's description: XLA's figure
+        that knows its matrix units ("sol"), loops as often as they are known to repeat.
+      without_estimate: of `launches`, loops aside, those that have none.
     """
 
     aliases: tuple[tuple[int, int], ...]
     launches: int
     copies: int
     calls: dict[str, int]
+    seconds: float
+    without_estimate: int
 
 
 def read(text: str) -> Module:
     """Reads a module's text, as `HloModule.to_string` gives it."""
     head = text[: text.find("\n")] if "\n" in text else text
-    launches = copies = 0
+    launches = copies = without = 0
     calls: collections.Counter[str] = collections.Counter()
-    in_entry = False
+    times = _Times()
+    name = None
     for line in text.splitlines():
-        if line.startswith("ENTRY "):
-            in_entry = True
-        elif line.startswith("}"):
-            in_entry = False
+        started = re.match(r"(ENTRY )?%(\S+) ", line)
+        if started is not None:
+            name = _ENTRY if started[1] else started[2]
         operation = _operation(line)
-        if operation is None:
+        if operation is None or name is None:
             continue
-        if in_entry and operation not in _IDLE:
+        is_priced = times.add(name, operation, line)
+        if name == _ENTRY and operation not in _IDLE:
             launches += 1
             is_copy = operation in ("copy", "copy-start") or "calls=%wrapped_copy" in line
             copies += is_copy
+            without += not is_priced
         called = _called(operation, line)
         if called is not None:
             calls[called] += 1
-    return Module(_aliases(head), launches, copies, dict(sorted(calls.items())))
+    of_entry = times.seconds(_ENTRY)
+    return Module(_aliases(head), launches, copies, dict(sorted(calls.items())), of_entry, without)
+
+
+class _Times:
+    """What computations take, by what stands in a module's text."""
+
+    def __init__(self) -> None:
+        self._own: dict[str, float] = collections.defaultdict(float)  # microseconds
+        self._loops: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
+
+    def add(self, computation: str, operation: str, line: str) -> bool:
+        """Adds an instruction of a computation; whether its time is known."""
+        if operation == "while":
+            body = re.search(r"body=%([\w.-]+)", line)
+            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+            if body is not None:
+                self._loops[computation].append((body[1], int(trips[1]) if trips else 1))
+            return True
+        start = line.find('"reification_cost":[{')
+        for cost in re.findall(r"\{[^{}]*\}", line[start:]) if start >= 0 else ():
+            if '"name":"sol"' in cost:
+                found = re.search(r'"exec_time_us":([0-9.eE+-]+)', cost)
+                self._own[computation] += float(found[1]) if found else 0.0
+                return True
+        return False
+
+    def seconds(self, computation: str) -> float:
+        """Of a computation, with its loops."""
+        loops = sum(trips * self.seconds(body) for body, trips in self._loops[computation])
+        return self._own[computation] * 1e-6 + loops
 
 
 def _aliases(head: str) -> tuple[tuple[int, int], ...]:

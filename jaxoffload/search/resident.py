@@ -67,7 +67,7 @@ def with_residents(
         own = {t: saves for t, saves in saved.items() if graph.tensors[t].device == device}
         rooms.append(_Room(graph, device, capacity, own))
 
-    def chosen(share: float, ahead: float = 0) -> list[int]:
+    def chosen(share: float, ahead: int = 0) -> list[int]:
         return [t for room in rooms for t in room.beside(ahead).chosen(share)]
 
     most = set(chosen(1.0))

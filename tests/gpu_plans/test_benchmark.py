@@ -22,6 +22,7 @@ def test_the_table_is_drawn_and_goes_on_where_it_was_stopped(tmp_path, monkeypat
         assert row["in_place"] == row["outputs"] > row["kernels"] > 1
         assert row["peak_of_modules"] == pytest.approx(row["peak_planned"], rel=0.01)
         assert row["peak_reserved"] <= row["budget"]
+        assert row["kernel_seconds"] > 0 and row["kernel_seconds_by_xla"] > 0
         assert row["least"] > row["least_without"] > 0
     capsys.readouterr()
     found = json.loads(path.read_text())

@@ -1,5 +1,7 @@
 """What is read from the text of an optimized module."""
 
+import pytest
+
 from jaxoffload.compile import hlo
 
 HEAD = (
@@ -65,3 +67,30 @@ def test_calls_are_told_by_library_in_loops_as_well():
         "cuSOLVER": 1,
         "my_kernel": 1,
     }
+
+
+ESTIMATED = """
+%fused (p: f32[8]) -> f32[8] {
+  ROOT %inner = f32[8]{0} copy(%p), backend_config={"reification_cost":[{"exec_time_us":900,"name":"sol"}]}
+}
+
+%body.1 (s: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %add = f32[8]{0} fusion(%s), kind=kLoop, calls=%fused, backend_config={"reification_cost":[{"exec_time_us":7,"name":""},{"end_to_end_cycles":0,"exec_time_us":0.5,"name":"sol"}]}
+  ROOT %t = (s32[], f32[8]{0}) tuple(%s)
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %gemm = f32[8]{0} fusion(%a), kind=kCustom, calls=%g, backend_config={"fusion_backend_config":{"kind":"__triton_gemm"},"reification_cost":[{"exec_time_us":90,"name":""},{"exec_time_us":2e1,"name":"sol"}]}
+  %solver = f32[8]{0} custom-call(%gemm), custom_call_target="cusolver_potrf_ffi", backend_config={"reification_cost":[]}
+  %bare = f32[8]{0} copy(%solver)
+  ROOT %while.2 = (s32[], f32[8]{0}) while(%bare), condition=%c, body=%body.1, backend_config={"known_trip_count":{"n":"6"}}
+}
+"""  # noqa: E501
+
+
+def test_times_are_those_of_xlas_model_that_knows_the_rates():
+    module = hlo.read(HEAD + ESTIMATED)
+    assert module.seconds == pytest.approx((20 + 6 * 0.5) * 1e-6)
+    assert module.without_estimate == 2, "a library's call and a copy; the loop is its body"
+    assert hlo.read(TEXT).seconds == 0

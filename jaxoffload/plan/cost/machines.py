@@ -246,6 +246,22 @@ B200 = dataclasses.replace(
     gpu="B200",
 )
 """bfloat16 without sparsity, HBM3e (HGX B200), PCIe 5; NVLink 5, twice NVLink 4."""
+_ONE_DRIVE = Link(6e9, 100e-6), Link(4e9, 100e-6)
+_CARDS = tuple(
+    Machine(name, flops, memory, count * _GIB, Link(link), Link(link), *_ONE_DRIVE, gpu=name)
+    for name, flops, memory, count, link in (
+        ("V100", 125e12, 898e9, 16, 12e9),
+        ("T4", 65e12, 320e9, 15, 12e9),
+        ("RTX 3090", 71e12, 936e9, 24, 25e9),
+        ("RTX A6000", 155e12, 768e9, 48, 25e9),
+        ("L4", 121e12, 300e9, 24, 25e9),
+        ("RTX 5090", 209e12, 1792e9, 32, 55e9),
+        ("RTX PRO 6000", 504e12, 1792e9, 96, 55e9),
+    )
+)
+"""A card and a drive each: products in bfloat16 (float16 on V100 and T4, which have no other) with
+sums in float32, without sparsity, by NVIDIA's whitepapers; PCIe 3, 4 and 5 as of those above. For
+plans of what is not here: one that is here is measured."""
 SMALL_SERVER = Machine(
     "2 cores of an EPYC", 2e11, 1e10, 24 * _GIB, Link(8e9, 1e-6), Link(8e9, 1e-6),
     Link(1.78e9, 100e-6), Link(3.55e9, 100e-6), launch=1e-6, host_flops_per_second=2e11,
@@ -263,6 +279,7 @@ MACHINES = {
         H100,
         H200,
         B200,
+        *_CARDS,
         SMALL_SERVER,
     )
 }
