@@ -46,8 +46,8 @@ class CompiledKernel:
       launches: operations that it launches on the GPU one after another.
       copies: those that only copy.
       calls: whose code it calls, and how often (hlo.Module).
-      expected_seconds: that a run takes by XLA's own model of the GPU, launches not counted.
-      without_estimate: of `launches`, those of which that model says nothing: libraries' code.
+      expected_seconds, without_estimate: that a run takes by XLA's own model of the GPU, launches
+        not counted, and of how many of them that says nothing (hlo.Module).
     """
 
     temp_bytes: int

@@ -31,8 +31,8 @@ _GRACE_SECONDS = 30
 _WORDS_OF_IT = 400
 """Characters of what a process that died has said last."""
 PROGRAM = gpu_worker.__name__
-_FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_collect_cost_model_stats=true"
-"""There is nothing to try kernels on. XLA writes down what it expects each operation to take."""
+_FLAGS = "--xla_gpu_autotune_level=0"
+"""There is nothing to try kernels on."""
 
 
 class Refused(Exception):

@@ -37,8 +37,9 @@ class Module:
       copies: those that only copy.
       calls: of those, and of operations in loops, whose code they call and how often; XLA's own
         kernels are not among them. A custom call that is not known stands by its target.
-      seconds: of all that has an estimate, by the rates of the GPU's description: XLA's figure
-        that knows its matrix units ("sol"), loops as often as they are known to repeat.
+      seconds: of all that has an estimate, loops as often as they are known to repeat: XLA's
+        figure that knows a GPU's matrix units ("sol"). It has some under
+        --xla_gpu_collect_cost_model_stats=true, which it refuses but for Hopper and Blackwell.
       without_estimate: of `launches`, loops aside, those that have none.
     """
 
