@@ -27,6 +27,7 @@ void BindHost(nb::module_& m) {
                                               nb::device::cpu::value);
           },
           "shape"_a, "code"_a, "bits"_a)
+      .def_prop_ro("stamp", [](const HostBuffer& buffer) { return buffer.stamp()->value(); })
       .def("renew_stamp", [](const HostBuffer& buffer) { buffer.stamp()->Renew(); })
       .def_prop_ro("__array_interface__", [](const HostBuffer& buffer) {
         if (buffer.stamp()->may_be_owed()) {

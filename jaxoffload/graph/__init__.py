@@ -9,6 +9,9 @@ for batch in jo.graph.Batches(graph, seeds, jo.disk_put(features, folder), fanou
 from jaxoffload.graph import layers as layers
 from jaxoffload.graph.batches import Batch as Batch
 from jaxoffload.graph.batches import Batches as Batches
+from jaxoffload.graph.device_rows import DeviceRows as DeviceRows
+from jaxoffload.graph.device_rows import SplitRows as SplitRows
+from jaxoffload.graph.device_rows import joined as joined
 from jaxoffload.graph.embedding import Embedding as Embedding
 from jaxoffload.graph.hot_rows import HotRows as HotRows
 from jaxoffload.graph.relational import Graph as Graph

@@ -4,6 +4,7 @@ A thread samples, takes the rows of tables in host memory or on disk, and fills 
 that few shapes have, so that a step is compiled, and planned, once.
 """
 
+import math
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxoffload.graph.device_rows import DeviceRows
 from jaxoffload.graph.hot_rows import HotRows
 from jaxoffload.graph.relational import Graph
 from jaxoffload.graph.sampling import sample
@@ -25,7 +27,8 @@ class Batch(NamedTuple):
       seeds: int32[B], nodes of the graph; where the last batch is short, the first one again.
       is_seed: bool[B], which of them count.
       nodes: int32[N]; seeds first. Nodes that fill up are node 0 of the graph, the last always.
-      rows: of each table the nodes' rows, [N, ...]; zeros where nodes fill up.
+      rows: of each table the nodes' rows, [N, ...], zeros where nodes fill up; of `DeviceRows`
+        `SplitRows`, of which `joined` makes that.
       sources, destinations, relations: int32[E], in positions of `nodes`. Edges that fill up lead
         from the last node to itself.
     """
@@ -45,8 +48,8 @@ class Batches:
     Args:
       graph: from which neighbours are drawn.
       seeds: the nodes to learn from, each once.
-      tables: a pytree of arrays with a row for each node: on disk, in host memory, NumPy's, or
-        `HotRows`.
+      tables: a pytree of arrays with a row for each node: on disk, in host memory, NumPy's,
+        `HotRows`, or `DeviceRows`.
       fanouts, per_relation: as of `sample`.
       batch_size: seeds a batch.
       seed: of their order and the samples; each epoch has others.
@@ -55,7 +58,7 @@ class Batches:
 
     Attributes:
       rows_taken, bytes_taken: of tables in a lower tier since the beginning: each row once a batch,
-        and none that `HotRows` keeps.
+        and none that `HotRows` or `DeviceRows` keep.
       sizes: (N, E) of the next batch unless it needs more.
     """
 
@@ -88,6 +91,7 @@ class Batches:
         self._ahead, self._epoch = ahead, 0
         self.rows_taken = self.bytes_taken = 0
         self.sizes = (0, 0)
+        self._others: dict[int, int] = {}  # of each DeviceRows, rows that there is room for
 
     def __len__(self) -> int:
         return -(-len(self._seeds) // self._batch_size)
@@ -119,7 +123,7 @@ class Batches:
 
         try:
             for table in jax.tree.leaves(self._tables):
-                if isinstance(table, HotRows):
+                if isinstance(table, HotRows | DeviceRows):
                     table.refresh()
             random = np.random.default_rng([self._seed, epoch])
             order = random.permutation(len(self._seeds)) if self._shuffle else slice(None)
@@ -154,18 +158,32 @@ class Batches:
             _filled(found.relations, num_edges, 0),
         )
 
-    def _rows(self, table: Any, nodes: np.ndarray, count: int) -> np.ndarray:
+    def _rows(self, table: Any, nodes: np.ndarray, count: int) -> Any:
+        if isinstance(table, DeviceRows):
+            before = table.misses
+            split = table.split(nodes, count, lambda number: self._room(table, number))
+            self._note(table, table.misses - before)
+            return split
         rows = np.empty((count, *table.shape[1:]), table.dtype)
         if isinstance(table, TierArray | HotRows):
             before = table.misses if isinstance(table, HotRows) else 0
             table.take(nodes, out=rows[: len(nodes)])
             taken = table.misses - before if isinstance(table, HotRows) else len(nodes)
-            self.rows_taken += taken
-            self.bytes_taken += taken * rows[:1].nbytes
+            self._note(table, taken)
         else:
             rows[: len(nodes)] = np.asarray(table)[nodes]
         rows[len(nodes) :] = 0
         return rows
+
+    def _room(self, table: DeviceRows, number: int) -> int:
+        """For so many rows that are not kept; like the batches before if that is enough."""
+        if number > self._others.get(id(table), 0):
+            self._others[id(table)] = room_for(number)
+        return self._others.setdefault(id(table), room_for(number))
+
+    def _note(self, table: Any, taken: int) -> None:
+        self.rows_taken += taken
+        self.bytes_taken += taken * (math.prod(table.shape[1:]) * table.dtype.itemsize)
 
 
 def room_for(count: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxoffload import _native
 from jaxoffload.options import format_bytes, parse_bytes
-from jaxoffload.runtime.arrays import DiskArray, disk_errors
+from jaxoffload.runtime.arrays import DiskArray, TierArray, disk_errors
 
 
 class HotRows:
@@ -52,21 +52,10 @@ class HotRows:
             raise TypeError(f"HotRows: table={table!r} is on no disk. Make it by disk_put.")
         table.check_alive()
         self.table, self.shape, self.dtype = table, table.shape, table.dtype
-        count = table.shape[0]
-        row = table.nbytes // max(count, 1)
-        self._room = min(count, parse_bytes(memory, "memory") // row) if row else 0
-        if self._room < 1:
-            raise ValueError(
-                f"HotRows: memory={memory!r} has no room for a row of {format_bytes(row)}. Pass "
-                "more, or use the table itself."
-            )
-        score = np.zeros(count, np.float32) if weights is None else np.asarray(weights, np.float32)
-        if score.shape != (count,):
-            raise ValueError(
-                f"HotRows: weights of shape {list(score.shape)} are not one for each of the "
-                f"{count} rows."
-            )
+        self._room = room_of(table, memory, "HotRows")
+        score = scores(table, weights, "HotRows")
         self._source = table.source  # a function that the table is donated to returns it in another
+        row = table.nbytes // table.shape[0]
         self._cache = _native.RowCache(table.nbytes, row, self._room)
         if not self._source.keep_rows_in(self._cache):
             raise ValueError(
@@ -116,10 +105,47 @@ class HotRows:
         return len(self.kept)
 
     def _keep(self, score: np.ndarray) -> None:
-        best = np.argpartition(-score, self._room - 1)[: self._room]
-        best = np.sort(best[score[best] > 0]).astype(np.int64)
         with disk_errors():
-            self._cache.keep(self._source, best)
+            self._cache.keep(self._source, most_taken(score, self._room))
 
     def __repr__(self) -> str:
         return f"HotRows({self.table!r}, {self.rows_kept} of {self.shape[0]} rows in host memory)"
+
+
+def room_of(table: TierArray, memory: int | str, what: str) -> int:
+    """How many of a table's rows so many bytes hold, at least one.
+
+    Raises:
+      ValueError: they do not hold one; `what` is for the message.
+    """
+    count = table.shape[0]
+    row = table.nbytes // max(count, 1)
+    room = min(count, parse_bytes(memory, "memory") // row) if row else 0
+    if room < 1:
+        raise ValueError(
+            f"{what}: memory={memory!r} has no room for a row of {format_bytes(row)}. Pass more, "
+            "or use the table itself."
+        )
+    return room
+
+
+def scores(table: TierArray, weights: Any, what: str) -> np.ndarray:
+    """What each row counts before any was taken, float32[rows].
+
+    Raises:
+      ValueError: weights are not one for each row; `what` is for the message.
+    """
+    count = table.shape[0]
+    found = np.zeros(count, np.float32) if weights is None else np.asarray(weights, np.float32)
+    if found.shape != (count,):
+        raise ValueError(
+            f"{what}: weights of shape {list(found.shape)} are not one for each of the {count} "
+            "rows."
+        )
+    return found
+
+
+def most_taken(score: np.ndarray, room: int) -> np.ndarray:
+    """Numbers of the rows that count most and more than nothing, ascending, int64."""
+    best = np.argpartition(-score, room - 1)[:room]
+    return np.sort(best[score[best] > 0]).astype(np.int64)

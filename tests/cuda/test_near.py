@@ -153,3 +153,20 @@ def written_by(graph, kind):
     """Entries of `outputs` of vertices of a kind."""
     writer = np.repeat(np.arange(graph.num_vertices), np.diff(graph.output_offsets))
     return np.flatnonzero(graph.kind[writer] == kind)
+
+
+def test_rows_that_are_kept_there_do_not_cross_the_link(gpu):
+    """Of a table in host memory: its rows come by what is there, and by what comes up."""
+    table = np.random.default_rng(0).normal(size=(3000, 64)).astype(np.float32)
+    kept = jo.graph.DeviceRows(jo.host_put(table), 2000 * 256, weights=np.arange(3000))
+    step = jo.offload(
+        lambda rows: jnp.tanh(jo.graph.joined(rows)).sum(0), device_memory=None, vertex_memory=1
+    )
+    for seed in range(2):
+        ids = np.random.default_rng(seed).integers(0, 3000, 500)
+        split = kept.split(ids, 500, lambda _: 250)
+        got = step(split)
+        np.testing.assert_allclose(got, np.tanh(table[ids]).sum(0), rtol=1e-4, atol=1e-4)
+        up = copied(step.last_run.memgraph, Kind.RELOAD)
+        of = dict(zip(split._fields, range(4), strict=True))
+        assert of["hot"] not in up and up[of["cold"]] <= 250 * 256, "by NumPy's array alone"
