@@ -6,7 +6,7 @@ import importlib
 
 NAMES = ("ratios", "first_call", "restart", "steady", "split", "accuracy", "overhead", "planner",
          "plans", "gpu_plans", "disk", "ram", "host", "cycle", "loops", "graphs", "rows",
-         "simulated", "devices", "bus", "sharded", "mesh", "throttled", "finetune",
+         "device_rows", "simulated", "devices", "bus", "sharded", "mesh", "throttled", "finetune",
          "soak")  # fmt: skip
 
 

@@ -4,6 +4,7 @@ A thread samples, takes the rows of tables in host memory or on disk, and fills 
 that few shapes have, so that a step is compiled, and planned, once.
 """
 
+import collections
 import math
 import queue
 import threading
@@ -91,7 +92,7 @@ class Batches:
         self._ahead, self._epoch = ahead, 0
         self.rows_taken = self.bytes_taken = 0
         self.sizes = (0, 0)
-        self._others: dict[int, int] = {}  # of each DeviceRows, rows that there is room for
+        self._others: dict[int, _Room] = {}  # of each DeviceRows, for rows that are not kept
 
     def __len__(self) -> int:
         return -(-len(self._seeds) // self._batch_size)
@@ -161,7 +162,8 @@ class Batches:
     def _rows(self, table: Any, nodes: np.ndarray, count: int) -> Any:
         if isinstance(table, DeviceRows):
             before = table.misses
-            split = table.split(nodes, count, lambda number: self._room(table, number))
+            room = self._others.setdefault(id(table), _Room())
+            split = table.split(nodes, count, room.for_rows)
             self._note(table, table.misses - before)
             return split
         rows = np.empty((count, *table.shape[1:]), table.dtype)
@@ -175,15 +177,27 @@ class Batches:
         rows[len(nodes) :] = 0
         return rows
 
-    def _room(self, table: DeviceRows, number: int) -> int:
-        """For so many rows that are not kept; like the batches before if that is enough."""
-        if number > self._others.get(id(table), 0):
-            self._others[id(table)] = room_for(number)
-        return self._others.setdefault(id(table), room_for(number))
-
     def _note(self, table: Any, taken: int) -> None:
         self.rows_taken += taken
         self.bytes_taken += taken * (math.prod(table.shape[1:]) * table.dtype.itemsize)
+
+
+class _Room:
+    """One of few sizes for a number that differs from batch to batch, and falls for good."""
+
+    def __init__(self) -> None:
+        self._last: collections.deque[int] = collections.deque(maxlen=16)
+        self._size = 0
+
+    def for_rows(self, number: int) -> int:
+        """A size that is enough: that of the batch before where it is, and not far too much."""
+        self._last.append(number)
+        if number > self._size:
+            self._size = room_for(number)
+        elif len(self._last) == self._last.maxlen:
+            enough = room_for(max(self._last))
+            self._size = enough if enough <= 0.8 * self._size else self._size
+        return self._size
 
 
 def room_for(count: int) -> int:

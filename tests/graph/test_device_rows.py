@@ -131,6 +131,17 @@ def test_batches_are_the_same_and_less_is_taken():
     assert len(shapes) <= 3, "a step is planned for few sizes"
 
 
+def test_rooms_are_few_and_fall_with_what_is_asked():
+    """Of the first epoch, in which nothing is kept, as many as of later ones would be too many."""
+    graph = graph_of()
+    table = np.random.default_rng(7).normal(size=(600, 4)).astype(np.float32)
+    kept = gr.DeviceRows(jo.host_put(table), 400 * 16)
+    batches = gr.Batches(graph, np.arange(600), kept, fanouts=(6, 4), batch_size=30, seed=3)
+    epochs = [[len(batch.rows.cold) for batch in batches] for _ in range(4)]
+    assert epochs[0][0] >= 200 and len(set(epochs[0])) <= 2
+    assert epochs[-1][-1] <= 0.5 * epochs[0][0] and len(set(epochs[-1])) == 1
+
+
 def test_threads_may_split_while_others_refresh():
     table = table_of()
     kept = gr.DeviceRows(jo.host_put(table), 100 * ROW, weights=np.arange(ROWS))
