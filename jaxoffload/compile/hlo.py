@@ -39,7 +39,7 @@ class Module:
         kernels are not among them. A custom call that is not known stands by its target.
       seconds: of all that has an estimate, loops as often as they are known to repeat: XLA's
         figure that knows a GPU's matrix units ("sol"). It has some under
-        --xla_gpu_collect_cost_model_stats=true, which it refuses but for Hopper and Blackwell.
+        --xla_gpu_collect_cost_model_stats=true, which it refuses but for sm_90 and sm_100.
       without_estimate: of `launches`, loops aside, those that have none.
     """
 
