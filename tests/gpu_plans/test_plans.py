@@ -9,7 +9,7 @@ import jaxoffload as jo
 from benchmarks.gpu_plans import peaks
 from jaxoffload import _jax_compat as compat
 from jaxoffload.compile import gpu_compiler, gpu_process, gpu_targets
-from jaxoffload.graphs.taskgraph import VertexKind
+from jaxoffload.graphs.memgraph import Space
 from jaxoffload.plan.alloc.limits import reserved_workspace
 from jaxoffload.runtime import elsewhere
 from jaxoffload.search.elsewhere import planner_on
@@ -61,8 +61,8 @@ def step(weights, x):
     return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
 
 
-def offloaded(budget="12MiB", function=step):
-    return jo.offload(function, device_memory=budget, donate_argnums=0)
+def offloaded(budget="12MiB", function=step, **options):
+    return jo.offload(function, device_memory=budget, donate_argnums=0, **options)
 
 
 @needs_plugin
@@ -87,12 +87,10 @@ def test_a_plan_counts_the_workspace_that_compiled_kernels_take(kept):
 def test_the_peak_of_a_plan_is_what_the_modules_buffer_assignments_sum_to(kept, budget):
     """Places and workspace of every vertex, and their sums along the simulated schedule, against
     XLA's own account of arguments, outputs and temporaries of its module, which knows nothing of
-    the plan."""
-    found = offloaded(budget).predict(*SHAPES, machine="H200")
+    the plan. What the host's cores update is in no module of the GPU's."""
+    found = offloaded(budget, host_compute="never").predict(*SHAPES, machine="H200")
     graph = found.memgraph.taskgraph
-    on_gpu = [v for v in graph.vertices if v.kind == VertexKind.KERNEL]  # not on the host's cores
-    assert len(on_gpu) > 10
-    for vertex in on_gpu:
+    for vertex in graph.vertices:
         kernel = found.kernels[vertex.kernel]
         own = sum(graph.tensors[t].bytes for t in (*vertex.inputs, *vertex.outputs))
         overwritten = sum(graph.tensors[vertex.inputs[i]].bytes for i, _ in vertex.overwrites)
@@ -100,8 +98,14 @@ def test_the_peak_of_a_plan_is_what_the_modules_buffer_assignments_sum_to(kept, 
     peak = peaks(found)
     assert peak.planned == pytest.approx(peak.modules, rel=1e-4)
     assert peak.modules <= peak.reserved + 64 <= found.budget + 64
-    assert peak.reserved == pytest.approx(peak.modules, rel=0.01)
     assert peak.planned > found.workspace_bytes > 0
+    if budget == "40MiB":
+        assert peak.reserved == pytest.approx(peak.modules, rel=0.01)
+        return
+    # The arena to its highest address, and the largest workspace beside it all the time.
+    memgraph = found.memgraph
+    ends = (memgraph.offset + memgraph.version_bytes())[memgraph.space == Space.DEVICE]
+    assert peak.reserved == pytest.approx(ends.max() + found.workspace_bytes, abs=256)
 
 
 @needs_plugin
