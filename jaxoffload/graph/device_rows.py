@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxoffload.graph.hot_rows import most_taken, room_of, scores
 from jaxoffload.runtime.arrays import HostArray
+from jaxoffload.runtime.callers import handle_of
 from jaxoffload.runtime.rows import row_numbers
 
 
@@ -87,7 +88,6 @@ class DeviceRows:
     ):
         if not isinstance(table, HostArray) or not table.shape:
             raise TypeError(f"DeviceRows: table={table!r} is not in host memory. Use host_put.")
-        table.check_alive()
         self.table, self.shape, self.dtype = table, table.shape, table.dtype
         self.hits = self.misses = 0
         self._room = room_of(table, memory, "DeviceRows")
@@ -151,15 +151,11 @@ class DeviceRows:
 
     def _current(self) -> _Kept:
         """As the table is now."""
-        self.table.check_alive()
-        buffer = self.table.buffer
-        if buffer.num_loans:
-            buffer.renew_stamp()  # others may have written to it
-        return self._kept if self._kept.stamp == buffer.stamp else self._brought(self._kept.rows)
+        kept = self._kept
+        return kept if kept.stamp == handle_of(self.table).stamp else self._brought(kept.rows)
 
     def _brought(self, best: np.ndarray) -> _Kept:
-        self.table.check_alive()
-        stamp = self.table.buffer.stamp  # before: who writes meanwhile has them brought again
+        stamp = handle_of(self.table).stamp  # before: who writes meanwhile has them brought again
         rows = np.zeros((self._room + 1, *self.shape[1:]), self.dtype)
         self.table.take(best, out=rows[: len(best)])
         slots = np.full(self.shape[0], self._room, np.int32)

@@ -67,14 +67,14 @@ def with_residents(
         own = {t: saves for t, saves in saved.items() if graph.tensors[t].device == device}
         rooms.append(_Room(graph, device, capacity, own))
 
-    def chosen(share: float, ahead: int = 0) -> list[int]:
-        return [t for room in rooms for t in room.beside(ahead).chosen(share)]
+    def chosen(share: float, beside: int) -> list[int]:
+        return [t for room in rooms for t in room.beside(beside).chosen(share)]
 
-    most = set(chosen(1.0))
-    largest = max((align(graph.tensors[t].bytes) for t in saved if t not in most), default=0)
-    choices = [
-        chosen(share, ahead * largest) for share, ahead in (_FEW_ROOMS if roughly else _ROOMS)
-    ]
+    most, *less = _FEW_ROOMS if roughly else _ROOMS
+    choices = [chosen(*most)]
+    streams = saved.keys() - set(choices[0])
+    largest = max((align(graph.tensors[t].bytes) for t in streams), default=0)
+    choices += [chosen(share, ahead * largest) for share, ahead in less]
     if not roughly:
         choices.append([t for room in rooms for t in room.packed()])
     tried: set[tuple[int, ...]] = set()
