@@ -29,6 +29,7 @@ from jaxoffload._jax_compat.equations import (
     effect_kind,
     equation_context,
     evaluate,
+    inner_jaxprs,
     is_on_host,
     is_own_primitive,
     is_tree_of_params,

@@ -130,6 +130,11 @@ def calls_back(jaxpr: Any) -> bool:
     )
 
 
+def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
+    """The open jaxprs in an equation's parameters."""
+    return list(_core.jaxprs_in_params(eqn.params))
+
+
 def without_internal_refs(closed: Any) -> Any:
     """The same closed jaxpr, with the Refs that it makes for itself replaced by values."""
     if any(isinstance(e, _core.InternalMutableArrayEffect) for e in closed.effects):

@@ -1,7 +1,11 @@
 """Work of an equation, and its time on a model of a machine: for cutting, no fact for a user."""
 
+import functools
 from typing import Any, Protocol
 
+import jax.numpy as jnp
+
+from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import operations
 from jaxoffload.capture.flat import Equation
 from jaxoffload.capture.rows import rows_of
@@ -65,4 +69,50 @@ def _flops(equation: Equation) -> float:
     inner = equation.operation.equations
     if inner is not None:
         return (equation.operation.repeats or 1) * sum(flops(e) for e in inner)
-    return operations.flops(equation)
+    operation = equation.operation
+    return operations.flops(operation.name, operation.params, equation.inputs, equation.outputs)
+
+
+def products(jaxpr: Any) -> dict[str, float]:
+    """Floating-point operations of an open jaxpr's products, with those of jaxprs in it, by which
+    rate of a `Machine` they have: "flops" (of dtypes of 16 bits and less), "float32_flops" (as JAX
+    multiplies float32 by default), "exact_flops" (with all its digits), "float64_flops".
+
+    Of a loop of unknown length one step counts, of branches all.
+    """
+    found: dict[str, float] = {}
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if operations.known(name).multiplies:
+            inner = {_rate(eqn): operations.flops(name, eqn.params, eqn.invars, eqn.outvars)}
+            parts = [inner]
+        else:
+            parts = [products(each) for each in compat.inner_jaxprs(eqn)]
+        times = eqn.params["length"] if name == "scan" else 1
+        for rate, count in (item for part in parts for item in part.items()):
+            found[rate] = found.get(rate, 0.0) + times * count
+    return found
+
+
+def _rate(eqn: Any) -> str:
+    """Which rate a product has."""
+    found = _rate_of_dtypes(*(v.aval.dtype for v in eqn.invars[:2]))
+    if found != "float32_flops":
+        return found
+    asked = eqn.params["precision"]
+    each = asked if isinstance(asked, tuple) else (asked,)
+    exact = any(getattr(p, "name", "") in _EXACT for p in each)
+    return "exact_flops" if exact else found
+
+
+@functools.cache
+def _rate_of_dtypes(a: Any, b: Any) -> str:
+    dtype = jnp.result_type(a, b)
+    bits = 8 * dtype.itemsize // (2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1)
+    if bits < 32 or not jnp.issubdtype(dtype, jnp.inexact):
+        return "flops"
+    return "float64_flops" if bits > 32 else "float32_flops"
+
+
+_EXACT = ("HIGHEST", "F32_F32_F32")
+"""Precisions of products that keep all digits of float32: a GPU has no TF32 for them."""

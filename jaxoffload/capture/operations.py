@@ -8,7 +8,7 @@ the same: XLA may fuse it within its vertex, but it is not split and not recompu
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import lax
@@ -35,7 +35,9 @@ class Known:
       overwrites: which operands' memory its output may take: "none", "first" or "all".
       takes_rows: it may read a few rows of its first operand only.
       has_several: it may have more than one output and still be split.
-      flops: floating-point operations; None: one for each element of the output.
+      flops: floating-point operations, by parameters, operands and results (each with its `aval`);
+        None: one for each element of the output.
+      multiplies: whether it is a product, of which a GPU has another rate for each dtype.
       ways: how it works along a dimension, for loops over tiles (split.py) and for stacks in
         pieces (scan.py); None: as a whole only.
     """
@@ -50,7 +52,8 @@ class Known:
     overwrites: str = "none"
     takes_rows: bool = False
     has_several: bool = False
-    flops: Callable[[Equation], float] | None = None
+    flops: Callable[[dict[str, Any], Sequence[Any], Sequence[Any]], float] | None = None
+    multiplies: bool = False
     ways: along.Rule | None = None
 
 
@@ -60,24 +63,28 @@ def _widens(equation: Equation) -> bool:
     return len(equation.inputs) == 1 and compat.byte_count(before) <= compat.byte_count(after)
 
 
-def _product_flops(equation: Equation) -> float:
-    (contracted, _), _ = equation.operation.params["dimension_numbers"]
-    shape = equation.inputs[0].aval.shape
-    return 2.0 * _elements(equation) * math.prod(shape[d] for d in contracted)
+def _product_flops(
+    params: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]
+) -> float:
+    (contracted, _), _ = params["dimension_numbers"]
+    shape = operands[0].aval.shape
+    return 2.0 * _elements(results) * math.prod(shape[d] for d in contracted)
 
 
-def _convolution_flops(equation: Equation) -> float:
-    kernel = equation.inputs[1].aval.shape
-    features = equation.operation.params["dimension_numbers"].rhs_spec[0]
-    return 2.0 * _elements(equation) * math.prod(kernel) / kernel[features]
+def _convolution_flops(
+    params: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]
+) -> float:
+    kernel = operands[1].aval.shape
+    features = params["dimension_numbers"].rhs_spec[0]
+    return 2.0 * _elements(results) * math.prod(kernel) / kernel[features]
 
 
-def _elements(equation: Equation) -> float:
-    return float(sum(math.prod(v.shape) for v in equation.outputs))
+def _elements(results: Sequence[Any]) -> float:
+    return float(sum(math.prod(v.aval.shape) for v in results))
 
 
-def _polynomial_flops(equation: Equation) -> float:
-    return 2.0 * _elements(equation) * (len(equation.inputs) - 2)
+def _polynomial_flops(_: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> float:
+    return 2.0 * _elements(results) * (len(operands) - 2)
 
 
 _NOTHING = Known()
@@ -159,8 +166,12 @@ TABLE: dict[str, Known] = {
     "sort": _along("dimension", has_several=True),
     "top_k": _along("axis", has_several=True),
     # Products.
-    "dot_general": Known(is_priced=True, flops=_product_flops, ways=along.dot_general),
-    "conv_general_dilated": Known(is_priced=True, flops=_convolution_flops, ways=along.convolution),
+    "dot_general": Known(
+        is_priced=True, flops=_product_flops, multiplies=True, ways=along.dot_general
+    ),
+    "conv_general_dilated": Known(
+        is_priced=True, flops=_convolution_flops, multiplies=True, ways=along.convolution
+    ),
     # Of each matrix of a batch.
     **dict.fromkeys(
         """
@@ -214,10 +225,12 @@ def is_view(equation: Equation) -> bool:
     return found if isinstance(found, bool) else found(equation)
 
 
-def flops(equation: Equation) -> float:
+def flops(
+    name: str, params: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]
+) -> float:
     """Floating-point operations: exact for products, one an element elsewhere."""
-    rule = of(equation).flops
-    return _elements(equation) if rule is None else rule(equation)
+    rule = known(name).flops
+    return _elements(results) if rule is None else rule(params, operands, results)
 
 
 def tilings(equation: Equation, count: int) -> list[along.Way]:

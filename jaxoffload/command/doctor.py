@@ -112,7 +112,7 @@ def _said(name: str, rate: float) -> str:
     """A rate in its unit."""
     if name == "launch":
         return f"{rate * 1e6:.3g} us"
-    if name == "flops_per_second":
+    if name.endswith("flops_per_second"):
         return f"{rate * 1e-9:,.3g} Gflop/s"
     return f"{format_bytes(rate)}/s"
 
@@ -172,7 +172,8 @@ def measured(size: int, disk: str | None = None) -> dict[str, float | str]:
     try:
         backend = backends.current()
         measured_rates.model_of(backend)  # if it is kept, so that the report tells it
-        found |= dataclasses.asdict(measured_rates.measured(backend, size))
+        rates = dataclasses.asdict(measured_rates.measured(backend, size))
+        found |= {name: rate for name, rate in rates.items() if rate}
     except (ImportError, RuntimeError, MemoryError, OffloadError) as error:
         found["to_device"] = found["from_device"] = str(error)
     try:
@@ -209,4 +210,8 @@ def _assumed() -> dict[str, float]:
         return {}
     ways = {name: getattr(machine, name) for name in _WAYS}
     found = {name: way.bytes_per_second for name, way in ways.items() if isinstance(way, Link)}
-    return found | {name: getattr(machine, name) for name in OF_KERNELS.values()}
+    names = {f.name for f in dataclasses.fields(measured_rates.Rates)} & {
+        f.name for f in dataclasses.fields(machine)
+    }
+    kernels = {name: getattr(machine, name) for name in names - found.keys()}
+    return found | {name: rate for name, rate in kernels.items() if rate}

@@ -201,7 +201,7 @@ class Explanation:
             has_estimates=found["has_estimates"],
             verdict=_verdict(budget, asked, peak, least, plan, options.memory is not None),
             advice=tuple(found["advice"]),
-            machine="" if there is None else there.machine.name,
+            machine="" if there is None else there.planner.machine.name,
             workspace_words="" if there is None else there.words,
         )
 

@@ -139,11 +139,11 @@ def predict(
     """
     there = planner_on(request, machine, "predict", compiles)
     plan = plan_on(there)
-    timeline = simulate(plan.memgraph, machine=there.machine, policy=policy, jitter=jitter)
+    timeline = simulate(plan.memgraph, machine=plan.machine, policy=policy, jitter=jitter)
     budget = there.planner.request.options.device_memory
     assert isinstance(budget, int)
     return Prediction(
-        request.name, there.machine, budget, plan.memgraph, timeline, policy,
+        request.name, plan.machine, budget, plan.memgraph, timeline, policy,
         plan.bytes_outside_the_arena, request.argument_names, plan.carried,
         plan.executables if there.is_compiled else (), there.words,
     )  # fmt: skip

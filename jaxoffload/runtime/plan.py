@@ -196,7 +196,7 @@ class Plan(Figures):
                     each(map(byte_count, jaxpr.out_avals)),
                     self._disk_extent(),
                     self._priority,
-                    self.backend.machine,
+                    self.machine,
                     self.memory is not None,
                 )
             return self._native

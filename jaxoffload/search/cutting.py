@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.build import Captured
+from jaxoffload.capture.cost import products
 from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.platforms import for_platform
 from jaxoffload.errors import PlanError
@@ -76,7 +77,9 @@ class Cutting:
         self._compiles, self._estimates = compiles, estimates
         self.backend = backend or backends.current()
         model = machine or model_of(self.backend)
-        self.machine = machine or model.with_rates(request.options.rates)
+        if model.tells_products_apart:
+            model = model.for_products(products(request.jaxpr.jaxpr))
+        self.machine = model if machine else model.with_rates(request.options.rates)
         settings = compat.LoweringSettings()
         self._make_program = lambda: CutProgram(
             dataclasses.replace(request, jaxpr=for_platform(request.jaxpr, self.backend.name)),

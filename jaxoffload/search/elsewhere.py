@@ -18,13 +18,11 @@ class Elsewhere:
     """A planner for a machine.
 
     Attributes:
-      machine: the model.
       planner: of a request with a budget: all of the machine's memory where none was given.
       is_compiled: whether kernels are compiled for the machine.
       words: how the workspace of executables is known: "compiled for H200 (sm_90a)", or why not.
     """
 
-    machine: Machine
     planner: Planner
     is_compiled: bool
     words: str
@@ -62,7 +60,7 @@ def planner_on(
         compiles=backend is not None,
         estimates=estimates,
     )
-    return Elsewhere(machine, planner, backend is not None, words)
+    return Elsewhere(planner, backend is not None, words)
 
 
 def _machine(machine: Machine | str, what: str) -> Machine:

@@ -11,6 +11,7 @@ measured.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -43,7 +44,7 @@ from jaxoffload.store import place, platform
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 _DIGITS = 2
 """That are kept of a rate: two processes that measure the same machine then mostly agree."""
 _RUNS, _COPIES, _LAUNCHES, _ADDITIONS = 3, 4, 32, 4
@@ -68,6 +69,8 @@ class Rates:
       both: copies in both directions at once, together.
       launch: seconds that a kernel takes that has next to nothing to do.
       flops_per_second: of a product of large matrices; bfloat16, on a CPU float32.
+      float32_flops_per_second, exact_flops_per_second: of float32 as JAX multiplies it by default,
+        and with all its digits; 0 on a CPU, which has one rate.
       memory_bytes_per_second: that an addition to a large array reads and writes.
       host_memory_bytes_per_second: the same on the host's cores.
     """
@@ -78,6 +81,8 @@ class Rates:
     both: float
     launch: float
     flops_per_second: float
+    float32_flops_per_second: float
+    exact_flops_per_second: float
     memory_bytes_per_second: float
     host_memory_bytes_per_second: float
 
@@ -144,7 +149,7 @@ def measured(backend: Backend, size: int | None = None) -> Rates:
         unpinned=max(copied(run, Kind.RELOAD, copy_bytes) for run in unpinned),
         both=max(together(run) for run in both),
         launch=launch,
-        flops_per_second=_product(backend, launch),
+        **_products(backend, launch),
         memory_bytes_per_second=adding[Kind.KERNEL],
         host_memory_bytes_per_second=adding[Kind.HOST_KERNEL],
     )
@@ -171,12 +176,28 @@ def _plus(x: Any, times: int) -> Any:
     return x
 
 
-def _product(backend: Backend, launch: float) -> float:
+def _products(backend: Backend, launch: float) -> dict[str, float]:
+    """Rates of products, by their names."""
+    if backend.name == "cpu":
+        one = _product(backend, launch, jnp.float32)
+        return {"flops_per_second": one} | dict.fromkeys(_DIGITS_OF, 0.0)
+    return {"flops_per_second": _product(backend, launch, jnp.bfloat16)} | {
+        name: _product(backend, launch, jnp.float32, precision)
+        for name, precision in _DIGITS_OF.items()
+    }
+
+
+_DIGITS_OF = {"float32_flops_per_second": None, "exact_flops_per_second": "highest"}
+"""Rates of products in float32, by the precision that is asked for."""
+
+
+def _product(backend: Backend, launch: float, dtype: Any, precision: str | None = None) -> float:
     """Operations a second of a product that takes long enough to be told from its launch."""
-    dtype, width = jnp.float32 if backend.name == "cpu" else jnp.bfloat16, _LEAST_WIDTH
+    width = _LEAST_WIDTH
+    multiply = functools.partial(jnp.matmul, precision=precision)
     while True:
         matrices = [host_put(np.ones((width, width), dtype)) for _ in range(2)]
-        runs = _runs(backend, jnp.matmul, matrices)
+        runs = _runs(backend, multiply, matrices)
         took = min(float(alone(run, Kind.KERNEL).max()) for run in runs)
         if took >= _LONG or 2 * width > _MOST_WIDTH:
             return 2 * width**3 / max(took - launch, took / 2)

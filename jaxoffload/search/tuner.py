@@ -152,7 +152,7 @@ class Tuner:
 
     def _measured(self, plan: Plan, run: Run) -> Plan:
         """The plan for the next call, after a run that tells what its vertices take."""
-        self._profile.add(run, plan.backend.machine)
+        self._profile.add(run, plan.machine)
         self._times.append(run.seconds)
         if len(self._times) >= WARM_UP - 1:
             better = self._better(plan)
@@ -178,7 +178,7 @@ class Tuner:
         at = np.flatnonzero(graph.kind == Kind.KERNEL)
         devices = graph.taskgraph.columns.vertex_device[graph.task_vertex[at]]
         took = (run.end_seconds - run.start_seconds)[at]
-        kernels = plan.backend.machine.busiest_seconds(took, devices)
+        kernels = plan.machine.busiest_seconds(took, devices)
         is_worth_it = kernels >= max(LEAST, BUSY * run.seconds) and not plan.settled
         self._state, self._times = State.WAIT if is_worth_it else State.DONE, []
 
@@ -208,9 +208,9 @@ class Tuner:
     def _better(self, plan: Plan) -> Plan | None:
         """A plan that measured costs say is faster, or None."""
         measured = self._profile.apply(plan.taskgraph)
-        machine = self._profile.machine(plan.backend.machine)
+        machine = self._profile.machine(plan.machine)
         now = dataclasses.replace(plan.memgraph, taskgraph=measured)
-        first = best_priority(plan.memgraph, machine=plan.backend.machine)
+        first = best_priority(plan.memgraph, machine=plan.machine)
         before = simulate(now, machine=machine, priority=first).seconds
         tried: list[tuple[float, MemGraph, np.ndarray, dict[str, Any]]] = []
 

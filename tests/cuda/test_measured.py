@@ -15,7 +15,7 @@ from jaxoffload.store import place
 from tests.cuda import fake
 
 GUESS = gpu("NVIDIA GB300", 1 << 30)
-RATES = measured.Rates(51e9, 52e9, 9e9, 99e9, 6.04e-6, 1.23456e15, 7e12, 2e11)
+RATES = measured.Rates(51e9, 52e9, 9e9, 99e9, 6.04e-6, 1.23456e15, 6e14, 7e13, 7e12, 2e11)
 
 
 @pytest.fixture
@@ -49,7 +49,10 @@ def test_the_imitated_gpu_is_measured(unknown, kept, monkeypatch):
     x = np.ones((64, 64), np.float32)
     plan = jo.offload(lambda x: jnp.tanh(x @ x), device_memory=None, cut="always").plan(x)
     model = plan.machine
-    assert model.name == "NVIDIA GB300 (as measured)" and model == unknown.machine
+    assert model.name == "NVIDIA GB300 (as measured)"
+    assert model == unknown.machine.for_products({"float32_flops": 1.0})
+    for name in ("float32_flops_per_second", "exact_flops_per_second"):
+        assert 0 < getattr(unknown.machine, name) != getattr(GUESS, name)
     assert not model.is_guess and model.device_bytes == GUESS.device_bytes
     for name in ("to_device", "from_device"):
         assert 0 < getattr(model, name).bytes_per_second != getattr(GUESS, name).bytes_per_second
@@ -64,6 +67,7 @@ def test_it_is_measured_once_for_all_processes(unknown, kept, measurements):
     first = measured.model_of(unknown)
     assert first.to_device.bytes_per_second == 51e9 and first.launch == 6e-6
     assert first.flops_per_second == 1.2e15, "to two digits"
+    assert (first.float32_flops_per_second, first.exact_flops_per_second) == (6e14, 7e13)
     assert measured.model_of(unknown) is first
     unknown.machine = GUESS  # another process
     assert measured.model_of(unknown) == first and len(measurements) == 1

@@ -64,7 +64,10 @@ def test_a_second_plan_gives_the_same_bits(monkeypatch):
 @pytest.mark.parametrize("second, kept", [(0.9, True), (1.1, False)])
 def test_the_faster_plan_is_kept(monkeypatch, second, kept):
     fields = {"resident": False, "budget": 1, "disk_bytes": 0, "taskgraph": None, "settled": False}
-    fields |= {"backend": backends.current(), "compiling_seconds": 9.0 if second > 1 else 0.0}
+    fields |= {
+        "machine": backends.current().machine,
+        "compiling_seconds": 9.0 if second > 1 else 0.0,
+    }
     first, other = (types.SimpleNamespace(name=n, **fields) for n in ("first", "other"))
     monkeypatch.setattr(tuner.Tuner, "_better", lambda self, plan: other)
     monkeypatch.setattr(tuner, "other_cut", lambda plan, run: None)

@@ -7,7 +7,7 @@ compare plans with what papers print; none of them was measured here but those o
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ class Link:
         return self.latency + count / self.bytes_per_second
 
 
+_PRODUCTS = ("flops", "float32_flops", "exact_flops", "float64_flops")
+"""Kinds of products, those with more digits later."""
 _OF_THE_HOST = ("flops_per_second", "memory_bytes_per_second")
 _NOT_KNOWN = " (not known: the rates of an A100)"
 
@@ -45,7 +47,11 @@ class Machine:
     Attributes:
       name: for reports.
       flops_per_second, memory_bytes_per_second: of one device; a kernel takes the longer of the
-        two, and `launch` seconds besides.
+        two, and `launch` seconds besides. Operations are those of products of 16 bits and less,
+        and of whatever has no other rate.
+      float32_flops_per_second, exact_flops_per_second, float64_flops_per_second: of products of
+        float32 as JAX makes them by default (in TF32 where the GPU has it), with all its digits,
+        and of float64; 0: as the one before it here.
       device_bytes: memory of one device.
       num_devices: how many there are.
       to_device, from_device: links of each device.
@@ -80,6 +86,9 @@ class Machine:
     is_host: bool = False
     gpu: str = ""
     is_guess: bool = False
+    float32_flops_per_second: float = 0.0
+    exact_flops_per_second: float = 0.0
+    float64_flops_per_second: float = 0.0
 
     def with_rates(self, rates: Iterable[tuple[str, float]]) -> "Machine":
         """The same with some rates as measured: of a link in bytes a second, by its name here; or
@@ -95,6 +104,27 @@ class Machine:
             elif self.is_host and name in _OF_THE_HOST:
                 changes[f"host_{name}"] = rate
         return dataclasses.replace(self, **changes)
+
+    @property
+    def tells_products_apart(self) -> bool:
+        """Whether products of one dtype have another rate than those of another."""
+        return any(getattr(self, f"{kind}_per_second") for kind in _PRODUCTS[1:])
+
+    def for_products(self, flops: Mapping[str, float]) -> "Machine":
+        """The same with one rate of operations: that of a program whose products have so many of
+        each kind, by the names of the rates less `_per_second`. Of all its products together the
+        time is right; of one of several kinds it may be off by what their rates are apart."""
+        rates, rate = {}, 0.0
+        for kind in _PRODUCTS:
+            rate = getattr(self, f"{kind}_per_second") or rate
+            if flops.get(kind):
+                rates[kind] = rate
+        distinct = set(rates.values()) or {self.flops_per_second}
+        together = distinct.pop()
+        if distinct:
+            together = sum(flops.values()) / sum(flops[kind] / rates[kind] for kind in rates)
+        none = dict.fromkeys((f"{kind}_per_second" for kind in _PRODUCTS[1:]), 0.0)
+        return dataclasses.replace(self, **none | {"flops_per_second": together})
 
     def named_as_measured(self) -> "Machine":
         """The same, no guess any more."""
@@ -205,7 +235,7 @@ _GIB = 2**30
 
 P100_SERVER = Machine(
     "4 x P100", 9.3e12, 732e9, 16 * _GIB, Link(12e9), Link(12e9), num_devices=4, peer=Link(12e9),
-    gpu="P100",
+    gpu="P100", float64_flops_per_second=4.7e12,
 )  # fmt: skip
 """TURNIP's smaller server: PCIe 3, float32."""
 A100_SERVER_40 = Machine(
@@ -220,16 +250,21 @@ A100_SERVER_80 = dataclasses.replace(
     device_bytes=80 * _GIB,
     flops_per_second=312e12,
     gpu="A100",
+    float32_flops_per_second=156e12,
+    exact_flops_per_second=19.5e12,
+    float64_flops_per_second=19.5e12,
 )
-"""The same with more memory, bfloat16."""
+"""The same with more memory; bfloat16, TF32, float32, float64."""
 RTX_4090 = Machine(
     "RTX 4090, 12 SSDs", 165e12, 1008e9, 24 * _GIB, Link(21e9), Link(21e9),
     Link(12 * 6.5e9, 100e-6), Link(12 * 3.4e9, 100e-6), gpu="RTX 4090",
+    float32_flops_per_second=82.6e12, float64_flops_per_second=1.29e12,
 )  # fmt: skip
 """Fuyou's machine: bfloat16, twelve P5510 drives."""
 H200 = Machine(
     "H200", 989e12, 4800e9, 141 * 10**9, Link(55e9), Link(55e9), Link(6e9, 100e-6),
     Link(4e9, 100e-6), Link(450e9), has_nvlink=True, gpu="H200",
+    float32_flops_per_second=495e12, exact_flops_per_second=67e12, float64_flops_per_second=67e12,
 )  # fmt: skip
 """bfloat16, PCIe 5; NVLink 4, 900 GB/s in both directions together (NVIDIA's data sheet)."""
 H100 = dataclasses.replace(
@@ -244,24 +279,31 @@ B200 = dataclasses.replace(
     device_bytes=180 * 10**9,
     peer=Link(900e9),
     gpu="B200",
+    float32_flops_per_second=1125e12,
+    exact_flops_per_second=75e12,
+    float64_flops_per_second=37e12,
 )
 """bfloat16 without sparsity, HBM3e (HGX B200), PCIe 5; NVLink 5, twice NVLink 4."""
 _ONE_DRIVE = Link(6e9, 100e-6), Link(4e9, 100e-6)
 _CARDS = tuple(
-    Machine(name, flops, memory, count * _GIB, Link(link), Link(link), *_ONE_DRIVE, gpu=name)
-    for name, flops, memory, count, link in (
-        ("V100", 125e12, 898e9, 16, 12e9),
-        ("T4", 65e12, 320e9, 15, 12e9),
-        ("RTX 3090", 71e12, 936e9, 24, 25e9),
-        ("RTX A6000", 155e12, 768e9, 48, 25e9),
-        ("L4", 121e12, 300e9, 24, 25e9),
-        ("RTX 5090", 209e12, 1792e9, 32, 55e9),
-        ("RTX PRO 6000", 504e12, 1792e9, 96, 55e9),
+    Machine(
+        name, narrow, memory, count * _GIB, Link(link), Link(link), *_ONE_DRIVE, gpu=name,
+        float32_flops_per_second=float32, exact_flops_per_second=exact,
+        float64_flops_per_second=float64,
     )
-)
+    for name, narrow, float32, exact, float64, memory, count, link in (
+        ("V100", 125e12, 15.7e12, 15.7e12, 7.8e12, 898e9, 16, 12e9),
+        ("T4", 65e12, 8.1e12, 8.1e12, 0.25e12, 320e9, 15, 12e9),
+        ("RTX 3090", 71e12, 35.6e12, 35.6e12, 0.56e12, 936e9, 24, 25e9),
+        ("RTX A6000", 155e12, 77e12, 38.7e12, 0.6e12, 768e9, 48, 25e9),
+        ("L4", 121e12, 60e12, 30.3e12, 0.47e12, 300e9, 24, 25e9),
+        ("RTX 5090", 209e12, 105e12, 105e12, 1.64e12, 1792e9, 32, 55e9),
+        ("RTX PRO 6000", 504e12, 252e12, 125e12, 1.95e12, 1792e9, 96, 55e9),
+    )
+)  # fmt: skip
 """A card and a drive each: products in bfloat16 (float16 on V100 and T4, which have no other) with
-sums in float32, without sparsity, by NVIDIA's whitepapers; PCIe 3, 4 and 5 as of those above. For
-plans of what is not here: one that is here is measured."""
+sums in float32, without sparsity, in TF32, float32 and float64, by NVIDIA's whitepapers; PCIe 3, 4
+and 5 as of those above. For plans of what is not here: one that is here is measured."""
 SMALL_SERVER = Machine(
     "2 cores of an EPYC", 2e11, 1e10, 24 * _GIB, Link(8e9, 1e-6), Link(8e9, 1e-6),
     Link(1.78e9, 100e-6), Link(3.55e9, 100e-6), launch=1e-6, host_flops_per_second=2e11,
