@@ -39,17 +39,9 @@ void Each(const char* table, const int64_t* ids, int64_t count, int64_t row_byte
 #if defined(__x86_64__)
 constexpr int64_t kPastCache = int64_t{16} << 20;  // bytes that caches do not keep until use
 
-// Whole lines to the start of one, past the cache.
-void WriteLines(char* to, const char* from, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 16) {
-    _mm_stream_si128(reinterpret_cast<__m128i*>(to + at),
-                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at)));
-  }
-}
-
-// The same in half as many loads, each of which holds a place in a queue while memory is waited
-// for.
-__attribute__((target("avx"))) void WriteLinesByAvx(char* to, const char* from, int64_t bytes) {
+// Whole lines to the start of one, past the cache. By as few loads as can be: each holds a place in
+// a queue while memory is waited for.
+__attribute__((target("avx"))) void WriteLines(char* to, const char* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += kLine) {
     const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at));
     const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at + 32));
@@ -62,10 +54,7 @@ __attribute__((target("avx"))) void WriteLinesByAvx(char* to, const char* from, 
 // through it each line would first be read. A line that pieces share is put together first.
 class Stream {
  public:
-  explicit Stream(char* to)
-      : to_(to),
-        head_(-reinterpret_cast<uintptr_t>(to) % kLine),
-        write_lines_(__builtin_cpu_supports("avx") ? WriteLinesByAvx : WriteLines) {}
+  explicit Stream(char* to) : to_(to), head_(-reinterpret_cast<uintptr_t>(to) % kLine) {}
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
   ~Stream() {
@@ -93,13 +82,12 @@ class Stream {
 
  private:
   void WriteAll(const char* from, int64_t bytes) {
-    write_lines_(to_, from, bytes);
+    WriteLines(to_, from, bytes);
     to_ += bytes;
   }
 
   char* to_;
   int64_t head_;  // bytes before the first whole line
-  void (*write_lines_)(char*, const char*, int64_t);
   int64_t filled_ = 0;
   alignas(kLine) char line_[kLine];
 };
@@ -110,7 +98,7 @@ class Stream {
 void TakeRows(const char* table, const int64_t* ids, int64_t count, int64_t row_bytes, char* to,
               int num_threads) {
 #if defined(__x86_64__)
-  if (count * row_bytes >= kPastCache) {
+  if (count * row_bytes >= kPastCache && __builtin_cpu_supports("avx")) {
     Each(table, ids, count, row_bytes, num_threads,
          [&](int64_t begin, int64_t end, const auto& row) {
            Stream stream(to + begin * row_bytes);

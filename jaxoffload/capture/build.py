@@ -239,6 +239,7 @@ class _Builder:
             seconds = [cost.seconds(e, self.program.rates) for e in cluster.equations]
             dearest = seconds.index(max(seconds))
             read = bytes_read(cluster.inputs, cluster.equations)
+            gathered = few_rows(cluster.inputs, read)
             source = main_source(cluster.equations, seconds)
             vertices.append(
                 Vertex(
@@ -249,10 +250,11 @@ class _Builder:
                     overwrites=overwrites,
                     seconds=sum(seconds),
                     source=source,
-                    gathered=few_rows(cluster.inputs, read),
+                    gathered=gathered,
+                    gathered_bytes=float(sum(read[i] for i in gathered)),
                     flops=sum(cost.flops(e) for e in cluster.equations),
                     traffic=traffic_of(cluster.equations, read, cluster.outputs),
-                    recomputed=_share_recomputed(cluster.equations, seconds),
+                    recomputed=cost.share_recomputed(cluster.equations, seconds),
                 )
             )
         for parts in self.program.results:
@@ -393,8 +395,3 @@ def _described(aval: Any) -> tuple[tuple[int, ...], str, str]:
     """Shape and dtype in memory, and what JAX calls it."""
     shape, dtype = compat.physical(aval)
     return shape, dtype.name, aval.str_short(short_dtypes=True)
-
-
-def _share_recomputed(equations: Sequence[Equation], seconds: Sequence[float]) -> float:
-    recomputed = sum(s for e, s in zip(equations, seconds, strict=True) if e.recomputed)
-    return recomputed / sum(seconds) if recomputed else 0.0

@@ -1,6 +1,7 @@
 """Work of an equation, and its time on a model of a machine: for cutting, no fact for a user."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import operations
 from jaxoffload.capture.flat import Equation
-from jaxoffload.capture.rows import rows_of
+from jaxoffload.capture.rows import rows_of, takes_few_rows
 
 BYTES_OF_A_STEP = 200
 """What an operation costs in each step of a loop beside its work, as bytes: 20 ns."""
@@ -31,14 +32,27 @@ class Rates(Protocol):
     def kernel_seconds(self, flops: Any, traffic: Any) -> Any:
         """Time of so many floating-point operations with so many bytes of traffic."""
 
+    def gather_seconds(self, count: Any, rows: Any) -> Any:
+        """Time of a kernel that reads so many bytes in so many rows from the host's memory."""
+
 
 def seconds(equation: Equation, rates: Rates) -> float:
     """Its time, if it were a kernel by itself."""
     known = equation.seconds
     if known is None or known[0] is not rates:
         took = float(rates.kernel_seconds(flops(equation), traffic(equation)))
+        if takes_few_rows(equation):
+            table, taken = equation.inputs[0], equation.outputs[0].num_bytes()
+            row_bytes = table.num_bytes() / table.shape[0]
+            took = max(took, float(rates.gather_seconds(taken, taken / row_bytes)))
         known = equation.seconds = rates, took
     return known[1]
+
+
+def share_recomputed(equations: Sequence[Equation], took: Sequence[float]) -> float:
+    """Of the seconds of equations the part that computes again what others have computed."""
+    again = sum(s for e, s in zip(equations, took, strict=True) if e.recomputed)
+    return again / sum(took) if again else 0.0
 
 
 def traffic(equation: Equation) -> int:

@@ -119,6 +119,7 @@ class Vertex:
       recomputed: share of its `seconds` that recomputes what an earlier vertex has computed.
       adds: whether it adds its second operand to its first, in place, and may change places with
         the next vertex that adds to the same (TURNIP, appendix A).
+      gathered_bytes: what it reads of those inputs.
     """
 
     kind: VertexKind
@@ -136,6 +137,7 @@ class Vertex:
     traffic: float = 0.0
     recomputed: float = 0.0
     adds: bool = False
+    gathered_bytes: float = 0.0
 
     @property
     def fresh_outputs(self) -> Sequence[int]:
@@ -151,7 +153,7 @@ class Vertex:
         return Vertex(
             self.kind, inputs, outputs, self.name, device, self.overwrites, self.workspace_bytes,
             self.seconds, self.kernel, self.source, self.gathered, self.flops, self.traffic,
-            self.recomputed, self.adds,
+            self.recomputed, self.adds, self.gathered_bytes,
         )  # fmt: skip
 
 

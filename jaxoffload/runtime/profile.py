@@ -102,6 +102,8 @@ class Profile:
         work[graph.taskgraph.in_host_memory] = 0.0
         if like.is_host:  # kernels of several devices have the cores together
             best = best / like.num_devices
+        else:  # what reads rows over the link tells nothing of the device's memory
+            work[[v.gathered_bytes > 0 for v in tasks]] = 0.0
         for bound, rate in _kernel_rates(work, best, like).items():
             self.kernels[bound] = max(rate, self.kernels.get(bound, 0.0))
 

@@ -147,7 +147,7 @@ def _tensors(columns: Columns, texts: list[str], sources: list[str]) -> tuple[Te
 
 def _of_vertices(vertices: Sequence[Vertex], texts: _Texts) -> Columns:
     whole = ("kind", "device", "workspace_bytes", "kernel", "adds")
-    real = ("seconds", "flops", "traffic", "recomputed")
+    real = ("seconds", "flops", "traffic", "recomputed", "gathered_bytes")
     found = {f"vertex_{n}": _integers(getattr(v, n) for v in vertices) for n in whole}
     found |= {f"vertex_{n}": np.array([getattr(v, n) for v in vertices], np.float64) for n in real}
     found["vertex_name"] = _integers(texts.name(v.name) for v in vertices)
@@ -160,7 +160,7 @@ def _of_vertices(vertices: Sequence[Vertex], texts: _Texts) -> Columns:
 
 def _vertices(columns: Columns, texts: list[str], sources: list[str]) -> tuple[Vertex, ...]:
     names = ("kind", "name", "device", "workspace_bytes", "seconds", "kernel", "source", "flops",
-             "traffic", "recomputed", "adds")  # fmt: skip
+             "traffic", "recomputed", "adds", "gathered_bytes")  # fmt: skip
     rows = zip(*(columns[f"vertex_{name}"].tolist() for name in names), strict=True)
     lists = (_listed(columns, f"vertex_{n}") for n in ("inputs", "outputs", "gathered"))
     over = [_pairs(of) for of in _listed(columns, "vertex_overwrites")]
@@ -169,7 +169,7 @@ def _vertices(columns: Columns, texts: list[str], sources: list[str]) -> tuple[V
         Vertex(
             kinds[row[0]], tuple(inputs), tuple(outputs), texts[row[1]], row[2], pairs, row[3],
             row[4], row[5], sources[row[6]], tuple(gathered), row[7], row[8], row[9],
-            bool(row[10]),
+            bool(row[10]), row[11],
         )
         for row, inputs, outputs, gathered, pairs in zip(rows, *lists, over, strict=True)
     )  # fmt: skip

@@ -14,7 +14,7 @@ import jaxlib
 import jaxoffload
 from jaxoffload import _native
 
-_FORMAT = 2
+_FORMAT = 3
 """Of what is kept; a change of it makes all older entries void."""
 _SETTINGS = ("XLA_", "TF_", "ONEDNN_", "DNNL_", "OMP_", "MKL_", "NPROC")
 """How the names of the variables begin that XLA and its libraries read."""

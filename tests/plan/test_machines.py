@@ -10,6 +10,7 @@ import pytest
 import jaxoffload as jo
 from jaxoffload.compile import gpu_targets
 from jaxoffload.plan.cost.machines import H200, MACHINES, SMALL_SERVER
+from jaxoffload.store import columns
 
 
 @pytest.mark.parametrize(
@@ -79,3 +80,40 @@ def test_plans_for_a_gpu_are_made_for_the_dtypes_of_the_program():
     assert busy(jnp.bfloat16) == pytest.approx(least / 989e12, rel=0.05)
     assert busy(jnp.float32) == pytest.approx(least / 495e12, rel=0.05)
     assert busy(jnp.float32, "highest") == pytest.approx(least / 67e12, rel=0.05)
+
+
+def rows_of(row_bytes, count, **options):
+    """What a plan for an H100 says of a function that takes rows of a table of 4 GiB."""
+
+    def take(table, ids):
+        return table[ids].max(axis=-1)
+
+    table = jax.ShapeDtypeStruct((2**32 // row_bytes, row_bytes // 4), jnp.float32)
+    ids = jax.ShapeDtypeStruct((count,), jnp.int32)
+    return jo.offload(take, device_memory="2GiB", cut="always", **options).predict(
+        table, ids, machine="H100"
+    )
+
+
+@pytest.mark.parametrize(
+    "row_bytes, measured", [(256, 9.5e9), (1024, 27e9), (4096, 35e9), (16384, 37e9)]
+)
+def test_rows_that_a_gpu_reads_from_host_memory_take_what_was_measured(row_bytes, measured):
+    """Bytes a second that kernels of an H100 have read so (benchmarks/RESULTS.md)."""
+    count = 2**28 // row_bytes
+    found = rows_of(row_bytes, count)
+    (by_rows,) = (v for v in found.memgraph.taskgraph.vertices if v.gathered)
+    assert by_rows.gathered_bytes == count * row_bytes
+    assert 2**28 / found.compute_seconds == pytest.approx(measured, rel=0.3)
+
+
+def test_rows_cost_the_link_only_where_the_table_is_beyond_it():
+    found = rows_of(1024, 2**18)
+    graph, machine = found.memgraph.taskgraph, found.machine
+    (at,) = (i for i, v in enumerate(graph.vertices) if v.gathered)
+    there = dataclasses.replace(graph, device_arguments=frozenset({0}))
+    assert machine.task_seconds(there)[at] < machine.task_seconds(graph)[at] / 20
+    on_host = dataclasses.replace(SMALL_SERVER, to_device=machine.to_device)
+    assert on_host.task_seconds(there)[at] == on_host.task_seconds(graph)[at]
+    _, kept = columns.unpacked(columns.packed({}, found.memgraph, str), str)
+    assert kept.taskgraph.vertices[at].gathered_bytes == 2**28

@@ -36,6 +36,11 @@ class Link:
 
 _PRODUCTS = ("flops", "float32_flops", "exact_flops", "float64_flops")
 """Kinds of products, those with more digits later."""
+_READ_SHARE = 0.7
+"""Of the link's rate for copies what kernels reach that read long rows from host memory."""
+_ROW_SECONDS = 20e-9
+"""What a row takes beside. By both an H100 on PCIe 5 is met within a quarter for rows of 256 B to
+16 KiB (benchmarks/RESULTS.md): 9.5 to 37 GB/s of 53."""
 _OF_THE_HOST = ("flops_per_second", "memory_bytes_per_second")
 _NOT_KNOWN = " (not known: the rates of an A100)"
 
@@ -149,6 +154,13 @@ class Machine:
             flops / self.host_flops_per_second, traffic / self.host_memory_bytes_per_second
         )
 
+    def gather_seconds(self, count: Any, rows: Any) -> Any:
+        """Time in which kernels read so many bytes in so many rows from host memory, over the link
+        where there is one."""
+        if self.is_host:
+            return 0.0 * count
+        return count / (_READ_SHARE * self.to_device.bytes_per_second) + rows * _ROW_SECONDS
+
     def task_seconds(self, graph: TaskGraph) -> np.ndarray:
         """Time of each vertex of a TaskGraph, float64[N]."""
         flops, traffic, given = _work(graph)
@@ -157,7 +169,7 @@ class Machine:
         work = np.where(
             kind == VertexKind.HOST_KERNEL,
             self.host_seconds(flops, traffic),
-            self.kernel_seconds(flops, traffic),
+            np.maximum(self.kernel_seconds(flops, traffic), self.gather_seconds(*_rows(graph))),
         )
         found = np.where(known, work + self.launch, given)
         ways = {VertexKind.LOAD_ROWS: self.disk_read, VertexKind.STORE_ROWS: self.disk_write}
@@ -344,6 +356,22 @@ def _work(graph: TaskGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     columns = ([v.flops for v in tasks], [v.traffic for v in tasks], [v.seconds for v in tasks])
     flops, traffic, given = (np.array(column, dtype=np.float64) for column in columns)
     return flops, traffic, given
+
+
+@once_a_graph
+def _rows(graph: TaskGraph) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes, and rows, that each vertex reads where the caller has them in host memory."""
+    count, rows = np.zeros((2, len(graph.vertices)))
+    read = np.flatnonzero(graph.columns.gathered)
+    for i in np.unique(np.searchsorted(graph.columns.input_offsets, read, "right") - 1):
+        vertex = graph.vertices[i]
+        tables = [graph.tensors[vertex.inputs[k]] for k in vertex.gathered]
+        far = [t for t in tables if t.argument and t.argument.index not in graph.device_arguments]
+        if far:
+            share = sum(t.bytes for t in far) / sum(t.bytes for t in tables)
+            count[i] = share * vertex.gathered_bytes
+            rows[i] = count[i] / max(t.bytes / t.shape[0] for t in far)
+    return count, rows
 
 
 def gpu(device_kind: str, device_bytes: int | None = None) -> Machine:
