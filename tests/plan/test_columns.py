@@ -81,7 +81,7 @@ def test_a_vertex_on_another_device_keeps_all_else():
     vertex = Vertex(
         VertexKind.HOST_KERNEL, (1,), (2,), name="n", device=1, overwrites=((0, 0),),
         workspace_bytes=3, seconds=4.0, kernel=5, source="s", gathered=(0,), flops=6.0,
-        traffic=7.0, recomputed=0.5, adds=True,
+        traffic=7.0, recomputed=0.5, adds=True, gathered_bytes=8.0,
     )  # fmt: skip
     given = [f for f in dataclasses.fields(Vertex) if f.default is not dataclasses.MISSING]
     assert all(getattr(vertex, f.name) != f.default for f in given)  # none is left out

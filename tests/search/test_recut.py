@@ -118,7 +118,7 @@ def test_a_fixed_cut_stays():
 @pytest.mark.parametrize("seconds, kept", [(0.9, True), (1.1, False)])
 def test_the_faster_cut_is_kept(monkeypatch, seconds, kept):
     fields = {"resident": False, "budget": 1, "disk_bytes": 0, "taskgraph": None, "settled": False}
-    fields |= {"backend": backends.current(), "compiling_seconds": 0.5}
+    fields |= {"machine": backends.current().machine, "compiling_seconds": 0.5}
     first, other = (types.SimpleNamespace(name=n, **fields) for n in ("first", "other"))
     asked = []
     monkeypatch.setattr(tuner, "other_cut", lambda plan, run: asked.append(plan) or other)
@@ -138,7 +138,7 @@ def test_the_faster_cut_is_kept(monkeypatch, seconds, kept):
 def test_a_first_run_that_is_short_does_not_decide(monkeypatch, compiling, number):
     """Another cut costs more than it could have won in that run, which finds cold memory."""
     fields = {"resident": False, "budget": 1, "disk_bytes": 0, "taskgraph": None, "settled": False}
-    fields |= {"backend": backends.current(), "compiling_seconds": compiling}
+    fields |= {"machine": backends.current().machine, "compiling_seconds": compiling}
     plan, asked, added = types.SimpleNamespace(name="first", **fields), [], []
     monkeypatch.setattr(tuner, "other_cut", lambda plan, run: asked.append(len(runs)) or None)
     monkeypatch.setattr(tuner.Tuner, "_better", lambda self, plan: None)

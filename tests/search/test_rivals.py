@@ -32,7 +32,7 @@ class Fake:
 
     def __init__(self, name, seconds, others=()):
         self.name, self.seconds, self._others = name, seconds, others
-        self.backend = backends.current()
+        self.machine = backends.current().machine
         self.compiling_seconds = COMPILING
         self.kept = False
 
@@ -143,7 +143,7 @@ def test_devices_that_compute_at_once_are_not_added_up(monkeypatch, devices, tri
     monkeypatch.setattr(tuner.Tuner, "_better", lambda self, plan: None)
     profile = types.SimpleNamespace(add=lambda run, like: None, knows=lambda graph: False)
     mine, plan = tuner.Tuner(profile, Options(device_memory=1)), Fake("first", 1.0)
-    plan.backend = types.SimpleNamespace(machine=H200)
+    plan.machine = H200
     for _ in range(tuner.WARM_UP + 1):
         mine.next(plan, run)
     assert mine.measures == tries

@@ -367,10 +367,10 @@ def _rows(graph: TaskGraph) -> tuple[np.ndarray, np.ndarray]:
         vertex = graph.vertices[i]
         tables = [graph.tensors[vertex.inputs[k]] for k in vertex.gathered]
         far = [t for t in tables if t.argument and t.argument.index not in graph.device_arguments]
-        if far:
+        if far and vertex.gathered_bytes:
             share = sum(t.bytes for t in far) / sum(t.bytes for t in tables)
             count[i] = share * vertex.gathered_bytes
-            rows[i] = count[i] / max(t.bytes / t.shape[0] for t in far)
+            rows[i] = count[i] / max(t.bytes / (t.shape or (1,))[0] for t in far)
     return count, rows
 
 
