@@ -34,6 +34,8 @@ _KERNEL_RATES = {"flops": "flops_per_second", "traffic": "memory_bytes_per_secon
 OF_KERNELS = _KERNEL_RATES | {
     "launch": "launch",
     "host_traffic": "host_memory_bytes_per_second",
+    "float32_flops": "float32_flops_per_second",
+    "exact_flops": "exact_flops_per_second",
 }
 """What a model calls each of `Profile.kernels`."""
 _VERSION = 1
@@ -49,8 +51,9 @@ class Profile:
       runs: how many runs went in, by digest.
       kernels: "flops" and "traffic": operations and bytes a second of kernels that are bound by
         the one or the other, where there were some. "host_traffic": bytes a second of kernels of
-        the host's cores, where these are not the device's. "launch": seconds that a kernel takes
-        beside that, which `jaxoffload doctor` measures, and runs do not.
+        the host's cores, where these are not the device's. What `jaxoffload doctor` measures, and
+        runs do not: "launch", seconds that a kernel takes beside that; "float32_flops" and
+        "exact_flops", of a GPU's products in float32, by default and with all digits.
       unseen_bytes: the most memory that a run took beside arena, workspace, lower tiers and
         results: library buffers, thread stacks, what an allocator keeps.
     """

@@ -24,7 +24,7 @@ from jaxoffload.plan.alloc.limits import (
     most_workspace,
     resident_peak,
 )
-from jaxoffload.plan.cost.machines import Machine
+from jaxoffload.plan.cost.machines import PRODUCT_RATES, Machine
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.cut import FINEST, NOTHING, WHOLE, CompiledCut, Cut, least_budget
@@ -77,9 +77,14 @@ class Cutting:
         self._compiles, self._estimates = compiles, estimates
         self.backend = backend or backends.current()
         model = machine or model_of(self.backend)
-        if model.tells_products_apart:
-            model = model.for_products(products(request.jaxpr.jaxpr))
-        self.machine = model if machine else model.with_rates(request.options.rates)
+        rates = () if machine else request.options.rates
+        self.machine = model.with_rates(rates)
+        if self.machine.tells_products_apart:
+            flops, told = products(request.jaxpr.jaxpr), self.machine
+            model = model.for_products(flops)
+            # A rate of operations alone was measured by runs of this program.
+            apart = any(name in PRODUCT_RATES for name, _ in rates)
+            self.machine = told.for_products(flops) if apart else model.with_rates(rates)
         settings = compat.LoweringSettings()
         self._make_program = lambda: CutProgram(
             dataclasses.replace(request, jaxpr=for_platform(request.jaxpr, self.backend.name)),

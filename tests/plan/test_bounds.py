@@ -247,3 +247,25 @@ def test_a_profile_has_the_rate_of_all_cores_where_devices_share_them():
         assert dict(profile.known_rates())["flops_per_second"] == pytest.approx(want)
         each = machine.task_seconds(graph)[0]
         assert least_seconds(graph, machine, 4096) == pytest.approx(each * (1 + is_host))
+
+
+def test_rows_over_the_link_tell_nothing_of_the_devices_memory():
+    """Two kernels of as much traffic, of which one reads rows where the caller has them."""
+    tensors = [Tensor(64, argument=Span(0, 0)), Tensor(64, results=(Span(0, 0),))]
+    tensors += [Tensor(64, argument=Span(1, 0)), Tensor(64, results=(Span(1, 0),))]
+    same = {"flops": 1.0, "traffic": 8e9, "kernel": 0}
+    vertices = (
+        Vertex(VertexKind.KERNEL, (0,), (1,), **same),
+        Vertex(VertexKind.KERNEL, (2,), (3,), gathered=(0,), gathered_bytes=4e9, **same),
+    )
+    plan = build_memgraph(TaskGraph(tuple(tensors), vertices), 4096)
+    took = np.array([1.0, 9.0, 0.0])[plan.task_vertex]  # the last, of copies
+    run = types.SimpleNamespace(
+        memgraph=plan, start_seconds=np.zeros(plan.num_vertices), end_seconds=took,
+        idle=np.zeros(plan.num_vertices, bool), bytes_reloaded=0, bytes_offloaded=0,
+        bytes_loaded=0, bytes_stored=0, rows_loaded=0, rows_stored=0,
+    )  # fmt: skip
+    for is_host, want in ((True, 1.6e9), (False, 8e9)):
+        profile = Profile()
+        profile.add(run, dataclasses.replace(SLOW, is_host=is_host))
+        assert dict(profile.known_rates())["memory_bytes_per_second"] == pytest.approx(want)

@@ -117,3 +117,19 @@ def test_rows_cost_the_link_only_where_the_table_is_beyond_it():
     assert on_host.task_seconds(there)[at] == on_host.task_seconds(graph)[at]
     _, kept = columns.unpacked(columns.packed({}, found.memgraph, str), str)
     assert kept.taskgraph.vertices[at].gathered_bytes == 2**28
+
+
+@pytest.mark.parametrize(
+    "kernels, narrow, wide",
+    [
+        ({"flops": 1e12, "float32_flops": 3e11}, 1e12, 3e11),  # of the machine, by the doctor
+        ({"flops": 1e12}, 1e12, 1e12),  # of the program, by its runs
+        ({}, 2e11, 2e11),
+    ],
+)
+def test_a_profile_tells_products_apart_or_is_the_programs(kernels, narrow, wide):
+    profile = jo.Profile(kernels=kernels)
+    for dtype, want in ((jnp.bfloat16, narrow), (jnp.float32, wide)):
+        step = jo.offload(lambda x: x @ x, device_memory=None, cut="always", profile=profile)
+        plan = step.plan(jax.ShapeDtypeStruct((64, 64), dtype))
+        assert plan.machine.flops_per_second == want

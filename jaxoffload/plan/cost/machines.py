@@ -36,6 +36,8 @@ class Link:
 
 _PRODUCTS = ("flops", "float32_flops", "exact_flops", "float64_flops")
 """Kinds of products, those with more digits later."""
+PRODUCT_RATES = tuple(f"{kind}_per_second" for kind in _PRODUCTS[1:])
+"""What a machine has that tells products apart."""
 _READ_SHARE = 0.7
 """Of the link's rate for copies what kernels reach that read long rows from host memory."""
 _ROW_SECONDS = 20e-9
@@ -113,7 +115,7 @@ class Machine:
     @property
     def tells_products_apart(self) -> bool:
         """Whether products of one dtype have another rate than those of another."""
-        return any(getattr(self, f"{kind}_per_second") for kind in _PRODUCTS[1:])
+        return any(getattr(self, name) for name in PRODUCT_RATES)
 
     def for_products(self, flops: Mapping[str, float]) -> "Machine":
         """The same with one rate of operations: that of a program whose products have so many of
@@ -128,7 +130,7 @@ class Machine:
         together = distinct.pop()
         if distinct:
             together = sum(flops.values()) / sum(flops[kind] / rates[kind] for kind in rates)
-        none = dict.fromkeys((f"{kind}_per_second" for kind in _PRODUCTS[1:]), 0.0)
+        none = dict.fromkeys(PRODUCT_RATES, 0.0)
         return dataclasses.replace(self, **none | {"flops_per_second": together})
 
     def named_as_measured(self) -> "Machine":
