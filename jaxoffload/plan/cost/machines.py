@@ -367,10 +367,12 @@ def _rows(graph: TaskGraph) -> tuple[np.ndarray, np.ndarray]:
     read = np.flatnonzero(graph.columns.gathered)
     for i in np.unique(np.searchsorted(graph.columns.input_offsets, read, "right") - 1):
         vertex = graph.vertices[i]
-        tables = [graph.tensors[vertex.inputs[k]] for k in vertex.gathered]
-        far = [t for t in tables if t.argument and t.argument.index not in graph.device_arguments]
+        tables = [vertex.inputs[k] for k in vertex.gathered]
+        near = graph.device_arguments
+        there = [graph.tensors[t] for t in tables if graph.gathers(vertex, t)]
+        far = [t for t in there if t.argument and t.argument.index not in near]
         if far and vertex.gathered_bytes:
-            share = sum(t.bytes for t in far) / sum(t.bytes for t in tables)
+            share = sum(t.bytes for t in far) / sum(graph.tensors[t].bytes for t in tables)
             count[i] = share * vertex.gathered_bytes
             rows[i] = count[i] / max(t.bytes / (t.shape or (1,))[0] for t in far)
     return count, rows
