@@ -38,6 +38,17 @@ class Cut:
     whole_loops: bool = False
     updates_on_host: bool = False
 
+    def scaled(self, ratio: float) -> "Cut":
+        """The cut for a budget that is so many times the one that this is for."""
+        split = self.split_bytes
+        return dataclasses.replace(
+            self,
+            max_bytes=rounded_size(self.max_bytes * ratio),
+            split_bytes=None if split is None else split_size(split * ratio),
+            reuse_distance=self.reuse_distance * ratio,
+            piece_bytes=rounded_size(self.piece_bytes * ratio),
+        )
+
 
 WHOLE, FINEST = Cut(float("inf")), Cut(0, 1, piece_bytes=0)
 
@@ -45,6 +56,8 @@ WHOLE, FINEST = Cut(float("inf")), Cut(0, 1, piece_bytes=0)
 def rounded_size(size: float) -> float:
     """A size down to four binary digits. Budgets that hardly differ are cut alike then, so that
     what was found out for one of them serves the next."""
+    if math.isinf(size):
+        return size
     fraction, exponent = math.frexp(size)
     return math.ldexp(math.floor(fraction * 16), exponent - 4)
 

@@ -17,7 +17,7 @@ the search may be follows from how long the program itself takes.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from jaxoffload.plan.bounds import callers_bytes, least_seconds
 from jaxoffload.search.cut import FINEST, WHOLE, Cut, rounded_size, split_size
 from jaxoffload.search.drafts import CAPTURED, Drafts, allowed_work
 from jaxoffload.search.room import Cutter, Room
+from jaxoffload.search.shares import NEVER, REUSE_DISTANCES, SAME, WORSE, Shares, Tried
 
 SHARES = (0.9, 0.6, 1 / 3, 1 / 5, 1 / 8, 1 / 14, 1 / 24)
 """Working sets of a vertex to try, as shares of the budget; after these, single operations. Of a
@@ -34,23 +35,13 @@ chunk of a scan it is the rows that it reads and writes: with half of that recur
 15% longer. Where single products take half of the budget, only the first let anything fuse."""
 _MANY = 1 / 3
 """The same from which on there are many vertices at once, and so something to recompute or move."""
-RECOMPUTED = (0.25, 0.5, 0.75, 1.0)
-"""Shares to recompute of the values with a long reuse distance; the best one's neighbours are tried
-too."""
-REUSE_DISTANCES = (2.0, 0.5)
-"""Reuse distances from which on values are recomputed, as multiples of the budget."""
 _CLOSE = 1.05
 """The search ends with a plan that takes at most so many times the uncut program's kernels."""
-SAME = 1.03
-"""Simulated times within this factor of each other count as equal."""
 _LITTLE = 200e-6
 """The search ends, too, with a plan that takes so few seconds more than those kernels: what a call
 costs in any case."""
 _NEAR = 1.1
 """The same as `SAME` for cuts to recompute from: once less is moved, their order may change."""
-_WORSE = 1.2
-"""Finer cuts, or more recomputation, are given up once they take so many times the best. More rules
-of allocation are tried only for cuts that are nearer to it."""
 _LONG, _CHOICE = 0.01, 5
 """Seconds of kernels from which on the coarsest cuts are tried, and of how many plain cuts, alike
 ones counted, a choice is left to runs, which may tell that another one is faster. A shorter program
@@ -59,19 +50,9 @@ _LAST = 4
 """How many finer cuts in turn must be so much worse."""
 _LOOPS, _ON_HOST = 2, 8
 """Cuts of which the same with whole loops is tried, and with updates on the host's cores."""
-_NEVER = float("inf")
-
-
-class Tried(NamedTuple):
-    """A cut that has been simulated.
-
-    Attributes:
-      number: how many were before it; coarse cuts come before fine ones.
-    """
-
-    seconds: float
-    number: int
-    cut: Cut
+_ALIKE, _ALIKE_TIMES = (3, 12), 1.5
+"""Of what is known for a budget that differs little, how many cuts are simulated again, at least
+and at most, and up to how many times the best they may have taken."""
 
 
 class Ranking:
@@ -90,14 +71,14 @@ class Ranking:
         drafts: Drafts,
         room: Room,
     ):
-        self._cutter, self._graphs, self._drafts, self._room = cutter, graphs, drafts, room
-        self._budget, self._machine = room.budget, drafts.machine
+        self.cutter, self._graphs, self._drafts, self._room = cutter, graphs, drafts, room
+        self.budget, self._machine = room.budget, drafts.machine
         self._tried: list[Tried] = []
         self._captures: dict[Any, int] = {}
         self._begun = 0.0
 
     def _captured(self, cut: Cut) -> TaskGraph:
-        self._captures[self._cutter.key(cut)] = CAPTURED * self._cutter.floor(cut).equations
+        self._captures[self.cutter.key(cut)] = CAPTURED * self.cutter.floor(cut).equations
         return self._graphs(cut)
 
     @property
@@ -134,73 +115,96 @@ class Ranking:
     def _callers(self) -> np.ndarray:
         """Bytes of arguments and of results that any cut copies over a device's link."""
         graph = self._graphs(WHOLE)
-        return callers_bytes(graph, self._drafts.staying(graph), self._budget).max(axis=1)
+        return callers_bytes(graph, self._drafts.staying(graph), self.budget).max(axis=1)
 
     def feasible(self) -> Iterator[Cut]:
         """Cuts that may be the ones that need least, coarse ones first, none simulated."""
         for cut in self._plain():
-            if cut.max_bytes <= _MANY * self._budget and self._works(cut):
+            if cut.max_bytes <= _MANY * self.budget and self.works(cut):
                 yield cut
 
-    def by_time(self) -> Iterator[tuple[Cut, float | None]]:
+    def by_time(self, like: "Ranking | None" = None) -> Iterator[tuple[Cut, float | None]]:
         """Cuts that may work within the budget: those that were simulated by their seconds, then
-        the others, finer ones last, with None."""
+        the others, finer ones last, with None.
+
+        Args:
+          like: of the same program for a budget that differs little: what was slow for that one is
+            not simulated again, if others work.
+        """
         waiting = self._plain()
+        if like is None or not self._try_what_was_good(like):
+            self._search(waiting)
+        yield from self.simulated()
+        for cut in waiting:
+            if self.works(cut):
+                yield cut, None
+
+    def _try_what_was_good(self, other: "Ranking") -> bool:
+        """Tries the best cuts for another budget, and says whether any works."""
+        ratio, found = self.budget / other.budget, other.simulated()
+        graphs: list[TaskGraph] = []
+        for cut, seconds in found[: _ALIKE[1]]:
+            if len(graphs) >= _ALIKE[0] and seconds > _ALIKE_TIMES * found[0][1]:
+                break
+            scaled = cut.scaled(ratio)
+            if self.works(scaled) and (graph := self._captured(scaled)) not in graphs:
+                graphs.append(graph)
+                self._try(scaled, graph)
+        return self.best < NEVER
+
+    def _search(self, waiting: list[Cut]) -> None:
+        """Simulates cuts, of these plain ones as many as are worth it: they are taken out."""
         before = None
         self._begun = self._work
         plain = len(waiting)
         while waiting and not self._gets_worse():
             is_told = not self._is_long or plain - len(waiting) >= _CHOICE
-            if self._is_enough() and (is_told or self._best > self._enough):
+            if self.is_enough() and (is_told or self.best > self._enough):
                 break
             cut = waiting.pop(0)
             if not self._may_work(cut):
                 self._note(cut, float("inf"))
                 continue
-            if not self._works(cut) or (graph := self._captured(cut)) == before:
+            if not self.works(cut) or (graph := self._captured(cut)) == before:
                 continue
             before = graph
             self._try(cut, graph)
         for bases in self._bases() if self._room.recompute == "auto" else ():
             self._begun = self._work
             for base in bases:
-                self._try_recomputing(base)
+                Shares(self, base).run()
         self._try_the_best_with("whole_loops", _LOOPS)
         if self._room.host_compute == "auto":
             self._try_the_best_with("updates_on_host", _ON_HOST)
-        yield from self.simulated()
-        for cut in waiting:
-            if self._works(cut):
-                yield cut, None
 
     def simulated(self) -> list[tuple[Cut, float]]:
         """The cuts that `by_time` has found to work, fast ones first, and their simulated
         seconds."""
         return [
-            (found.cut, found.seconds) for found in _by_time(self._tried) if found.seconds < _NEVER
+            (found.cut, found.seconds) for found in _by_time(self._tried) if found.seconds < NEVER
         ]
 
-    def _least_seconds(self, cut: Cut) -> tuple[float, float]:
+    def least_seconds(self, cut: Cut) -> tuple[float, float]:
         """Seconds of kernels and of copies in any draft of a cut, by what is known before it is
         captured; infinite ones of copies where none can work."""
         if cut.updates_on_host:
             return 0.0, 0.0  # what is on the device is not known before it is captured
-        floor, on = self._cutter.floor(cut), self._machine
-        excess = max(0, floor.bytes - self._budget)
+        floor, on = self.cutter.floor(cut), self._machine
+        excess = max(0, floor.bytes - self.budget)
         up, down = self._callers + excess
         ways = up / on.to_device.bytes_per_second, down / on.from_device.bytes_per_second
-        copies = max(ways) if self._room.moves or not excess else _NEVER
+        copies = max(ways) if self._room.moves or not excess else NEVER
         return floor.flops / on.flops_per_second, copies
 
     def _may_work(self, cut: Cut) -> bool:
-        return self._least_seconds(cut)[1] < _NEVER
+        return self.least_seconds(cut)[1] < NEVER
 
-    def _works(self, cut: Cut) -> bool:
+    def works(self, cut: Cut) -> bool:
         """Whether a cut may work, as far as is known once it is captured. If not, that is often
         known before."""
-        if not self._may_work(cut) or self._cutter.floor(cut).vertex_bytes > self._budget:
+        if not self._may_work(cut) or self.cutter.floor(cut).vertex_bytes > self.budget:
             return False
-        return self._room.needs(self._captured(cut)) <= self._budget
+        return self._room.needs(self._captured(cut)) <= self.budget
 
     def _plain(self) -> list[Cut]:
         """Cuts that recompute nothing, or (if others are not wanted) all that they can."""
@@ -208,13 +212,13 @@ class Ranking:
         for share in SHARES:
             if share > _MANY and (self._room.counts_all or not self._is_long):
                 continue
-            size = rounded_size(share * self._budget)
-            split = split_size(share * self._budget)
+            size = rounded_size(share * self.budget)
+            split = split_size(share * self.budget)
             cuts.append(Cut(size, piece_bytes=size))
             cuts.append(Cut(size, None, split, piece_bytes=size))
         cuts.append(FINEST)
         if self._room.recompute == "always":
-            reuse_distance = REUSE_DISTANCES[-1] * self._budget
+            reuse_distance = REUSE_DISTANCES[-1] * self.budget
             cuts = [
                 dataclasses.replace(cut, recomputed=1.0, reuse_distance=reuse_distance)
                 for cut in cuts
@@ -233,24 +237,24 @@ class Ranking:
                 t
                 for t in self._tried
                 if (t.cut.split_bytes is not None) == is_split
-                and self._cutter.key(t.cut) not in known  # a cut that found nothing to split
+                and self.cutter.key(t.cut) not in known  # a cut that found nothing to split
             ]
-            known.update(self._cutter.key(t.cut) for t in alike)
+            known.update(self.cutter.key(t.cut) for t in alike)
             found.append(list(dict.fromkeys(_by_time(alike, _NEAR)[:1] + self._coarsest(alike))))
         return found
 
     def _coarsest(self, tried: list[Tried]) -> list[Tried]:
         """The coarsest of many vertices, if there is one."""
-        return [t for t in tried if t.cut.max_bytes <= _MANY * self._budget][:1]
+        return [t for t in tried if t.cut.max_bytes <= _MANY * self.budget][:1]
 
     def _try(self, cut: Cut, graph: TaskGraph) -> float:
         """Drafts by the first rule; by others as long as the cut may still be the best."""
-        took, best = _NEVER, self._best
+        took, best = NEVER, self.best
         lasting = self._drafts.staying(graph)
-        least = least_seconds(graph, self._machine, self._budget, self._room.host_memory, lasting)
-        for draft in self._drafts.each([(graph, rule) for rule in VARIANTS], self._budget):
+        least = least_seconds(graph, self._machine, self.budget, self._room.host_memory, lasting)
+        for draft in self._drafts.each([(graph, rule) for rule in VARIANTS], self.budget):
             took = took if draft is None else min(took, draft.seconds)
-            if took <= max(self._enough, SAME * least) or min(took, least * _WORSE) > _WORSE * best:
+            if took <= max(self._enough, SAME * least) or min(took, least * WORSE) > WORSE * best:
                 break
         return self._note(cut, took)
 
@@ -259,37 +263,8 @@ class Ranking:
         return seconds
 
     @property
-    def _best(self) -> float:
-        return min((found.seconds for found in self._tried), default=_NEVER)
-
-    def _try_recomputing(self, base: Tried) -> None:
-        """Recomputes shares of what is read much later, so that less is moved: those first that
-        may be fastest, and no larger ones than one that is slow."""
-        if self._is_enough():
-            return  # before anything is recomputed only to see what it promises
-        found = {(REUSE_DISTANCES[0], 0.0): base.seconds}
-        waiting = self._by_promise(base.cut)
-        while waiting:
-            share, least = waiting.pop(0), min(found.values())
-            took = self._attempt(base.cut, REUSE_DISTANCES[0], share, found)
-            if took > _WORSE * least:
-                waiting = [less for less in waiting if less < share]
-            self._go_on_if_it_pays(took, least)
-        if len(found) == 1 and base.seconds < _NEVER:
-            return
-        best = min(found, key=found.__getitem__)[1]
-        is_far = best > RECOMPUTED[0] or min(found.values()) == _NEVER
-        for share in sorted({best, 1.0} if is_far else {best}):
-            least = min(found.values())
-            self._go_on_if_it_pays(self._attempt(base.cut, REUSE_DISTANCES[1], share, found), least)
-        reuse_distance, best = min(found, key=found.__getitem__)
-        step = (RECOMPUTED[1] - RECOMPUTED[0]) / 2
-        if (
-            best
-            and self._attempt(base.cut, reuse_distance, best - step, found)
-            >= found[reuse_distance, best]
-        ):
-            self._attempt(base.cut, reuse_distance, best + step, found)
+    def best(self) -> float:
+        return min((found.seconds for found in self._tried), default=NEVER)
 
     def _try_the_best_with(self, way: str, count: int) -> None:
         """The best cuts once more in another way, and the coarsest of many vertices, as far as that
@@ -297,68 +272,35 @@ class Ranking:
         self._begun = self._work
         known = list(self._tried)
         for base in dict.fromkeys(_by_time(known)[:count] + self._coarsest(known)):
-            if self._is_enough():
+            if self.is_enough():
                 return
             cut = dataclasses.replace(base.cut, **{way: True})
-            if self._cutter.key(cut) == self._cutter.key(base.cut):
+            if self.cutter.key(cut) == self.cutter.key(base.cut):
                 return
             graph = self._captured(cut)
-            if self._room.needs(graph) <= self._budget:
+            if self._room.needs(graph) <= self.budget:
                 self._try(cut, graph)
 
-    def _go_on_if_it_pays(self, took: float, least: float) -> None:
+    def go_on_if_it_pays(self, took: float, least: float) -> None:
         """After a better one the next is tried in any case."""
         if SAME * took < least:
             self._begun = max(self._begun, self._work - self._allowed)
 
-    def _recomputing(self, base: Cut, reuse_distance: float, share: float) -> Cut:
-        far = reuse_distance * self._budget
-        return dataclasses.replace(base, recomputed=share, reuse_distance=far)
+    def kernel_seconds(self, cut: Cut) -> float:
+        """Of all kernels of a cut."""
+        return self._machine.work_seconds(self._captured(cut))
 
-    def _by_promise(self, base: Cut) -> list[float]:
-        """Shares to recompute, those first that take least at least, as far as the two ends tell;
-        none where there is nothing to recompute."""
-        most = self._recomputing(base, REUSE_DISTANCES[0], 1.0)
-        if not self._cutter.floor(most).recomputes:
-            return []
-        ends = list(zip(self._least_seconds(base), self._least_seconds(most), strict=True))
-
-        def promise(share: float) -> float:
-            return max(b if share == 1 else (1 - share) * a + share * b for a, b in ends)
-
-        return sorted(RECOMPUTED, key=promise)
-
-    def _attempt(
-        self,
-        base: Cut,
-        reuse_distance: float,
-        share: float,
-        found: dict[tuple[float, float], float],
-    ) -> float:
-        """Seconds with such a share recomputed; noted in `found` if anything is."""
-        if (reuse_distance, share) in found:
-            return found[reuse_distance, share]
-        if not 0 < share <= 1 or self._is_enough():
-            return float("inf")
-        cut = self._recomputing(base, reuse_distance, share)
-        kernels, copies = self._least_seconds(cut)
-        if kernels > _WORSE * self._best:
-            return _NEVER
-        is_too_little = copies > _WORSE * self._best or copies == _NEVER
-        if is_too_little or not self._cutter.floor(cut).recomputes:
-            return min(found.values())  # which says nothing of larger shares
-        found[reuse_distance, share] = took = (
-            self._try(cut, self._captured(cut)) if self._works(cut) else _NEVER
-        )
-        return took
+    def seconds(self, cut: Cut) -> float:
+        """Simulated, now if it has not been; infinite if the cut does not work."""
+        return self._try(cut, self._captured(cut)) if self.works(cut) else NEVER
 
     def _gets_worse(self) -> bool:
         """Whether the last cuts, the finest so far, are far from the best."""
         times = [found.seconds for found in self._tried]
-        return len(times) > _LAST and min(times[-_LAST:]) > _WORSE * min(times)
+        return len(times) > _LAST and min(times[-_LAST:]) > WORSE * min(times)
 
-    def _is_enough(self) -> bool:
-        return self._best <= self._enough or self._work - self._begun > self._allowed
+    def is_enough(self) -> bool:
+        return self.best <= self._enough or self._work - self._begun > self._allowed
 
 
 def _by_time(tried: list[Tried], same: float = SAME) -> list[Tried]:

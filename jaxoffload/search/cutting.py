@@ -218,8 +218,8 @@ class Cutting:
         ways = (self._program.estimated, self.graph) if is_counted else (self.graph,)
         for graphs in ways:
             number = 0
-            self._ranked = self._ranking(budget - workspace, graphs)
-            for cut, expected in self._ranked.by_time():
+            before, self._ranked = self._ranked, self._ranking(budget - workspace, graphs)
+            for cut, expected in self._ranked.by_time(before if best else None):
                 if best is not None and (expected is None or least <= SAME * expected):
                     break
                 compiled = self.within(cut, budget)

@@ -23,6 +23,7 @@ from jaxoffload.search import drafts as drafting
 from jaxoffload.search import planner as searching
 from jaxoffload.search.cut import FINEST, Cut
 from jaxoffload.search.room import Room
+from jaxoffload.search.shares import Shares
 
 WIDTH, LENGTH, HEADS = 16, 16, 2
 
@@ -323,7 +324,7 @@ def test_nothing_is_recomputed_for_its_promise_once_a_cut_is_fast_enough(monkeyp
     ranking._try(Cut(0), "fast")
     vars(ranking)["_enough"] = 1.0
     (base,) = ranking._tried
-    ranking._try_recomputing(base)  # its program, which is None, is asked nothing
+    Shares(ranking, base).run()  # its program, which is None, is asked nothing
     assert ranking._tried == [base]
 
 
@@ -332,6 +333,25 @@ def test_a_cut_without_a_plan_is_not_among_those_to_compile(monkeypatch):
     for size, name in enumerate(("none", "some")):
         ranking._try(Cut(size), name)
     assert ranking.simulated() == [(Cut(1), 1.0)]
+
+
+def test_what_was_good_for_a_budget_is_tried_for_one_that_is_alike(monkeypatch):
+    """The slow ones are not, but for three, and one of two that are the same."""
+    seconds = {"a": (1.0,), "b": (1.1,), "same": (1.2,), "far": (2.0,), "farther": (2.1,)}
+    names = {9.0 * size: name for size, name in enumerate(seconds, 1)}
+    ranking, _ = _ranking(monkeypatch, seconds)
+    for size, name in names.items():
+        ranking._try(Cut(size), name)
+    smaller, _ = _ranking(monkeypatch, seconds)
+    smaller.budget = 50
+    monkeypatch.setattr(smaller, "works", lambda cut: True)
+    graphs = {4.5: "a", 9.0: "b", 13.0: "b", 18.0: "far", 22.0: "farther"}
+    monkeypatch.setattr(smaller, "_captured", lambda cut: graphs[cut.max_bytes])
+    assert smaller._try_what_was_good(ranking)
+    assert [cut.max_bytes for cut, _ in smaller.simulated()] == [4.5, 9.0, 18.0]
+    none, _ = _ranking(monkeypatch, seconds)
+    monkeypatch.setattr(none, "works", lambda cut: False)
+    assert not none._try_what_was_good(ranking)
 
 
 def test_a_cut_that_holds_too_much_is_neither_captured_nor_compiled(work):
