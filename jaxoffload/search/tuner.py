@@ -54,6 +54,7 @@ class State(enum.Enum):
     TRIAL = enum.auto()
     WAIT = enum.auto()
     RIVAL = enum.auto()
+    CHECK = enum.auto()
     DONE = enum.auto()
 
 
@@ -70,8 +71,11 @@ class Tuner:
         TRIAL    one of `TRIAL` of that one         after the last, the faster of the two: WAIT
         WAIT     any                                the next of the other cuts, if calls have paid
                                                     for it: RIVAL; if there is none the same: DONE
-        RIVAL    one of `WARM_UP` of that cut       after the last, the faster of the two: if that
-                                                    is the other one MEASURE, else WAIT
+        RIVAL    one of `WARM_UP` of that cut       after the last, the plan before: CHECK if the
+                                                    other one seems faster, else WAIT
+        CHECK    one of `WARM_UP` of that again,    after the last, the faster of the two: if that
+                 for the machine itself may have    is the other one MEASURE, else WAIT
+                 become faster in between
         DONE     any                                the same
 
     Args:
@@ -86,7 +90,8 @@ class Tuner:
         is_plain = is_plain and options.memory is None
         self._state = State.FIRST if options.policy == "auto" and is_plain else State.DONE
         self._times: list[float] = []  # of runs in the state that it is in
-        self._rival: tuple[Plan, float] | None = None  # in RECUT, TRIAL, RIVAL: the plan before
+        # In RECUT, TRIAL and RIVAL the plan before; in CHECK the other one.
+        self._rival: tuple[Plan, float] | None = None
         self._others: Iterator[Plan] | None = None  # with another cut, that were not tried yet
         self._spent = 0.0  # seconds of all runs
         self._has_waited = False  # for the second run, as the first was short
@@ -140,14 +145,10 @@ class Tuner:
                 self._times = [*self._times[1 - WARM_UP :], run.seconds]
                 if len(self._times) == WARM_UP and self._spent >= PATIENCE * plan.compiling_seconds:
                     return self._other(plan)
-            case State.RIVAL:
+            case State.RIVAL | State.CHECK:
                 self._times.append(run.seconds)
                 if len(self._times) == WARM_UP:
-                    least = min(self._times[1:]) / (1 - GAIN)  # the first finds cold memory
-                    faster = self._faster(plan, least, "another cut")
-                    self._state = State.MEASURE if faster is plan else State.WAIT
-                    self._times = []
-                    return faster
+                    return self._compared(plan)
         return plan
 
     def _measured(self, plan: Plan, run: Run) -> Plan:
@@ -163,14 +164,33 @@ class Tuner:
             self._wait(plan, run)
         return plan
 
+    def _compared(self, plan: Plan) -> Plan:
+        """The plan for the next call, after the last run of one in RIVAL or in CHECK."""
+        assert self._rival is not None, "what is compared is entered with one"
+        least = min(self._times[1:])  # the first finds cold memory
+        self._times = []
+        if self._state is State.RIVAL:
+            before = self._rival[0]
+            least /= 1 - GAIN
+            faster = self._faster(plan, least, "another cut, looked at once")
+            self._state = State.WAIT
+            if faster is plan:
+                self._state, self._rival = State.CHECK, (plan, least)
+            return before
+        (other, seconds), self._rival = self._rival, (plan, least)
+        faster = self._faster(other, seconds, "another cut")
+        self._state = State.MEASURE if faster is other else State.WAIT
+        return faster
+
     def give_up(self, plan: Plan) -> Plan:
         """The plan for the next call, after a run of this one has failed: where it was on trial,
         the one before, and no other is tried."""
         if self._rival is None:
             return plan
         (before, _), self._rival = self._rival, None
+        is_checked = self._state is State.CHECK  # then this is the one before
         self._state, self._others = State.DONE, None
-        return before
+        return plan if is_checked else before
 
     def _wait(self, plan: Plan, run: Run) -> None:
         """Goes on to other cuts, if they may be faster."""
@@ -199,7 +219,7 @@ class Tuner:
 
     def _faster(self, plan: Plan, seconds: float, what: str) -> Plan:
         """The plan, which took some seconds, or the one before it if that took fewer."""
-        assert self._rival is not None, "RECUT, TRIAL and RIVAL are entered with one"
+        assert self._rival is not None, "what is compared is entered with one"
         (before, least), self._rival = self._rival, None
         kept = seconds <= least
         logger.info("%s: %s is %s", plan.name, what, "kept" if kept else "dropped")
