@@ -98,6 +98,7 @@ class HostMemory:
         arguments: list[Any] = []
         views: list[Any] = []
         some_are_jaxs = False
+        counts = self._results_of(plan).argument_counts
         for i, array in enumerate((*operands, *plan.constants)):
             if isinstance(array, TierArray):
                 arguments.append(handle_of(array))
@@ -112,8 +113,14 @@ class HostMemory:
             else:
                 # A view: its memory stays although somebody deletes the array while the run reads
                 # it, and where JAX has another layout it is a copy in rows.
-                views.append(np.ascontiguousarray(array))
-                arguments.append(address_of(views[-1]))
+                view = np.ascontiguousarray(array)
+                if i < len(counts) and view.nbytes != counts[i]:
+                    raise ValueError(
+                        f"offload({plan.request.name}): argument {i} is {view.nbytes} bytes of "
+                        f"{view.dtype}, planned with {counts[i]}. Pass an array as it was planned."
+                    )
+                views.append(view)
+                arguments.append(address_of(view))
         reused: dict[int, Any] = {}
         held: list[Any] = []
         if some_are_jaxs and any(donated):
@@ -156,8 +163,13 @@ class HostMemory:
     def _results_of(self, plan: Planned) -> HostResults:
         found = self._results.get(plan)
         if found is None:
-            found = self._results[plan] = HostResults(plan.out_shapes)
+            found = self._results[plan] = HostResults(plan.out_shapes, self._avals_of(plan))
         return found
+
+    def _avals_of(self, plan: Planned) -> Sequence[Any]:
+        """Of the arguments, where they are those of one device."""
+        request = plan.request
+        return request.jaxpr.in_avals if request.num_devices == 1 else ()
 
     def _may_take(self, plan: Planned, array: Any, address: int) -> bool:
         """Whether the memory of a donated array, which is at `address`, may be a result's: it is of

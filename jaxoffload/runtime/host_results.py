@@ -19,17 +19,19 @@ def byte_count(shape: Any) -> int:
 
 
 class HostResults:
-    """The results of one plan.
+    """The results of one plan, and what its arguments hold.
 
     Args:
       shapes: shape and dtype of each flat result.
+      arguments: the same of arguments, as far as they are to be looked at.
 
     Attributes:
-      byte_counts: bytes of each.
+      byte_counts, argument_counts: bytes of each.
     """
 
-    def __init__(self, shapes: Sequence[jax.ShapeDtypeStruct]):
+    def __init__(self, shapes: Sequence[jax.ShapeDtypeStruct], arguments: Sequence[Any] = ()):
         self.byte_counts = tuple(map(byte_count, shapes))
+        self.argument_counts = tuple(map(byte_count, arguments))
         self._shapes = tuple((tuple(s.shape), np.dtype(s.dtype)) for s in shapes)
         # Abstract values have the mesh in which they were made.
         self._avals: dict[Any, tuple[Any, ...]] = {}

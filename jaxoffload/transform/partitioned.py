@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
     SdyShardingRule,
@@ -92,14 +93,27 @@ def _as_written(params: dict[str, Any]) -> Callable[..., list[Any]] | None:
 def _evaluate(*operands: Any, **params: Any) -> list[Any]:
     """What an eager transformation makes of a call."""
     params["donated"] = (False,) * len(params["donated"])
+    arrays = _arrays(operands, params)
     call = _as_written(params)
-    if call is None and not params["tier_leaves"] and _are_spread(operands):
+    if call is None and not params["tier_leaves"] and _are_spread(arrays):
         jaxpr = params["jaxpr"]
         key = ("partitioned", id(jaxpr), params["options"])
         make = lambda: (jaxpr, jax.jit(functools.partial(offload_p.bind, **params)))  # noqa: E731
         call = params["derived"].get().plans.get(key, make)[1]
-    outs = evaluate(*operands, **params) if call is None else call(*operands)
+    outs = evaluate(*arrays, **params) if call is None else call(*arrays)
     return compat.typed(outs, [a.weak_type for a in params["jaxpr"].out_avals])
+
+
+def _arrays(operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Operands as the jaxpr has them: an eager transformation passes a number of Python's on, as a
+    cotangent for one, and one of NumPy's with a dtype of its own."""
+    below = {i for i, _ in params["tier_leaves"]}
+    avals = [a for i, a in enumerate(params["jaxpr"].in_avals) if i not in below]
+    arrays = [
+        x if isinstance(x, jax.Array) else np.asarray(x, aval.dtype)
+        for x, aval in zip(operands, avals, strict=False)
+    ]
+    return [*arrays, *operands[len(arrays) :]]  # stamps may follow
 
 
 def _are_spread(operands: Sequence[Any]) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import jaxoffload as jo
 from jaxoffload import _jax_compat as compat
 from jaxoffload import _native
+from jaxoffload.runtime.run import run_plan
 
 HUGE = [2**40, 2**52, 2**60, 2**62, 2**63 - 1, 2**64, 2**80]
 
@@ -26,6 +27,16 @@ def test_arrays_of_absurd_sizes_are_refused_at_once(count, tmp_path):
         jo.disk_put(shape, tmp_path)
     assert caught.value.errno == errno.ENOSPC
     assert np.asarray(jo.host_put(np.arange(5)))[4] == 4
+
+
+@pytest.mark.parametrize("given", [np.ones(8), np.float32(1), np.ones(9, np.float32), 1.0])
+def test_an_argument_of_another_size_than_planned_is_never_read(given):
+    step = jo.offload(jax.numpy.tanh, device_memory=None, cut="always")
+    plan = step.plan(jax.ShapeDtypeStruct((8,), np.float32))
+    with pytest.raises(ValueError, match=r"argument 0 is \d+ bytes of .*, planned with 32"):
+        run_plan(plan, [given], step._options)
+    (got,), _ = run_plan(plan, [np.ones(8, np.float32)], step._options)
+    np.testing.assert_allclose(got, np.tanh(1.0), rtol=1e-6)
 
 
 def test_memory_that_the_system_refuses_is_told_with_words():

@@ -249,3 +249,27 @@ def test_a_cotangent_that_is_zero():
         want = jax.grad(lambda *a, k=k: function(*a)[k], (0, 1))(*args)
         for g, w in zip(got, want, strict=True):
             np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("number", [3.0, np.float64(3), np.float32(3), jnp.float32(3)])
+def test_a_cotangent_may_be_a_number(number):
+    """JAX passes one on as it is: a Python float, of whose eight bytes a plan would read four."""
+
+    def square(x):
+        return jnp.sum(jnp.tanh(x) ** 2)
+
+    function = jo.offload(square, device_memory="8KiB", cut="always", check=True)
+    want, got = (jax.vjp(f, X[0])[1](number)[0] for f in (square, function))
+    assert np.abs(want).max() > 0.1
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("number", [3.0, np.float64(3), 2, True])
+def test_a_jaxpr_may_be_evaluated_on_numbers(number):
+    def scaled(x, scale):
+        return jnp.tanh(x * scale)
+
+    function = jo.offload(scaled, device_memory="8KiB", cut="always", check=True)
+    closed = jax.make_jaxpr(function)(X[0], np.float32(1))
+    (got,) = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, X[0], number)
+    np.testing.assert_allclose(got, np.tanh(X[0] * number), rtol=1e-6)
