@@ -7,6 +7,7 @@ closer look (signature.py): where it is deleted, converted, refused, or encoded.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,10 +22,28 @@ _NARROW = frozenset(
     )
 ) | {np.dtype(jnp.bfloat16)}
 """Of these NumPy's arrays are taken as they are, whatever `jax_enable_x64` says."""
-_PLAIN = _NARROW | frozenset(map(np.dtype, "int64 uint64 float64 complex128".split()))
-"""Others may be words of something else (capture/words.py)."""
+_WIDE = frozenset(map(np.dtype, "int64 uint64 float64 complex128".split()))
+"""Arrays of these are taken as they are with `jax_enable_x64` alone. Those of others may be words
+of something else (capture/words.py)."""
 
 Outside = tuple[tuple[Any, ...], ...]
+
+
+def _is_plain(dtype: np.dtype) -> bool:
+    return dtype in _NARROW or (dtype in _WIDE and jax.dtypes.canonicalize_dtype(dtype) == dtype)
+
+
+def refused_width(leaf: Any) -> str:
+    """What is wrong with an array of 64 bits that was made with `jax_enable_x64` where that is off:
+    a plan would be for half of its bytes. Nothing is with others."""
+    dtype = leaf.dtype
+    if dtype not in _WIDE or isinstance(leaf, compat.Tracer) or _is_plain(dtype):
+        return ""
+    narrow = np.dtype(jax.dtypes.canonicalize_dtype(dtype)).name
+    return (
+        f"is {dtype.name}{list(leaf.shape)}, and jax_enable_x64 is off. Pass it as {narrow}, or "
+        "call where jax.enable_x64(True) holds."
+    )
 
 
 def outside_of(leaves: Sequence[Any]) -> Outside | None:
@@ -38,7 +57,7 @@ def outside_of(leaves: Sequence[Any]) -> Outside | None:
         kind = type(leaf)
         if kind is compat.ArrayImpl:
             aval = leaf.aval
-            if aval.dtype not in _PLAIN or leaf.is_deleted() or compat.is_in_host_space(aval):
+            if not _is_plain(aval.dtype) or leaf.is_deleted() or compat.is_in_host_space(aval):
                 return None
             own = () if aval.sharding.mesh.empty else (leaf.sharding,)
             found.append((aval.shape, aval.dtype, aval.weak_type, *own))
@@ -47,7 +66,7 @@ def outside_of(leaves: Sequence[Any]) -> Outside | None:
                 return None
             found.append((leaf.shape, leaf.dtype, "numpy"))
         elif kind is HostArray or kind is ShardedHostArray:
-            if leaf.dtype not in _PLAIN or leaf.is_deleted():
+            if not _is_plain(leaf.dtype) or leaf.is_deleted():
                 return None
             own = () if kind is HostArray else (leaf.sharding,)
             found.append((leaf.shape, leaf.dtype, leaf.tier, *own))

@@ -19,7 +19,7 @@ from jaxoffload.identity import Key
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.arrays import TierArray
 from jaxoffload.runtime.sharded import ShardedArray
-from jaxoffload.transform.met import outside_of
+from jaxoffload.transform.met import outside_of, refused_width
 
 _OPTIMIZER_WORDS = frozenset(
     {
@@ -305,6 +305,8 @@ class ArgumentSpec:
 
     def _array(self, leaf: Any, path: Any, positions: Sequence[int]) -> tuple[Any, Code, Any]:
         """A leaf as it is moved, what that is the words of, and (shape, dtype, weak type)."""
+        if isinstance(leaf, TierArray | jax.Array) and (wrong := refused_width(leaf)):
+            raise BeyondPlans(f"offload({self.name}): {self._path_text(path, positions)} {wrong}")
         if isinstance(leaf, TierArray):
             if leaf.is_deleted():
                 raise RuntimeError(

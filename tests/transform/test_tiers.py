@@ -693,3 +693,40 @@ def test_host_memory_that_is_enough_is_not_refused(host_memory, runs):
         return
     np.testing.assert_allclose(step(a, b), jax.jit(f)(a, b), rtol=1e-4, atol=1e-4)
     assert 0 < step.plan(a, b).host_bytes <= host_memory
+
+
+def shifted(x):
+    return x * 2 + 1
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "uint64", "complex128"])
+def test_arrays_of_64_bits_are_read_with_64_bits_or_not_at_all(dtype, tmp_path):
+    """Without jax_enable_x64 a plan is for 32 bits: of a table of 64 it read every other half."""
+    values = (np.arange(4096).reshape(64, 64) + 0.5).astype(dtype)
+    step = jo.offload(shifted, device_memory="8KiB", cut="always")
+    narrow = jax.jit(shifted)(values).dtype.name
+    message = rf"x is {dtype}\[64, 64\], and jax_enable_x64 is off. Pass it as {narrow}, or"
+    for put in (jo.host_put(values), jo.disk_put(values, tmp_path)):
+        for _ in range(2):
+            with pytest.raises(TypeError, match=message):
+                step(put)
+        with jax.enable_x64(True):
+            for _ in range(3):
+                np.testing.assert_array_equal(np.asarray(step(put)), values * 2 + 1)
+        with pytest.raises(TypeError, match=message):
+            step(put)
+        np.testing.assert_array_equal(np.asarray(put), values)
+
+
+def test_arrays_of_jaxs_with_64_bits_are_not_read_as_32():
+    with jax.enable_x64(True):
+        wide = jnp.arange(4096.0)
+    step = jo.offload(shifted, device_memory="8KiB", cut="always")
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"x is float64\[4096\], and jax_enable_x64 is off"):
+            step(wide)
+    with jax.enable_x64(True):
+        for _ in range(3):
+            np.testing.assert_array_equal(np.asarray(step(wide)), np.arange(4096.0) * 2 + 1)
+    with pytest.raises(TypeError, match="jax_enable_x64 is off"):
+        step(wide)
