@@ -222,12 +222,14 @@ class WholeRun(Shown):
 
     Attributes:
       seconds: NaN. As with `jax.jit`, nobody waited for the end.
-      bytes_offloaded, bytes_reloaded, bytes_loaded, bytes_stored, bytes_transferred: nothing is
-        moved.
+      peak_device_bytes: NaN. XLA alone knows.
+      bytes_offloaded, bytes_reloaded, bytes_loaded, bytes_stored, bytes_transferred, bytes_found,
+        bytes_left, rows_loaded, rows_stored, copied_outputs, realigned_bytes: nothing is moved.
     """
 
-    seconds = math.nan
+    seconds = peak_device_bytes = math.nan
     bytes_offloaded = bytes_reloaded = bytes_loaded = bytes_stored = bytes_transferred = 0
+    bytes_found = bytes_left = rows_loaded = rows_stored = copied_outputs = realigned_bytes = 0
 
     def __repr__(self) -> str:
         return "Run(whole, as jax.jit runs it: everything fits, nothing was moved)"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
+from jaxoffload.runtime.run import Run
 from jaxoffload.search.whole import WholePlan, WholeRun, make_plan
 
 pytestmark = [
@@ -251,6 +252,12 @@ def test_a_whole_plan_tells_what_it_is():
     with pytest.raises(AttributeError, match="cut='always'"):
         plan.native  # noqa: B018
     assert math.isnan(WholeRun().seconds) and "whole" in repr(WholeRun())
+    # A loop that prints what its runs have moved goes on where everything fits.
+    counts = [f.name for f in dataclasses.fields(Run) if f.type in ("int", int)]
+    assert "bytes_found" in counts and "peak_device_bytes" in counts
+    for name in {*counts} - {"peak_device_bytes", "reserved_bytes"}:
+        assert getattr(WholeRun(), name) == 0
+    assert not WholeRun().peak_device_bytes <= 1 << 62, "nobody knows"
 
 
 def test_the_last_run_inside_jit_is_known():
