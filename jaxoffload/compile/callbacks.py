@@ -65,7 +65,8 @@ class Callback:
             for words, aval in zip(operands, self._operands, strict=True)
         ]
         with jax.enable_x64(self._x64):
-            found = list(map(np.asarray, compat.CALLBACKS[self._primitive](*given, **self._params)))
+            returned = compat.CALLBACKS[self._primitive](*given, **self._params)
+            found = [_as_jax_takes_it(np.asarray(value)) for value in returned]
         if len(found) != len(results):
             raise ValueError(f"it returned {len(found)} arrays, not {len(results)}")
         for j, (value, words, aval) in enumerate(zip(found, results, self._results, strict=True)):
@@ -83,6 +84,13 @@ _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default
 _collecting: contextvars.ContextVar[list[Callback] | None] = contextvars.ContextVar(
     "collecting", default=None
 )
+
+
+def _as_jax_takes_it(value: np.ndarray) -> np.ndarray:
+    """A result in JAX's dtype: NumPy computes with 64 bits, and a Python number becomes as many."""
+    if value.dtype.kind not in "iufc" or not value.dtype.isnative:
+        return value
+    return np.asarray(value, jax.dtypes.canonicalize_dtype(value.dtype))
 
 
 def _seen(words: np.ndarray, aval: Any) -> np.ndarray:

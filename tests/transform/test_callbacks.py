@@ -133,6 +133,32 @@ def test_a_callback_that_returns_another_shape_says_so():
         f(X)
 
 
+@pytest.mark.parametrize("call", [jax.pure_callback, jax.experimental.io_callback])
+@pytest.mark.parametrize(
+    "host, dtype",
+    [
+        (lambda y: np.asarray(y, np.float64) * 2, "float32"),
+        (lambda y: np.arange(y.size).reshape(y.shape), "int32"),
+        (lambda y: np.asarray(y, np.complex128) * 1j, "complex64"),
+        (lambda y: float(np.asarray(y).sum()), "float32"),
+        (lambda y: np.asarray(y, np.float64).sum(), "float32"),
+    ],
+)
+def test_what_a_callback_returns_with_64_bits_is_taken_as_by_jax(call, host, dtype):
+    shape = np.shape(host(X))
+
+    def function(x):
+        return call(host, jax.ShapeDtypeStruct(shape, dtype), jnp.tanh(x)) * 2
+
+    want, got = jax.jit(function)(X), free(function, cut="always")(X)
+    assert got.dtype == want.dtype == dtype
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    with jax.enable_x64(True):
+        wrong = free(lambda x: function(x) + 0, cut="always")
+        with pytest.raises(jo.RunError, match=rf"where result_shape_dtypes says {dtype}"):
+            wrong(X)
+
+
 def test_a_callback_may_call_an_offloaded_function():
     inner = free(lambda x: jnp.tanh(x) @ x.T)
 
