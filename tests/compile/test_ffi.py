@@ -37,7 +37,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ReadyHandler, Ready, ffi::Ffi::BindPrepare());
 STEPS = [{"vertex_memory": 1}, {"cut": "always"}]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def library(tmp_path_factory):
     """The compiled kernels."""
     compiler = shutil.which("c++")
@@ -51,9 +51,10 @@ def library(tmp_path_factory):
     return made
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def handlers(library):
-    """Registers "tests_scale", and the same with a stage before it as "tests_prepared"."""
+    """Registers "tests_scale", and the same with a stage before it as "tests_prepared": once in a
+    process, which may come back to this file."""
     loaded = ctypes.CDLL(os.fspath(library))
     scale, ready = (jax.ffi.pycapsule(getattr(loaded, f"{n}Handler")) for n in ("Scale", "Ready"))
     jax.ffi.register_ffi_target("tests_scale", scale, platform="cpu")
@@ -71,7 +72,7 @@ def function(x, w):
     return x, x.sum()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def operands():
     rng = np.random.default_rng(0)
     return [jnp.asarray(rng.normal(size=(96, 96)) / 8, jnp.float32) for _ in range(2)]
