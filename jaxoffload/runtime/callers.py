@@ -98,7 +98,8 @@ class HostMemory:
         arguments: list[Any] = []
         views: list[Any] = []
         some_are_jaxs = False
-        counts = self._results_of(plan).argument_counts
+        known = self._results_of(plan)
+        counts = known.argument_counts
         for i, array in enumerate((*operands, *plan.constants)):
             if isinstance(array, TierArray):
                 arguments.append(handle_of(array))
@@ -130,7 +131,7 @@ class HostMemory:
         if len(tier_results) < len(plan.out_shapes):
             buffers = {
                 j: reused[j] if j in reused else _native.HostBuffer(max(1, count))
-                for j, count in enumerate(self._results_of(plan).byte_counts)
+                for j, count in enumerate(known.byte_counts)
                 if j not in tier_results
             }
         places = [

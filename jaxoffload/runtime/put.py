@@ -19,7 +19,8 @@ def host_put(tree: Any, sharding: Any = None) -> Any:
 
     Args:
       tree: of arrays, those of other libraries among them (DLPack); a `jax.ShapeDtypeStruct`
-        stands for zeros.
+        stands for zeros. They keep their dtype: a call takes those of 64 bits, which are NumPy's
+        own, where `jax_enable_x64` is on, and refuses them elsewhere.
       sharding: of arrays that a function over several devices takes as donated: a `NamedSharding`
         for all of them, or a tree of those, as for `jax.device_put`. None: one memory has each.
 

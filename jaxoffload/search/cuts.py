@@ -291,7 +291,7 @@ class Ranking:
         return self._machine.work_seconds(self._captured(cut))
 
     def seconds(self, cut: Cut) -> float:
-        """Simulated, now if it has not been; infinite if the cut does not work."""
+        """Simulated, of a cut that joins those that were tried; infinite if it does not work."""
         return self._try(cut, self._captured(cut)) if self.works(cut) else NEVER
 
     def _gets_worse(self) -> bool:

@@ -28,13 +28,14 @@ from jaxoffload.plan.cost.machines import PRODUCT_RATES, Machine
 from jaxoffload.runtime import backends
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.cut import FINEST, NOTHING, WHOLE, CompiledCut, Cut, least_budget
-from jaxoffload.search.cuts import SAME, Ranking
+from jaxoffload.search.cuts import Ranking
 from jaxoffload.search.drafts import Drafts
 from jaxoffload.search.fastest import in_other_orders
 from jaxoffload.search.least import least_cut, roughly_least_cut
 from jaxoffload.search.measured import model_of
 from jaxoffload.search.program import CutProgram
 from jaxoffload.search.room import Room
+from jaxoffload.search.shares import SAME
 
 COMPILED = 3
 """Cuts that are compiled before one is taken, at most."""

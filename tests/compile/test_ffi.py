@@ -72,7 +72,7 @@ def function(x, w):
     return x, x.sum()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def operands():
     rng = np.random.default_rng(0)
     return [jnp.asarray(rng.normal(size=(96, 96)) / 8, jnp.float32) for _ in range(2)]

@@ -295,6 +295,17 @@ def test_one_that_fails_is_given_up(monkeypatch):
     assert step.plan(*ARGS) is first
 
 
+def test_the_first_cut_stays_where_it_fails_while_it_is_compared_again(monkeypatch):
+    monkeypatch.setattr(tuner, "other_cut", lambda plan, run: None)
+    monkeypatch.setattr(tuner.Tuner, "_better", lambda self, plan: None)
+    profile = types.SimpleNamespace(add=lambda run, like: None, knows=lambda graph: False)
+    mine = tuner.Tuner(profile, Options(device_memory=1))
+    first = plan = Fake("first", 1.0, [Fake("fast", 0.5)])
+    while mine._state is not tuner.State.CHECK:
+        plan = mine.next(plan, fake_run(plan.seconds, plan.seconds))
+    assert plan is first and mine.give_up(plan) is first and not mine.measures
+
+
 def momentum(state, x):
     def loss(weights):
         h = x
