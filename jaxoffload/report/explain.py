@@ -34,6 +34,7 @@ from jaxoffload.search.elsewhere import planner_on
 from jaxoffload.search.kept import KeptPlan
 from jaxoffload.search.one_memory import planner_for
 from jaxoffload.search.planner import Planner
+from jaxoffload.search.whole import WholePlan
 
 _KIND_NAMES = {
     TensorKind.WEIGHT: "weights",
@@ -205,12 +206,34 @@ class Explanation:
             workspace_words="" if there is None else there.words,
         )
 
+    def as_whole(self, plan: WholePlan, beside: int) -> "Explanation":
+        """The same of a function that fits in no cut, but as `jax.jit` runs it.
+
+        Args:
+          beside: bytes that it takes and the budget does not count.
+        """
+        least = plan.peak_device_bytes - beside
+        found = self
+        if least < self.min_device_memory:
+            where = "the function as a whole"
+            found = dataclasses.replace(self, min_device_memory=least, min_source=where)
+        assert plan.budget is not None
+        verdict = (
+            f"fits whole, as jax.jit runs it: {format_bytes(least)} of {format_bytes(plan.budget)}."
+        )
+        return dataclasses.replace(found, plan=plan, verdict=verdict)
+
     def or_in_parts(self, parts: Sequence[Request]) -> "Explanation":
         """The same of a function whose loops may be repeated in parts, which may work in less.
 
         Args:
           parts: what loops repeat, cut as fine as it gets; none where there are no such loops.
         """
+        found = self.in_parts(parts)
+        return found if found.min_device_memory < self.min_device_memory else self
+
+    def in_parts(self, parts: Sequence[Request]) -> "Explanation":
+        """The same of one of the parts, all of which have to work: of that which needs most."""
         if not parts:
             return self
         least, where, has_estimates = 0, "", self.has_estimates
@@ -220,8 +243,6 @@ class Explanation:
             has_estimates |= planner.has_estimated
             if (count := count + part.options.around) >= least:
                 least, where = count, _where(graph, vertex)
-        if least >= self.min_device_memory:
-            return self
         return dataclasses.replace(
             self, min_device_memory=least, min_source=where, has_estimates=has_estimates
         )

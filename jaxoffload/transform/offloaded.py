@@ -42,6 +42,7 @@ from jaxoffload.transform.arguments import (
     with_cuts,
     words_of,
 )
+from jaxoffload.transform.explained import explained
 from jaxoffload.transform.loops import LoopPlan
 from jaxoffload.transform.primitive import bind
 from jaxoffload.transform.program import Program
@@ -188,13 +189,7 @@ class Offloaded:
         if machine is not None:
             request = self._request_on(program.request())
             return Explanation.of(request, asked, call.leaves, machine)
-        found = None
-        if not program.sweeps:
-            found = Explanation.of(program.request(), asked, call.leaves)
-        if (found is None or found.plan is None) and (part := program.repeated()) is not None:
-            found = Explanation.of(part, asked)
-        found = found or Explanation.of(program.request(), asked, call.leaves)
-        found = found.or_in_parts(program.finest_parts()) if found.plan else found
+        found = explained(program, asked, call.leaves)
         if line := program.rewrites_line:
             found = dataclasses.replace(found, rewrites=line)
         return found

@@ -396,6 +396,32 @@ def test_what_is_told():
     assert "weights[0]" in " ".join(plan.argument_names)
 
 
+@pytest.mark.runs_whole
+def test_explain_names_what_the_part_that_needs_most_needs():
+    """Though the part that is explained needs less."""
+    x, y = (jax.random.normal(jax.random.key(n), (n, 8)) for n in (64, 48))
+
+    def f(x, y):
+        def body(state):
+            c = jnp.exp(-jnp.sum((x[:, None] - y[None]) ** 2, -1))
+            return state[0] + 1, state[1] / (1 + c @ (c.T @ state[1]))
+
+        def has_more(state):
+            return state[0] < 5
+
+        u = jax.lax.while_loop(has_more, body, (0, jnp.ones(64)))[1]
+        square = (0, jnp.outer(u[:40], u[:40]))
+        v = jax.lax.while_loop(has_more, lambda s: (s[0] + 1, jnp.sin(s[1] @ s[1])), square)[1]
+        return v + jnp.sum(x * u[:, None])
+
+    with pytest.raises(jo.PlanError) as refused:
+        jo.offload(f, device_memory=1)(x, y)
+    least = refused.value.min_device_memory
+    step = jo.offload(f, device_memory=4 * least // 3)
+    np.testing.assert_allclose(step(x, y), jax.jit(f)(x, y), rtol=1e-6)
+    assert abs(step.explain(x, y).min_device_memory - least) <= 1024  # workspace is estimated
+
+
 def test_what_is_told_of_a_refused_loop_is_what_its_part_needs():
     args, step = (matrices(), X, 3), offloaded(repeated, LAYER // 2)
     with pytest.raises(jo.PlanError) as caught:

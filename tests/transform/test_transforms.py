@@ -210,6 +210,29 @@ def test_plan_and_explain_from_shapes_alone():
         step(shape, shape)
 
 
+@pytest.mark.runs_whole
+def test_explain_says_that_it_fits_wherever_a_call_does():
+    """In no cut, as twenty places are more than twenty small arrays, but whole; not in less."""
+
+    def joined(*xs):
+        return jnp.sort(jnp.concatenate(xs))
+
+    xs = [jnp.arange(3.0) - i for i in range(20)]
+    needed = jo.offload(joined, device_memory=None).plan(*xs).peak_device_bytes
+    cut = jo.offload(joined, device_memory=None, cut="always").explain(*xs).min_device_memory
+    assert needed < cut
+    for budget in (needed, cut - 1):
+        step = jo.offload(joined, device_memory=budget)
+        with pytest.warns(jo.OffloadWarning, match="everything fits"):
+            np.testing.assert_array_equal(step(*xs), joined(*xs))
+        found = step.explain(*xs)
+        assert "fits whole, as jax.jit runs it" in found.verdict
+        assert found.min_device_memory == needed and "as a whole" in str(found)
+    small = jo.offload(joined, device_memory=needed - 1).explain(*xs)
+    always = jo.offload(joined, device_memory=cut - 1, cut="always").explain(*xs)
+    assert "does not fit" in small.verdict and "does not fit" in always.verdict
+
+
 def test_explain_splits_the_peak_by_kind():
     """By whole words of an argument's path: "multihead" is no "mu"."""
 
