@@ -206,22 +206,26 @@ class Explanation:
             workspace_words="" if there is None else there.words,
         )
 
-    def as_whole(self, plan: WholePlan, beside: int) -> "Explanation":
-        """The same of a function that fits in no cut, but as `jax.jit` runs it.
+    def uncut(
+        self, least: int, plan: WholePlan | None, asked: Any, request: Request
+    ) -> "Explanation":
+        """The same of a function that fits in no cut.
 
         Args:
-          beside: bytes that it takes and the budget does not count.
+          least: bytes of the budget that a call asks for; as `jax.jit` runs it that may be less.
+          plan: the plan for that, None where it is refused.
         """
-        least = plan.peak_device_bytes - beside
-        found = self
+        is_one, where = request.options.memory is not None, self.min_source
+        verdict = "fits whole, as jax.jit runs it"
+        verdict += f": {format_bytes(least)} of {format_bytes(self.budget or 0)}."
         if least < self.min_device_memory:
             where = "the function as a whole"
-            found = dataclasses.replace(self, min_device_memory=least, min_source=where)
-        assert plan.budget is not None
-        verdict = (
-            f"fits whole, as jax.jit runs it: {format_bytes(least)} of {format_bytes(plan.budget)}."
+        least = min(least, self.min_device_memory)
+        if plan is None:
+            verdict = _verdict(self.budget, asked, self.peak_bytes, least, None, is_one)
+        return dataclasses.replace(
+            self, plan=plan, verdict=verdict, min_source=where, min_device_memory=least
         )
-        return dataclasses.replace(found, plan=plan, verdict=verdict)
 
     def or_in_parts(self, parts: Sequence[Request]) -> "Explanation":
         """The same of a function whose loops may be repeated in parts, which may work in less.

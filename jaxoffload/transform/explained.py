@@ -26,11 +26,11 @@ def explained(program: Program, asked: Any, leaves: Sequence[Any]) -> Explanatio
             return found.in_parts(program.finest_parts()) if found.plan else found
         found = found or Explanation.of(request, asked, leaves)
     if found.plan is None:
-        found = _or_whole(found, program)
+        found = _or_whole(found, program, asked)
     return found.or_in_parts(program.finest_parts()) if found.plan else found
 
 
-def _or_whole(found: Explanation, program: Program) -> Explanation:
+def _or_whole(found: Explanation, program: Program, asked: Any) -> Explanation:
     """The same, unless what fits in no cut fits as it is, which its compiled program tells: asked
     only where its arguments alone do not say that it cannot."""
     request = program.request()
@@ -44,6 +44,11 @@ def _or_whole(found: Explanation, program: Program) -> Explanation:
         return found
     try:
         plan = program.plan()
-    except (PlanError, CaptureError):
+    except CaptureError:
         return found
-    return found.as_whole(plan, beside) if isinstance(plan, WholePlan) else found
+    except PlanError as error:
+        least = error.min_device_memory
+        return found if least is None else found.uncut(least, None, asked, request)
+    if not isinstance(plan, WholePlan):
+        return found
+    return found.uncut(plan.peak_device_bytes - beside, plan, asked, request)

@@ -231,6 +231,8 @@ def test_explain_says_that_it_fits_wherever_a_call_does():
     small = jo.offload(joined, device_memory=needed - 1).explain(*xs)
     always = jo.offload(joined, device_memory=cut - 1, cut="always").explain(*xs)
     assert "does not fit" in small.verdict and "does not fit" in always.verdict
+    assert small.min_device_memory == needed and always.min_device_memory == cut
+    assert f"smallest that can work is {jo.options.format_bytes(needed)}" in small.verdict
 
 
 def test_explain_splits_the_peak_by_kind():
