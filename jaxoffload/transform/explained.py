@@ -7,8 +7,13 @@ from typing import Any
 from jaxoffload import _jax_compat as compat
 from jaxoffload.errors import CaptureError, PlanError
 from jaxoffload.report.explain import Explanation
+from jaxoffload.search.one_memory import planner_for
 from jaxoffload.search.whole import WholePlan
 from jaxoffload.transform.program import Program
+
+SMALL = 1 << 20
+"""Bytes up to which the sizes of places, multiples of what arrays are aligned to, tell little of
+what a whole program takes, and a compilation is soon done."""
 
 
 def explained(program: Program, asked: Any, leaves: Sequence[Any]) -> Explanation:
@@ -32,7 +37,7 @@ def explained(program: Program, asked: Any, leaves: Sequence[Any]) -> Explanatio
 
 def _or_whole(found: Explanation, program: Program, asked: Any) -> Explanation:
     """The same, unless what fits in no cut fits as it is, which its compiled program tells: asked
-    only where its arguments alone do not say that it cannot."""
+    only where that is small or may be hoped for."""
     request = program.request()
     room = request.options.device_memory
     if room is None or not program.may_run_whole:
@@ -42,6 +47,10 @@ def _or_whole(found: Explanation, program: Program, asked: Any) -> Explanation:
     beside = 0 if request.options.memory is None else arguments  # `memory` does not count them
     if arguments > room + beside:
         return found
+    if room + beside > SMALL:
+        planner = planner_for(request, compiles=False, estimates=True)
+        if planner.hopeful_peak > room + beside:
+            return found
     try:
         plan = program.plan()
     except CaptureError:

@@ -11,6 +11,7 @@ import pytest
 import jaxoffload as jo
 from jaxoffload.plan.alloc.limits import align
 from jaxoffload.runtime import backends
+from jaxoffload.transform.program import Program
 from tests.foreign import judge
 
 X = np.linspace(0, 1, 48, dtype=np.float32).reshape(6, 8)
@@ -233,6 +234,17 @@ def test_explain_says_that_it_fits_wherever_a_call_does():
     assert "does not fit" in small.verdict and "does not fit" in always.verdict
     assert small.min_device_memory == needed and always.min_device_memory == cut
     assert f"smallest that can work is {jo.options.format_bytes(needed)}" in small.verdict
+
+
+@pytest.mark.runs_whole
+def test_explain_plans_nothing_to_run_for_what_is_far_from_fitting(monkeypatch):
+    def plan(program):
+        pytest.fail("a call's plan was asked for")
+
+    monkeypatch.setattr(Program, "plan", plan)
+    x = jax.ShapeDtypeStruct((2048, 8), jnp.float32)
+    step = jo.offload(lambda x: jnp.sort(x @ x.T, axis=None)[:4], device_memory="2MiB")
+    assert "does not fit" in step.explain(x).verdict
 
 
 def test_explain_splits_the_peak_by_kind():
