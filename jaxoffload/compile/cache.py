@@ -11,6 +11,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import gc
 import os
 import threading
 import time
@@ -21,10 +22,11 @@ from typing import Any, NamedTuple
 from jaxoffload import _jax_compat as compat
 from jaxoffload import identity
 from jaxoffload.capture.kernel import Kernel
+from jaxoffload.compile.mappings import Mappings
 
 KEPT = 256
-"""Executables that stay although no plan has them: some ten plans' worth. Each takes about eight of
-the 65,530 memory mappings that Linux allows a process by default."""
+"""Executables that stay although no plan has them: some ten plans' worth. Each takes some of the
+memory mappings that Linux allows a process (mappings.py)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,7 +114,8 @@ class ExecutableCache:
         Two threads that need one at once may both compile it; the first to end gives it to both.
 
         Raises:
-          RuntimeError: XLA refuses a kernel; its message says why.
+          RuntimeError: XLA refuses a kernel; its message says why. BackendError: the process has
+          too few memory mappings left for them.
         """
         start = time.perf_counter()
         keys = _keys(kernels)
@@ -120,12 +123,13 @@ class ExecutableCache:
             found = {key: self._by_kernel.get(key) for key in keys}
         digests: dict[identity.Key, bytes] = {}
         work: dict[bytes, concurrent.futures.Future[_Obtained]] = {}
+        mappings = Mappings(self._release)
         with compat.one_ir_context(), _threads() as pool:
             for key, kernel in zip(keys, kernels, strict=True):
                 if found[key] is None and key not in digests:
                     digests[key], code = self._compiler.lower(kernel)
                     if digests[key] not in work:
-                        work[digests[key]] = pool.submit(self._obtain, digests[key], code)
+                        work[digests[key]] = pool.submit(self._obtain, digests[key], code, mappings)
             obtained = {digest: each.result() for digest, each in work.items()}
         made = {digest: each.executable for digest, each in obtained.items()}
         self._add(made)
@@ -152,8 +156,14 @@ class ExecutableCache:
         with self._lock:
             made = {digest: self._by_code.get(digest) for digest in digests}
         missing = [digest for digest, executable in made.items() if executable is None]
+        mappings = Mappings(self._release)
+
+        def load(digest: bytes) -> Any:
+            mappings.take()
+            return self._compiler.load(digest)
+
         with _threads() as pool:
-            made.update(zip(missing, pool.map(self._compiler.load, missing), strict=True))
+            made.update(zip(missing, pool.map(load, missing), strict=True))
         if None in made.values():
             return None
         self._add(made)
@@ -162,12 +172,13 @@ class ExecutableCache:
         report = CompileReport(len(digests), 0, time.perf_counter() - start, len(missing))
         return [made[digest] for digest in digests], report
 
-    def _obtain(self, digest: bytes, code: Any) -> "_Obtained":
+    def _obtain(self, digest: bytes, code: Any, mappings: Mappings) -> "_Obtained":
         """An executable from memory, from the store, or compiled. Any thread."""
         with self._lock:
             executable = self._by_code.get(digest)
         if executable is not None:
             return _Obtained(executable)
+        mappings.take()
         executable = self._compiler.load(digest)
         if executable is not None:
             return _Obtained(executable, is_loaded=True)
@@ -179,6 +190,12 @@ class ExecutableCache:
             for digest, executable in made.items():
                 made[digest] = self._by_code.setdefault(digest, executable)
                 self._digests[made[digest]] = digest
+
+    def _release(self) -> None:
+        """Gives up what no plan has, and plans that nobody has."""
+        with self._lock:
+            self._recent.clear()
+        gc.collect()
 
     def _note(self, used: Iterable[Any]) -> None:
         """Of what was used, the last few stay."""
