@@ -57,7 +57,7 @@ class Mappings:
             if self._left is not None and self._left < SPARE:
                 raise BackendError(
                     f"this process has {self._left} memory mappings left, of which every compiled "
-                    f"kernel takes some, and XLA crashes without them. Raise the limit (sysctl -w "
+                    "kernel takes some, and XLA crashes without them. Raise the limit (sysctl -w "
                     "vm.max_map_count=262144), forget functions that are not called any more "
                     "(clear_cache()), or cut into fewer kernels (a larger device_memory or "
                     "vertex_memory)."

@@ -215,16 +215,17 @@ class Explanation:
           least: bytes of the budget that a call asks for; as `jax.jit` runs it that may be less.
           plan: the plan for that, None where it is refused.
         """
-        is_one, where = request.options.memory is not None, self.min_source
-        verdict = "fits whole, as jax.jit runs it"
-        verdict += f": {format_bytes(least)} of {format_bytes(self.budget or 0)}."
-        if least < self.min_device_memory:
-            where = "the function as a whole"
-        least = min(least, self.min_device_memory)
+        where = self.min_source if least >= self.min_device_memory else "the function as a whole"
+        smallest = min(least, self.min_device_memory)
         if plan is None:
-            verdict = _verdict(self.budget, asked, self.peak_bytes, least, None, is_one)
+            is_one = request.options.memory is not None
+            verdict = _verdict(self.budget, asked, self.peak_bytes, smallest, None, is_one)
+        else:
+            assert self.budget is not None, "without a limit everything fits"
+            room = format_bytes(self.budget)
+            verdict = f"fits whole, as jax.jit runs it: {format_bytes(least)} of {room}."
         return dataclasses.replace(
-            self, plan=plan, verdict=verdict, min_source=where, min_device_memory=least
+            self, plan=plan, verdict=verdict, min_source=where, min_device_memory=smallest
         )
 
     def or_in_parts(self, parts: Sequence[Request]) -> "Explanation":

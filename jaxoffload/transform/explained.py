@@ -40,7 +40,7 @@ def _or_whole(found: Explanation, program: Program, asked: Any) -> Explanation:
     only where that is small or may be hoped for."""
     request = program.request()
     room = request.options.device_memory
-    if room is None or not program.may_run_whole:
+    if room is None or not program.prefers_whole:
         return found
     assert isinstance(room, int)
     arguments = sum(map(compat.byte_count, request.jaxpr.in_avals))

@@ -225,10 +225,10 @@ class Program:
         """The function as it is, where that is how it runs and it is clear that it fits."""
         budget, whole = self.options.device_memory, self._whole
         assert budget is None or isinstance(budget, int)
-        return whole if whole and self.may_run_whole and whole.surely_fits(budget) else None
+        return whole if whole and self.prefers_whole and whole.surely_fits(budget) else None
 
     @property
-    def may_run_whole(self) -> bool:
+    def prefers_whole(self) -> bool:
         """Whether it runs as it is where that fits."""
         return bool(self._whole) and (not is_always_cut(self.options) or self._must_run_whole)
 
@@ -246,7 +246,7 @@ class Program:
     def plans_made(self) -> list[Plan]:
         """Those, and the one for direct calls."""
         own = self._first.made() if self._plan is None else [self._plan]
-        return self.plans_inside() + [plan for plan in own if isinstance(plan, Plan)]
+        return [*self.plans_inside(), *(plan for plan in own if isinstance(plan, Plan))]
 
     def _make_plan(self) -> Plan | LoopPlan:
         if self._refusal is not None:

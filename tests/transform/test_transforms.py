@@ -234,6 +234,10 @@ def test_explain_says_that_it_fits_wherever_a_call_does():
     assert "does not fit" in small.verdict and "does not fit" in always.verdict
     assert small.min_device_memory == needed and always.min_device_memory == cut
     assert f"smallest that can work is {jo.options.format_bytes(needed)}" in small.verdict
+    with pytest.warns(jo.OffloadWarning, match="everything fits"):
+        beside = jo.offload(joined, memory=needed).explain(*xs)  # which does not count arguments
+    assert "fits whole" in beside.verdict
+    assert beside.min_device_memory == needed - sum(x.nbytes for x in xs)
 
 
 @pytest.mark.runs_whole
