@@ -29,6 +29,9 @@ FLAGS: dict[str, bool | int | str] = {
     # address changes. Here an address holds one tensor after another, and an older one would be
     # multiplied.
     "xla_cpu_use_xnnpack": False,
+    # By default a module is compiled in up to 32 parts, each with memory mappings of its own, of
+    # which Linux allows 65,530 (mappings.py). Kernels are compiled side by side as it is.
+    "xla_cpu_parallel_codegen_split_count": 1,
 }
 
 FORMER_EMITTERS = {"xla_cpu_use_fusion_emitters": False}

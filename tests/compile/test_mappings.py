@@ -78,3 +78,16 @@ def test_where_nothing_is_known_of_them_everything_is_compiled(monkeypatch):
     x = jnp.arange(7.0)
     step = jo.offload(lambda x: jnp.cos(x) * 3, device_memory=None)
     np.testing.assert_array_equal(step(x), jax.jit(lambda x: jnp.cos(x) * 3)(x))
+
+
+def test_an_executable_takes_few_of_them():
+    before = mappings.left()
+    if before is None:
+        pytest.skip("this system does not say how many there are")
+
+    def function(x):
+        return [jnp.sin(x[: 400 - i] * i) for i in range(2, 22)]
+
+    step = jo.offload(function, device_memory=None, cut="always")
+    step(jnp.ones(400))
+    assert before - mappings.left() < 60  # 163 where each of its twenty loops is compiled apart
