@@ -36,9 +36,9 @@ class PlanError(OffloadError, ValueError):
 class CaptureError(OffloadError, ValueError):
     """The function does something that cannot be kept when it is cut into vertices.
 
-    What is ordered among all that a program does (`ordered=True`) is the usual cause: a vertex may
-    run at any time that its dependencies allow. Leave that out, or move the effect outside the
-    offloaded function: return the value and print it after the call.
+    What is ordered among all that a program does (`ordered=True`) is the usual cause, where that is
+    inside of `jax.jit`: a vertex may run at any time that its dependencies allow. Leave that out,
+    or move the effect outside the offloaded function: return the value and print it after the call.
     """
 
 

@@ -44,17 +44,19 @@ def _bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Sequence[Any],
     return found if isinstance(found, tuple) else ((), found)
 
 
-# Those that are ordered are of other classes.
-_UNORDERED_CALLS = (_debugging.DebugEffect, _callback.IOEffect)
+_CALLS = (_debugging.DebugEffect, _callback.IOEffect)
+_ORDERED_CALLS = (_debugging.OrderedDebugEffect, _callback.OrderedIOEffect)
 
 
 def effect_kind(effect: Any) -> str | None:
     """What an effect is: "call" (of a function of the host's, whenever the program comes to it),
-    "named axis", "check", "ref", "other"; None where it is the function's own affair."""
+    "ordered" (such a call, after all those before it), "named axis", "check", "ref", "other"; None
+    where it is the function's own affair."""
     if isinstance(effect, _core.InternalMutableArrayEffect):
         return None
     kinds = {
-        "call": _UNORDERED_CALLS,
+        "call": _CALLS,
+        "ordered": _ORDERED_CALLS,
         "named axis": _core.NamedAxisEffect,
         "check": _checkify.ErrorEffect,
         "ref": _effects.JaxprInputEffect,

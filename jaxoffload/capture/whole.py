@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxoffload import _jax_compat as compat
 
-_ORDERED = frozenset({"io_callback", "debug_callback", "debug_print", "infeed", "outfeed"})
-"""They have effects in the order of the program, but where `effect_kind` calls it a call."""
+_FEEDS = frozenset({"infeed", "outfeed"})
+"""They have effects in the order of the program, of which JAX says nothing."""
 _HARMLESS = frozenset({None, "call"})
 _SPREAD = frozenset({"shard_map", "xla_pmap", "pmap"})
 
@@ -53,12 +53,8 @@ def reason_of(eqn: Any) -> str | None:
         if (reason := next(filter(None, map(reason_of, inner)), None)) is not None:
             return reason
     kinds = {compat.effect_kind(effect): effect for effect in eqn.effects}
-    if name in _ORDERED and kinds.keys() != {"call"}:
-        return (
-            f"{name} at {line} is ordered among all that the program does, and vertices run at "
-            "times that nobody chose. Leave ordered=True out, or move it out of the offloaded "
-            "function: return the value and use it after the call."
-        )
+    if name in _FEEDS:
+        return _ordered(f"{name} at {line}", None)
     for kind, effect in kinds.items():
         if kind is not None and kind not in _HARMLESS:
             return _REASONS[kind](f"{name} at {line}", effect)
@@ -85,6 +81,15 @@ def bodies_of(eqn: Any) -> Iterator[Any]:
             body = item.jaxpr if isinstance(item, compat.ClosedJaxpr) else item
             if isinstance(body, compat.Jaxpr):
                 yield body
+
+
+def _ordered(what: str, effect: Any) -> str:
+    return (
+        f"{what} is ordered among all that the program does, and vertices run at times that nobody "
+        "chose. Call the offloaded function outside of jax.jit and on one device, where the order "
+        "of its own is kept; leave ordered=True out; or return the value and use it after the "
+        "call."
+    )
 
 
 def _named_axis(what: str, effect: Any) -> str:
@@ -118,5 +123,5 @@ def _other(what: str, effect: Any) -> str:
 
 
 _REASONS: dict[str, Callable[[str, Any], str]] = {
-    "named axis": _named_axis, "check": _check, "ref": _ref, "other": _other,
+    "ordered": _ordered, "named axis": _named_axis, "check": _check, "ref": _ref, "other": _other,
 }  # fmt: skip

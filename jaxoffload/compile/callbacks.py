@@ -1,5 +1,6 @@
-"""Host callbacks (`jax.pure_callback`, `jax.debug.print`, those of `jax.experimental.io_callback`
-and `jax.debug.callback` that are not ordered) as custom calls of the CPU plugin.
+"""Host callbacks (`jax.pure_callback`, `jax.debug.print`, `jax.debug.callback`,
+`jax.experimental.io_callback`) as custom calls of the CPU plugin. Those that are ordered depend on
+one another by then (capture/ordered.py).
 
 Takes the callback that a kernel calls; gives the custom call that it is lowered as. JAX's own
 custom calls are known to JAX's own client only. Here a program carries a number, by which the

@@ -7,6 +7,7 @@ compiler: its first call costs what jit's costs, and its results are jit's.
 
 import contextlib
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,6 +31,9 @@ from jaxoffload.search.one_memory import planner_for
 from jaxoffload.search.planner import NoCutFound, Planner
 from jaxoffload.showing import Shown
 
+logger = logging.getLogger(__name__)
+
+_NEVER = 1 << 62
 _AMPLE = 2
 """A function surely fits where all of its values at once would fit so many times: there is room for
 layouts and workspace then."""
@@ -83,6 +87,15 @@ class Whole:
         Compiles the function, which the first call need not do again.
         """
         return self.needed_bytes_for(self._shapes) + sum(map(compat.byte_count, self._jaxpr.consts))
+
+    @property
+    def bytes_if_compiled(self) -> int:
+        """The same; more than any budget where XLA does not compile it (some callbacks)."""
+        try:
+            return self.needed_bytes
+        except jax.errors.JaxRuntimeError as error:
+            logger.info("XLA does not compile it whole: %s", error)
+            return _NEVER
 
     def needed_bytes_for(self, arguments: Sequence[Any]) -> int:
         """The same for arrays that may be spread over devices: bytes of each, constants apart."""
@@ -297,11 +310,12 @@ def make_plan(
             except PlanError as error:
                 # Whole it may take far less than seemed hopeful: asked when nothing else is left.
                 least = error.min_device_memory
-                if least is None or least - around > budget or whole.needed_bytes > room:
+                if least is None or least - around > budget or whole.bytes_if_compiled > room:
                     raise
                 return run_whole()
 
-        if kept.runs_whole() or (planner.hopeful_peak <= room and whole.needed_bytes <= room):
+        hopeful = planner.hopeful_peak <= room
+        if kept.runs_whole() or (hopeful and whole.bytes_if_compiled <= room):
             return run_whole()
         try:
             return unless_refused(lambda: kept.made(has_other_ways))
@@ -317,7 +331,7 @@ def make_plan(
 def _planner(request: Request, whole: Whole, backend: backends.Backend | None) -> Planner:
     """A planner that knows what the function takes whole, if that is a way to run it."""
     is_cut = is_always_cut(request.options)
-    whole_bytes = None if is_cut else lambda: whole.needed_bytes
+    whole_bytes = None if is_cut else lambda: whole.bytes_if_compiled
     return planner_for(request, backend, whole_bytes=whole_bytes)
 
 
@@ -360,6 +374,8 @@ def _refuse(request: Request, whole: Whole, error: CaptureError) -> None:
         raise CaptureError(f"{error} Or let it run whole: device_memory=None.") from None
     budget = request.options.device_memory
     assert isinstance(budget, int)
+    if whole.bytes_if_compiled == _NEVER:
+        raise error
     if whole.needed_bytes > budget:
         raise CaptureError(
             f"{error} Or let it run whole, which takes device_memory={whole.needed_bytes} "

@@ -10,16 +10,18 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxoffload import _jax_compat as compat
+from jaxoffload.capture.ordered import has_ordered, in_order
 from jaxoffload.capture.parts import has_loops
 from jaxoffload.capture.spread import Spread, is_spread, spread, wanted_mesh
 from jaxoffload.capture.sweeps import Sweeps
 from jaxoffload.capture.trace import Traced, trace
 from jaxoffload.capture.whole import must_run_whole
-from jaxoffload.errors import CaptureError, PlanError, warn
+from jaxoffload.errors import CaptureError, PlanError
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.once import Once
 from jaxoffload.options import Options, format_bytes
@@ -54,6 +56,7 @@ from jaxoffload.transform.shards import (
     request_of_each,
 )
 from jaxoffload.transform.signature import Signature, shapes_of
+from jaxoffload.transform.told import say_if_host_is_short, say_if_idle
 
 
 class Program:
@@ -90,6 +93,7 @@ class Program:
             if self.rewrites is not None:
                 self.traced = dataclasses.replace(self.traced, jaxpr=made)
         self._derived = Derived(self.traced.written)
+        self._is_ordered = has_ordered(self.traced.jaxpr)
         self._spread: Spread | None = None
         self._refusal: CaptureError | None = None
         if is_over_devices:
@@ -153,13 +157,19 @@ class Program:
             "options": self.options,
         }
 
+    @functools.cached_property
+    def planned(self) -> Any:
+        """The jaxpr of direct calls, with the order of its effects in it. Inside of a
+        transformation they have an order among those of what is around."""
+        return self.traced.jaxpr if self.is_over_devices else in_order(self.traced.jaxpr)
+
     def request(self) -> Request:
         """What is planned for direct calls."""
         params, tiers = self.params(), self._signature.tiers
         rest = params["kinds"], params["donated"], self.options, tiers, self._argument_names
         if self._spread is None:
             return make_request(
-                self.traced.jaxpr, self._name, *rest, has_spaces=True,
+                self.planned, self._name, *rest, has_spaces=True,
                 in_numpys=self._signature.in_numpys,
             )  # fmt: skip
         request = request_of_each(self._spread, self._name, *rest, self._signature.in_numpys)
@@ -195,13 +205,13 @@ class Program:
     def sweeps(self) -> bool:
         """Whether each step of a scan reads more than the budget: one is planned where it can."""
         first, *_ = sweeps_of(self.request(), backends.current_name())
-        return first.any(self.traced.jaxpr)
+        return first.any(self.planned)
 
     def repeated(self) -> Request | None:
         """Of a function with loops that do not fit as they are, the part that holds most, or that
         needs more than the budget; None of others. That is known once it is planned, with every
         kernel compiled."""
-        jaxpr = self.traced.jaxpr
+        jaxpr = self.planned
         if not isinstance(self.options.device_memory, int):
             return None
         if not has_loops(jaxpr) and not Sweeps.every().any(jaxpr):
@@ -222,15 +232,20 @@ class Program:
 
     @property
     def whole(self) -> Whole | None:
-        """The function as it is, where that is how it runs and it is clear that it fits."""
+        """The function as it is, where that is how a transformation takes it and it is clear that
+        it fits."""
         budget, whole = self.options.device_memory, self._whole
         assert budget is None or isinstance(budget, int)
-        return whole if whole and self.prefers_whole and whole.surely_fits(budget) else None
+        if whole is None or (is_always_cut(self.options) and not self._must_run_whole):
+            return None
+        return whole if whole.surely_fits(budget) else None
 
     @property
     def prefers_whole(self) -> bool:
-        """Whether it runs as it is where that fits."""
-        return bool(self._whole) and (not is_always_cut(self.options) or self._must_run_whole)
+        """Whether a direct call runs it as it is where that fits."""
+        return bool(self._whole) and (
+            not is_always_cut(self.options) or must_run_whole(self.planned)
+        )
 
     @functools.cached_property
     def _must_run_whole(self) -> bool:
@@ -264,8 +279,8 @@ class Program:
             )
         if isinstance(plan, LoopPlan):
             return plan
-        self._say_if_idle(plan)
-        self._say_if_host_is_short(plan)
+        say_if_idle(plan, self._name, self.options)
+        say_if_host_is_short(plan, self._name, self.options)
         return self._tuner.start(plan)
 
     def run(
@@ -286,11 +301,16 @@ class Program:
             if flat is not None:
                 return flat, None
         plan, donated = self.plan(), self._signature.donated
-        if isinstance(plan, LoopPlan):
-            results = plan.run(operands, donated, self.options)
-            return compat.typed(results, self.traced.out_weak_types), None
         if isinstance(plan, WholePlan):
             return plan.run(self.as_given(operands)), WholeRun()
+        if self._is_ordered:  # after those of programs of JAX's, which may be on their way
+            jax.effects_barrier()
+        if isinstance(plan, LoopPlan):
+            results = plan.run(operands, donated, self.options)
+            if self._is_ordered:
+                jax.block_until_ready(results)
+                jax.effects_barrier()
+            return compat.typed(results, self.traced.out_weak_types), None
         before = plan.backend.used_memory() if self._tuner.measures else None
         try:
             if self._shards is None:
@@ -368,33 +388,6 @@ class Program:
             x.item() if weak and isinstance(x, np.ndarray) else x
             for x, (_, _, weak) in zip(leaves, self._signature.avals, strict=True)
         ]
-
-    def _say_if_idle(self, plan: Plan) -> None:
-        if plan.resident and plan.budget is not None and not self.options.is_auto:
-            # What a function that runs whole needs is known once it is compiled, and it is not yet.
-            peak = plan.carried.total if plan.carried is not None else None
-            needs = (
-                ""
-                if isinstance(plan, WholePlan)
-                else format_bytes(plan.peak_device_bytes if peak is None else peak)
-            )
-            option = "device_memory" if self.options.memory is None else "memory"
-            warn(
-                f"offload({self._name}) has no effect: everything fits. "
-                + (f"It needs {needs} and " if needs else "")
-                + f"{option} is {format_bytes(plan.budget)}, so nothing is moved."
-            )
-
-    def _say_if_host_is_short(self, plan: Plan) -> None:
-        """Warns while there is time: where memory runs out, the system kills a process."""
-        if plan.resident or self.options.host_memory is not None:
-            return
-        if plan.host_bytes > (free := backends.free_host_memory()):
-            warn(
-                f"offload({self._name}) keeps {format_bytes(plan.host_bytes)} in host memory, of "
-                f"which {format_bytes(free)} are free. Pass host_memory={format_bytes(free / 2)!r} "
-                "or so, and disk= for the rest."
-            )
 
 
 compat.hide_frames_of(__file__)

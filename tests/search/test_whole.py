@@ -155,9 +155,14 @@ def test_what_cannot_be_cut_runs_whole_or_says_what_that_takes():
         jax.effects_barrier()
     assert len(seen) == 3
     with pytest.raises(jo.CaptureError, match="takes device_memory=") as caught:
-        jo.offload(f, device_memory=2 * X.nbytes - 1)(X)
+        jax.jit(jo.offload(f, device_memory=2 * X.nbytes - 1))(X)
     enough = int(re.search(r"device_memory=(\d+)", str(caught.value))[1])
-    same(jo.offload(f, device_memory=enough)(X), jax.jit(lambda x: x * 2)(X))
+    same(jax.jit(jo.offload(f, device_memory=enough))(X), jax.jit(lambda x: x * 2)(X))
+    jax.effects_barrier()
+    assert len(seen) == 4
+    # A call of its own keeps the order of what it does, and is cut.
+    same(jo.offload(f, device_memory=2 * X.nbytes - 1)(X), jax.jit(lambda x: x * 2)(X))
+    assert len(seen) == 5
 
 
 def test_arrays_below_the_device_are_not_brought_there_whole():
