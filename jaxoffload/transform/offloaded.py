@@ -42,20 +42,14 @@ from jaxoffload.transform.arguments import (
     with_cuts,
     words_of,
 )
+from jaxoffload.transform.auto_budget import auto_budget
 from jaxoffload.transform.explained import explained
 from jaxoffload.transform.loops import LoopPlan
+from jaxoffload.transform.pickled import marked_arguments, name_of
 from jaxoffload.transform.primitive import bind
 from jaxoffload.transform.program import Program
 from jaxoffload.transform.signature import ArgumentSpec, BeyondPlans, Call
 from jaxoffload.transform.verification import check_special_values, compare_with_jit
-
-AUTO_MARGIN = 0.1
-"""Share of the free memory that device_memory="auto" leaves. Beside arena, workspace, host tier and
-results, the first runs of the two steps of benchmarks/ratios.py took 38 and 92 MiB (thread stacks,
-buffers of XLA's products, allocator slack); the rest is for neighbours."""
-KNOWN_MARGIN = 0.03
-"""The same where a profile tells what runs take: what is left is for other processes."""
-
 
 _all_offloaded: "weakref.WeakSet[Offloaded]" = weakref.WeakSet()
 
@@ -325,10 +319,7 @@ class Offloaded:
         options = self._options
         if options.device_memory == "auto":
             free = backends.current().free_memory()
-            margin = int(free * AUTO_MARGIN)
-            if self._unseen_bytes:
-                margin = int(free * KNOWN_MARGIN) + self._unseen_bytes
-            budget = _rounded(max(1, free - margin))
+            budget = auto_budget(free, self._unseen_bytes)
             options = dataclasses.replace(options, device_memory=budget, is_auto=True)
         body = self._spec.caller(self._function, call.signature)
         names = self._spec.names_of(call.signature)
@@ -377,18 +368,25 @@ class Offloaded:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
+    def __reduce__(self) -> Any:
+        """A copy is the function itself where its name means it, as of any function; else one with
+        the same function, options and measurements, whose plans are yet to be made."""
+        marked = marked_arguments(self._spec)
+        return name_of(self) or (
+            Offloaded._made_again, (self._function, marked, self._options, self.profile)
+        )  # fmt: skip
+
+    @classmethod
+    def _made_again(
+        cls, function: Callable[..., Any], marked: Any, options: Options, profile: Profile
+    ) -> "Offloaded":
+        return cls(function, ArgumentSpec(function, *marked), options, profile)
+
     def __repr__(self) -> str:
         options = self._options
         if options.memory is not None:
             return f"offload({self._spec.name}, memory={options.memory!r})"
         return f"offload({self._spec.name}, device_memory={options.device_memory!r})"
-
-
-def _rounded(budget: int) -> int:
-    """A budget down to five binary digits, at most a sixteenth less: what is free differs from
-    process to process, and the plan that one has made is to serve the next."""
-    step = 1 << max(0, budget.bit_length() - 5)
-    return budget // step * step
 
 
 compat.hide_frames_of(__file__)
