@@ -49,6 +49,7 @@ from jaxoffload.transform.pickled import marked_arguments, name_of
 from jaxoffload.transform.primitive import bind
 from jaxoffload.transform.program import Program
 from jaxoffload.transform.signature import ArgumentSpec, BeyondPlans, Call
+from jaxoffload.transform.staged import Staged
 from jaxoffload.transform.verification import check_special_values, compare_with_jit
 
 _all_offloaded: "weakref.WeakSet[Offloaded]" = weakref.WeakSet()
@@ -60,7 +61,7 @@ def clear_programs() -> None:
         offloaded.clear_cache()
 
 
-class Offloaded:
+class Offloaded(Staged):
     """What `offload` returns: call it as you would call the function.
 
     Attributes:
@@ -135,20 +136,6 @@ class Offloaded:
         if program.traced.has_codes:
             flat = list(map(seen, flat, program.traced.out_codes))
         return jax.tree.unflatten(program.traced.out_tree, flat)
-
-    @functools.cached_property
-    def _plain(self) -> Any:
-        """The function jitted, with nothing donated."""
-        return self._jitted()
-
-    def _jitted(self, **options: Any) -> Any:
-        spec = self._spec
-        return jax.jit(
-            self._function,
-            static_argnums=sorted(spec.static_positions),
-            static_argnames=sorted(spec.static_names),
-            **options,
-        )
 
     def plan(self, *args: Any, machine: Machine | str | None = None, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes (arrays, or `jax.ShapeDtypeStruct`).
