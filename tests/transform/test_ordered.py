@@ -2,6 +2,8 @@
 those of what runs before and after."""
 
 import functools
+import itertools
+import random
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import jaxoffload as jo
 from jaxoffload.capture.ordered import has_ordered, in_order
 
 RANDOM = np.random.default_rng(0)
+pytestmark = pytest.mark.filterwarnings("ignore:.*everything fits:jaxoffload.OffloadWarning")
 X = RANDOM.normal(size=(16, 16)).astype(np.float32)
 WEIGHTS = (RANDOM.normal(size=(6, 16, 16)) / 4).astype(np.float32)
 
@@ -125,6 +128,72 @@ def test_values_that_come_back():
     step = jo.offload(function, device_memory=None, cut="always", vertex_memory=1)
     assert step(X)[0] == 1 + 2 + 3 + 4
     assert step(X)[0] == 5 + 6 + 7 + 8
+
+
+def random_program(seed, log, say):
+    """Loops, branches and checkpoints in one another, with effects of every kind in them."""
+
+    def function(x, weights):
+        choose = random.Random(seed)
+        names = itertools.count()
+
+        def effect(x):
+            name, kind = str(next(names)), choose.randrange(3)
+            if kind < 2:
+                (log.io, say)[kind](name, x)
+                return x
+            one = jax.ShapeDtypeStruct((), np.float32)
+            said = lambda value: log(name, value) or np.float32(1)  # noqa: E731
+            return x * io_callback(said, one, x.mean(), ordered=True)
+
+        def block(x, depth):
+            for _ in range(choose.randrange(1, 4)):
+                kind = choose.randrange(8 if depth < 2 else 5)
+                inner = functools.partial(block, depth=depth + 1)
+                if kind == 0:
+                    x = jnp.tanh(x @ weights[choose.randrange(len(weights))])
+                elif kind < 3:
+                    x = effect(x / (1 + jnp.abs(x).max()))
+                elif kind == 3:
+                    x = jax.checkpoint(lambda x: effect(jnp.sin(x)))(x)
+                elif kind == 4:
+                    x = jax.jit(effect)(x)
+                elif kind == 5:
+                    x = jax.lax.scan(
+                        lambda x, w, f=inner: (f(jnp.tanh(x @ w)), None), x, weights[:3]
+                    )[0]
+                elif kind == 6:
+                    twice = lambda x, f=inner: (x[0] + 1, f(x[1]))  # noqa: E731
+                    x = jax.lax.while_loop(lambda state: state[0] < 2, twice, (0, x))[1]
+                else:
+                    x = jax.lax.cond(x.mean() > 0, inner, inner, x)
+            return x
+
+        return block(effect(block(x, 0)), 0)
+
+    return function
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_of_random_programs(seed):
+    want_log, log = Log(), Log()
+    # JAX keeps the order of each kind by itself, so that it is asked for one.
+    want = jax.jit(random_program(seed, want_log, want_log.io))(X, WEIGHTS)
+    jax.effects_barrier()
+    function = random_program(seed, log, log.debug)
+    launch = jo.policies.random(seed, delays=1e-4)
+    ways = (
+        {"device_memory": None, "vertex_memory": 1, "launch": launch},
+        {"device_memory": 14 * X.nbytes, "launch": launch},
+        {"device_memory": 12 * X.nbytes, "recompute": "always"},
+    )
+    for options in ways:
+        log.said.clear()
+        result = jo.offload(function, cut="always", **options)(X, WEIGHTS)
+        np.testing.assert_allclose(result, want, rtol=1e-3, atol=1e-4)
+        assert log.names() == want_log.names()
+        said = [[value for _, value in one.said] for one in (log, want_log)]
+        np.testing.assert_allclose(*said, rtol=1e-3, atol=1e-3)
 
 
 def test_of_a_derivative():
