@@ -314,8 +314,7 @@ def make_plan(
                     raise
                 return run_whole()
 
-        hopeful = planner.hopeful_peak <= room
-        if kept.runs_whole() or (hopeful and whole.bytes_if_compiled <= room):
+        if kept.runs_whole() or (planner.hopeful_peak <= room >= whole.bytes_if_compiled):
             return run_whole()
         try:
             return unless_refused(lambda: kept.made(has_other_ways))
