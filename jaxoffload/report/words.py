@@ -102,6 +102,15 @@ def _against(seconds: float, alone: float) -> str:
     return f"{seconds / alone:.2f} of its kernels' time with everything resident"
 
 
+def _moved_by(graph: MemGraph, chosen: np.ndarray) -> np.ndarray:
+    """The version whose bytes each of some vertices moves; kernels may have none."""
+    # A copy reads what it writes; of tables rows are moved: the other operand, or the output.
+    moved_by = graph.input_offsets[chosen] + 2 * (graph.kind[chosen] == Kind.STORE_ROWS)
+    loads_rows = graph.kind[chosen] == Kind.LOAD_ROWS
+    written = graph.outputs[graph.output_offsets[chosen]]
+    return np.where(loads_rows, written, graph.inputs[moved_by])
+
+
 def _table(scene: Scene, times: Times, seconds: float) -> list[str]:
     """What bounds it and what to change; then a line a lane."""
     graph, spent = scene.graph, times.end - times.start
@@ -116,14 +125,7 @@ def _table(scene: Scene, times: Times, seconds: float) -> list[str]:
         busy = np.bincount(graph.device[chosen], spent[chosen]).max()
         if LANE_OF_KIND[kind] >= DEVICE_LANES:
             busy = spent[chosen].sum()
-        # A copy reads what it writes; of tables rows are moved: the other operand, or the output.
-        moved_by = graph.input_offsets[chosen] + 2 * (graph.kind[chosen] == Kind.STORE_ROWS)
-        counted = np.where(
-            graph.kind[chosen] == Kind.LOAD_ROWS,
-            graph.outputs[graph.output_offsets[chosen]],
-            graph.inputs[moved_by],
-        )
-        moved = 0 if kind in KERNELS else int(sizes[counted].sum())
+        moved = 0 if kind in KERNELS else int(sizes[_moved_by(graph, chosen)].sum())
         name = "between devices" if kind in BETWEEN_DEVICES else LANES[LANE_OF_KIND[kind]]
         rows.append((name, float(busy), moved))
     whole = max(seconds, 1e-12)

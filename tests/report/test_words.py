@@ -218,3 +218,19 @@ def test_what_notebooks_keep_as_text_is_a_line(step):
     assert free.peak_device_bytes >= arena + given
     assert f"peak {format_bytes(free.peak_device_bytes)}" in str(free)
     assert repr(curve) == f"Tradeoff(function on H200: {len(curve.points)} points)"
+
+
+def test_a_plan_whose_last_vertex_gives_nothing_prints():
+    """On a GPU what calls back is a vertex of the host's cores, and nobody reads what it gives."""
+
+    def function(x):
+        x = jnp.tanh(x @ x)
+        jax.debug.print("{}", x.sum())
+        return x
+
+    step = jo.offload(function, device_memory="1MiB", cut="always")
+    plan = step.plan(X, machine="H100")
+    graph = plan.memgraph
+    assert graph.kind[-1] == Kind.HOST_KERNEL
+    assert graph.output_offsets[-1] == graph.output_offsets[-2] == len(graph.outputs)
+    assert "  host compute" in str(plan)
