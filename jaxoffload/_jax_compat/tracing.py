@@ -80,13 +80,17 @@ def looks_for_special_values() -> bool:
 
 
 def unchecked(program: Callable[..., Any]) -> Callable[..., Any]:
-    """A program of ours whose results hold what was there: `jax_debug_nans` is not about them, and
-    reads them, which JAX remembers, before runs have written there."""
+    """A program of ours, or its trace, which what JAX checks in the user's is not about.
+
+    `jax_debug_nans` has JAX donate nothing, and read results, which JAX remembers, that hold what
+    was there before runs have written there. `jax_debug_key_reuse` follows keys through a program,
+    and a kernel is a part of one.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not looks_for_special_values():
+        if not (looks_for_special_values() or _config.debug_key_reuse.value):
             return program(*args, **kwargs)
-        with jax.debug_nans(False), jax.debug_infs(False):
+        with jax.debug_nans(False), jax.debug_infs(False), jax.debug_key_reuse(False):
             return program(*args, **kwargs)
 
     return call

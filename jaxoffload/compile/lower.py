@@ -45,7 +45,7 @@ def lower(kernel: Kernel, platform: str) -> Any:
     # Every output finds its donor, so that JAX has nothing to warn of.
     rules = RULES if platform == "cpu" else {}  # for GPUs XLA has better of its own
     with compat.no_mesh():
-        return compat.lower(function.trace(*shapes), platform, rules)
+        return compat.lower(compat.unchecked(function.trace)(*shapes), platform, rules)
 
 
 def _code(aval: Any) -> Any:
