@@ -58,10 +58,10 @@ def test_a_notebooks_is_no_name_elsewhere(monkeypatch):
     assert step.__reduce__() == "step"
 
 
-def test_another_is_made_again_with_its_options():
+def test_another_is_made_again_with_its_options(tmp_path):
     step = jo.offload(
         plain, device_memory=BUDGET, host_memory="1GiB", static_argnums=1, donate_argnums=0,
-        launch=jo.policies.random(3, delays=1e-4), cut="always", disk="/tmp",
+        launch=jo.policies.random(3, delays=1e-4), cut="always", disk=tmp_path,
     )  # fmt: skip
     want = jnp.cos(X) ** 2
     np.testing.assert_allclose(step(jnp.asarray(X), 2), want, rtol=1e-6)
