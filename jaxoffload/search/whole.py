@@ -88,7 +88,7 @@ class Whole:
         """
         return self.needed_bytes_for(self._shapes) + sum(map(compat.byte_count, self._jaxpr.consts))
 
-    @property
+    @functools.cached_property
     def bytes_if_compiled(self) -> int:
         """The same; more than any budget where XLA does not compile it (some callbacks)."""
         try:

@@ -234,22 +234,19 @@ class Program:
     def whole(self) -> Whole | None:
         """The function as it is, where that is how a transformation takes it and it is clear that
         it fits."""
-        budget, whole = self.options.device_memory, self._whole
+        budget, whole = self.options.device_memory, self._whole_if_it_fits(self.traced.jaxpr)
         assert budget is None or isinstance(budget, int)
-        if whole is None or (is_always_cut(self.options) and not self._must_run_whole):
-            return None
-        return whole if whole.surely_fits(budget) else None
+        return whole if whole and whole.surely_fits(budget) else None
 
     @property
     def prefers_whole(self) -> bool:
         """Whether a direct call runs it as it is where that fits."""
-        return bool(self._whole) and (
-            not is_always_cut(self.options) or must_run_whole(self.planned)
-        )
+        return self._whole_if_it_fits(self.planned) is not None
 
-    @functools.cached_property
-    def _must_run_whole(self) -> bool:
-        return must_run_whole(self.traced.jaxpr)
+    def _whole_if_it_fits(self, jaxpr: Any) -> Whole | None:
+        """The function as it is, unless this form of it is to be cut in any case, and can be."""
+        is_cut = is_always_cut(self.options) and not must_run_whole(jaxpr)
+        return None if is_cut else self._whole
 
     def plan(self) -> Plan | LoopPlan:
         return self._plan or self._first.get(self._make_plan)

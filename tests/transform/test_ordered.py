@@ -3,6 +3,7 @@ those of what runs before and after."""
 
 import functools
 import itertools
+import logging
 import random
 
 import jax
@@ -234,7 +235,16 @@ def test_among_those_of_what_runs_before_and_after():
         assert log.names() == ["jit", *LAYERS, "jit"]
 
 
-def test_a_while_loop_that_is_planned_in_parts():
+def test_what_is_on_its_way_is_waited_for(monkeypatch):
+    """JAX runs programs that call back at once on a CPU, but not on a GPU."""
+    log = Log()
+    monkeypatch.setattr(jax, "effects_barrier", lambda: log("barrier", 0))
+    function = functools.partial(layers, log.io)
+    jo.offload(function, device_memory=6 * X.nbytes, cut="always")(X, WEIGHTS)
+    assert log.names() == ["barrier", *LAYERS]
+
+
+def test_a_while_loop_that_is_planned_in_parts(monkeypatch):
     log = Log()
 
     def function(x, weights):
@@ -252,8 +262,11 @@ def test_a_while_loop_that_is_planned_in_parts():
     jax.effects_barrier()
     said, log.said = log.said, []
     step = jo.offload(function, device_memory=7 * X.nbytes)
+    barriers = []
+    monkeypatch.setattr(jax, "effects_barrier", lambda: barriers.append(len(log.said)))
     np.testing.assert_allclose(step(X, weights), want, rtol=1e-4, atol=1e-5)
     assert log.names() == 24 * ["in"]
+    assert barriers == [0, 24]  # before what follows, too
     np.testing.assert_allclose([v for _, v in log.said], [v for _, v in said], rtol=1e-3, atol=1e-4)
 
 
@@ -275,8 +288,10 @@ def test_what_has_no_order_stays_the_same_object():
 
 
 @pytest.mark.runs_whole
-def test_what_jit_does_not_compile_is_planned():
-    """XLA removes what it should not of a callback's result that another one reads."""
+def test_what_jit_does_not_compile_is_planned(caplog):
+    """XLA removes what it should not of a callback's result that another one reads, where that is
+    large enough."""
+    x = RANDOM.normal(size=(64, 64)).astype(np.float32)
 
     def function(x):
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -284,8 +299,11 @@ def test_what_jit_does_not_compile_is_planned():
         io_callback(lambda v: None, None, y.sum())
         return y
 
-    with pytest.warns(jo.OffloadWarning, match="no effect"):
-        result = jo.offload(function, device_memory=4 * X.nbytes)(X)
-    np.testing.assert_array_equal(result, (X + 1) * 2)
+    caplog.set_level(logging.INFO, logger="jaxoffload")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RET_CHECK"):
+        jax.jit(function)(x)
+    result = jo.offload(function, device_memory=4 * x.nbytes)(x)
+    np.testing.assert_array_equal(result, (x + 1) * 2)
+    assert caplog.text.count("XLA does not compile it whole") == 1  # it is asked once
     with pytest.raises(jo.PlanError, match="below the smallest"):
-        jo.offload(function, device_memory=X.nbytes)(X)
+        jo.offload(function, device_memory=x.nbytes)(x)
