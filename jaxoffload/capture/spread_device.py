@@ -103,7 +103,7 @@ class Device:
                 Cut(spec_of(s, len(v.aval.shape)))
                 for s, v in zip(eqn.params["in_specs"], eqn.invars, strict=True)
             ]
-            outs = self._body.run(eqn.params["jaxpr"], [], self.moved(operands, cuts, eqn))
+            outs = self._body.run(eqn.params["jaxpr"], self.moved(operands, cuts, eqn))
             made = zip(outs, step.outputs, strict=True)
             return [Part(x, Cut(self.known[v])) for x, v in made]
         if name in compat.CONSTRAINTS:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture.inline import CALL_BODY
+from jaxoffload.capture.evaluate import Evaluator
 from jaxoffload.errors import VerificationError
 
 ROUNDINGS = 64
@@ -170,12 +170,9 @@ def in_float64(jaxpr: Any, leaves: Sequence[Any]) -> list[np.ndarray] | None:
       None where the program cannot be evaluated at all.
     """
 
-    def evaluate(*leaves: Any) -> list[Any]:
-        return _evaluate(jaxpr.jaxpr, jaxpr.consts, leaves)
-
     with jax.enable_x64(True):
         try:
-            results = jax.jit(evaluate)(*leaves)
+            results = jax.jit(lambda *leaves: _Doubled().run(jaxpr, leaves))(*leaves)
         except Exception:  # whatever an operation has against float64
             return None
         return [np.asarray(x) for x in results]
@@ -193,43 +190,26 @@ def _as(x: Any, dtype: Any) -> Any:
     return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-    """The results of an open jaxpr, inexact ones in float64."""
-    values: dict[Any, Any] = {}
+class _Doubled(Evaluator):
+    """Inexact values are float64."""
 
-    def write(variables: Sequence[Any], found: Sequence[Any]) -> None:
-        for var, x in zip(variables, found, strict=True):
-            values[var] = _as(x, _double(var.aval.dtype))
+    def value(self, var: Any, value: Any) -> Any:
+        return _as(jax.numpy.asarray(value), _double(var.aval.dtype))
 
-    def read(atom: Any) -> Any:
-        if not isinstance(atom, compat.Literal):
-            return values[atom]
-        aval: Any = atom.aval
-        return jax.numpy.asarray(atom.val, _double(aval.dtype))
+    def literal(self, atom: Any) -> Any:
+        return jax.numpy.asarray(atom.val, _double(atom.aval.dtype))
 
-    write(jaxpr.constvars, [jax.numpy.asarray(c) for c in consts])
-    write(jaxpr.invars, operands)
-    for eqn in jaxpr.eqns:
-        write(eqn.outvars, _apply(eqn, [read(atom) for atom in eqn.invars]))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _apply(eqn: Any, operands: list[Any]) -> list[Any]:
-    name, params = eqn.primitive.name, eqn.params
-    body = params.get(CALL_BODY.get(name, ""))
-    if body is not None:
-        return _call(body, operands)
-    if name in ("scan", "while", "cond"):
-        return _CONTROL[name](eqn, operands)
-    if name == "reduce_precision":
-        return operands
-    if name not in _BITS and not _applies_function(eqn):
-        try:
-            return _apply_wide(eqn, operands)
-        except Exception:  # there is no such operation in float64
-            pass
-    narrow = [_as(x, atom.aval.dtype) for x, atom in zip(operands, eqn.invars, strict=True)]
-    return compat.evaluate(eqn, narrow, params)
+    def operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if name == "reduce_precision":
+            return operands
+        if name not in _BITS and not _applies_function(eqn):
+            try:
+                return _apply_wide(eqn, operands)
+            except Exception:  # there is no such operation in float64
+                pass
+        narrow = [_as(x, atom.aval.dtype) for x, atom in zip(operands, eqn.invars, strict=True)]
+        return super().operation(eqn, narrow)
 
 
 def _applies_function(eqn: Any) -> bool:
@@ -246,40 +226,3 @@ def _apply_wide(eqn: Any, operands: list[Any]) -> list[Any]:
 
 def _double_param(value: Any) -> Any:
     return _double(value) if isinstance(value, np.dtype) else value
-
-
-def _call(body: Any, operands: Sequence[Any]) -> list[Any]:
-    if isinstance(body, compat.ClosedJaxpr):
-        return _evaluate(body.jaxpr, body.consts, operands)
-    return _evaluate(body, (), operands)
-
-
-def _scan(eqn: Any, operands: list[Any]) -> list[Any]:
-    num_consts, num_carry = compat.scan_counts(eqn)
-    consts, params = operands[:num_consts], eqn.params
-
-    def body(carry: Any, xs: Any) -> Any:
-        found = _call(params["jaxpr"], [*consts, *carry, *xs])
-        return found[:num_carry], found[num_carry:]
-
-    init, xs = operands[num_consts : num_consts + num_carry], operands[num_consts + num_carry :]
-    carry, ys = lax.scan(body, init, xs, length=params["length"], reverse=params["reverse"])
-    return [*carry, *ys]
-
-
-def _while(eqn: Any, operands: list[Any]) -> list[Any]:
-    params = eqn.params
-    of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    return lax.while_loop(
-        lambda carry: _call(params["cond_jaxpr"], [*operands[:of_cond], *carry])[0],
-        lambda carry: _call(params["body_jaxpr"], [*operands[of_cond:of_body], *carry]),
-        operands[of_body:],
-    )
-
-
-def _cond(eqn: Any, operands: list[Any]) -> list[Any]:
-    branches = [lambda *xs, b=b: _call(b, xs) for b in eqn.params["branches"]]
-    return lax.switch(operands[0], branches, *operands[1:])
-
-
-_CONTROL = {"scan": _scan, "while": _while, "cond": _cond}
