@@ -21,7 +21,7 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.collectives import Exchange, collective, exchange_of
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value
-from jaxoffload.capture.group import working_set
+from jaxoffload.capture.operations import working_set
 from jaxoffload.capture.order import live_equations
 
 

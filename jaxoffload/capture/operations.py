@@ -38,6 +38,7 @@ class Known:
       flops: floating-point operations, by parameters, operands and results (each with its `aval`);
         None: one for each element of the output.
       multiplies: whether it is a product, of which a GPU has another rate for each dtype.
+      copies: bytes of operands and results that it keeps in another order while it runs.
       ways: how it works along a dimension, for loops over tiles (split.py) and for stacks in
         pieces (scan.py); None: as a whole only.
     """
@@ -54,6 +55,7 @@ class Known:
     has_several: bool = False
     flops: Callable[[dict[str, Any], Sequence[Any], Sequence[Any]], float] | None = None
     multiplies: bool = False
+    copies: Callable[[Equation], int] | None = None
     ways: along.Rule | None = None
 
 
@@ -77,6 +79,22 @@ def _convolution_flops(
     kernel = operands[1].aval.shape
     features = params["dimension_numbers"].rhs_spec[0]
     return 2.0 * _elements(results) * math.prod(kernel) / kernel[features]
+
+
+def _convolution_copies(equation: Equation) -> int:
+    """What is not batch, space, features (kernels: space, features in, features out) is transposed
+    before or after: of a gradient by the kernel both operands are."""
+    numbers = equation.operation.params["dimension_numbers"]
+    last = len(numbers.lhs_spec) - 1
+    space = range(1, last)
+    images, kernels = (0, last, *space), (last, last - 1, *range(last - 1))
+    specs = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
+    arrays = (*equation.inputs, *equation.outputs)
+    return sum(
+        compat.byte_count(array.aval)
+        for array, spec, order in zip(arrays, specs, (images, kernels, images), strict=True)
+        if tuple(spec) != order
+    )
 
 
 def _elements(results: Sequence[Any]) -> float:
@@ -170,7 +188,11 @@ TABLE: dict[str, Known] = {
         is_priced=True, flops=_product_flops, multiplies=True, ways=along.dot_general
     ),
     "conv_general_dilated": Known(
-        is_priced=True, flops=_convolution_flops, multiplies=True, ways=along.convolution
+        is_priced=True,
+        flops=_convolution_flops,
+        multiplies=True,
+        copies=_convolution_copies,
+        ways=along.convolution,
     ),
     # Of each matrix of a batch.
     **dict.fromkeys(
@@ -223,6 +245,19 @@ def is_view(equation: Equation) -> bool:
     """Whether each reader repeats the operation rather than read its result from memory."""
     found = of(equation).is_view
     return found if isinstance(found, bool) else found(equation)
+
+
+def held_bytes(equation: Equation) -> int:
+    """Bytes that an equation holds while it runs, beside operands and results, as far as is known
+    before it is compiled."""
+    copies = of(equation).copies
+    return equation.operation.held_bytes + (0 if copies is None else copies(equation))
+
+
+def working_set(equation: Equation) -> int:
+    """Bytes of everything that one operation reads and writes, and holds in between."""
+    values = (*equation.values(), *equation.outputs)
+    return sum(v.num_bytes() for v in values) + held_bytes(equation)
 
 
 def flops(

@@ -4,12 +4,12 @@ XLA's own figure is known once a kernel is compiled; plans rely on that alone.
 """
 
 import collections
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from jaxoffload.capture import operations
 from jaxoffload.capture.cluster import Cluster
 from jaxoffload.capture.flat import Equation, Value
-from jaxoffload.capture.operations import is_view
+from jaxoffload.capture.operations import is_view, working_set
 
 
 def estimated_workspace(cluster: Cluster, overwriting: Collection[int] = ()) -> int:
@@ -81,13 +81,8 @@ def _fuses(equation: Equation) -> bool:
 
 def _inside(equation: Equation) -> int:
     """Bytes that one operation holds by itself."""
-    operation = equation.operation
+    operation, own = equation.operation, operations.held_bytes(equation)
     if operation.equations is None:
-        return operation.held_bytes
-    tiles = getattr(operation, "count", 1)
-    largest = max((_bytes((*e.values(), *e.outputs)) for e in operation.equations), default=0)
-    return largest // tiles + operation.held_bytes
-
-
-def _bytes(values: Sequence[Value]) -> int:
-    return sum(v.num_bytes() for v in values)
+        return own
+    largest = max(map(working_set, operation.equations), default=0)
+    return largest // getattr(operation, "count", 1) + own

@@ -173,6 +173,11 @@ class Ranking:
             self._begun = self._work
             for base in bases:
                 Shares(self, base).run()
+        if self._room.recompute == "auto" and self.best == NEVER:
+            for base in self._finer():
+                Shares(self, base).run()
+                if self.best < NEVER:
+                    break
         self._try_the_best_with("whole_loops", _LOOPS)
         if self._room.host_compute == "auto":
             self._try_the_best_with("updates_on_host", _ON_HOST)
@@ -242,6 +247,16 @@ class Ranking:
             known.update(self.cutter.key(t.cut) for t in alike)
             found.append(list(dict.fromkeys(_by_time(alike, _NEAR)[:1] + self._coarsest(alike))))
         return found
+
+    def _finer(self) -> list[Tried]:
+        """Cuts finer than those, coarse ones first, to recompute from where nothing works: what a
+        vertex works with takes memory, too."""
+        found = {
+            self.cutter.key(t.cut): t
+            for t in reversed(self._tried)
+            if not t.cut.recomputed and t.cut.max_bytes < _MANY * self.budget
+        }
+        return sorted(found.values(), key=lambda t: t.number)
 
     def _coarsest(self, tried: list[Tried]) -> list[Tried]:
         """The coarsest of many vertices, if there is one."""

@@ -7,7 +7,7 @@ never compiled at all.
 
 from collections.abc import Callable, Iterable
 
-from jaxoffload.capture.group import working_set
+from jaxoffload.capture.operations import working_set
 from jaxoffload.plan.alloc.limits import align, min_budget
 from jaxoffload.search.cut import FINEST, WHOLE, CompiledCut, Cut, split_size
 from jaxoffload.search.program import CutProgram

@@ -273,7 +273,8 @@ class OneMemoryPlanner(Planner):
                 for share in _LONG
                 for cut in cuts
             ]
-        return self._program.compiled(self._leanest_of([*again, *cuts]))
+        found = self._program.compiled(self._leanest_of([*again, *cuts]))
+        return min(in_other_orders(found, self.machine), key=lambda cut: self._needs(cut.graph))
 
     def _leanest_of(self, cuts: Sequence[Cut]) -> Cut:
         """Of cuts the one that seems to need least, of equal ones the last. What has to hold more

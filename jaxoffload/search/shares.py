@@ -16,6 +16,8 @@ RECOMPUTED = (0.25, 0.5, 0.75, 1.0)
 too."""
 REUSE_DISTANCES = (2.0, 0.5)
 """Reuse distances from which on values are recomputed, as multiples of the budget."""
+_BETWEEN = 1.0
+"""The same where nothing else works: what is recomputed from kept values needs memory as well."""
 SAME = 1.03
 """Simulated times within this factor of each other count as equal."""
 WORSE = 1.2
@@ -99,6 +101,8 @@ class Shares:
         for share in sorted({best, 1.0} if is_far else {best}):
             least = min(found.values())
             ranking.go_on_if_it_pays(self._attempt(REUSE_DISTANCES[1], share), least)
+        if min(found.values()) == NEVER:
+            self._attempt(_BETWEEN, 1.0)
         reuse_distance, best = min(found, key=found.__getitem__)
         step = (RECOMPUTED[1] - RECOMPUTED[0]) / 2
         if best and self._attempt(reuse_distance, best - step) >= found[reuse_distance, best]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jaxoffload as jo
 from jaxoffload.graphs.memgraph import Space
@@ -128,6 +129,36 @@ def test_a_function_that_only_copies_is_refused_and_works_likewise(cut):
     least = refused.value.min_device_memory
     assert x.nbytes <= least <= 2 * x.nbytes
     np.testing.assert_array_equal(jo.offload(jnp.copy, memory=least, cut=cut)(x), x)
+
+
+def normalized(x):
+    x = x - x.mean((0, 1, 2), keepdims=True)
+    return x * lax.rsqrt(jnp.mean(x * x, (0, 1, 2), keepdims=True) + 1e-3)
+
+
+def image_loss(kernels, x):
+    for k in kernels:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        y = lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=numbers)
+        x = x + jax.nn.relu(normalized(y))  # over the batch: no image is by itself
+    return jnp.mean(x**2)
+
+
+def test_convolutions_work_tile_by_tile_and_only_where_memory_asks_for_it():
+    """What XLA copies for a gradient by a kernel is as much as both of its operands."""
+    rng = np.random.default_rng(0)
+    kernels = [rng.normal(size=(3, 3, 16, 16)).astype(np.float32) / 12 for _ in range(4)]
+    x = rng.normal(size=(16, 32, 32, 16)).astype(np.float32)
+    function = jax.grad(image_loss)
+    flops, whole = {}, jax.jit(function).lower(kernels, x).compile().memory_analysis()
+    for share in (0.75, 0.6, 0.25):
+        memory = int(share * whole.temp_size_in_bytes)
+        step = jo.offload(function, memory=memory, check=True)
+        plan = step.plan(kernels, x)
+        assert taken(plan) <= memory
+        flops[share] = sum(vertex.flops for vertex in plan.taskgraph.vertices)
+        assert_close(jax.jit(function)(kernels, x), step(kernels, x))
+    assert flops[0.75] < flops[0.6] < flops[0.25]
 
 
 def test_donated_arrays_of_jax_are_written_in_place():
