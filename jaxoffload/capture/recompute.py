@@ -121,10 +121,13 @@ class Recomputer:
         return far
 
     def run(self, share: float) -> Ordered:
+        """The program with a share of those values made again. Of more than 1 all are, and what is
+        made from them as well, through so many times the operations."""
         chosen = self._choose(share)
         if not chosen:
             return Ordered(self.equations, self.program)
-        return Ordered(_Rewriter(self, chosen).run(), self.program)
+        most = int(max(share, 1) * MOST_OPERATIONS)
+        return Ordered(_Rewriter(self, chosen, most).run(), self.program)
 
     @functools.cached_property
     def _known(self) -> list[_Reuse]:
@@ -160,7 +163,28 @@ class Recomputer:
             for i in reuse.repeated:
                 for v in self.reads[i]:
                     sources.setdefault(v, []).append(reuse)
+        if share > 1:
+            self._take_chains(taken, int(share * MOST_OPERATIONS))
         return sorted(taken.values(), key=lambda reuse: reuse.position)
+
+    def _take_chains(self, taken: dict[Value, _Reuse], most: int) -> None:
+        """Takes values as well that are made from others that are made again, which is done twice
+        then; every so many stays, from which the next are made."""
+        chains: dict[Value, frozenset[int]] = {}
+
+        def chain(value: Value) -> frozenset[int]:
+            if value not in chains:
+                repeated = taken[value].repeated
+                sources = {v for i in repeated for v in self.reads[i] if v in taken}
+                chains[value] = frozenset(repeated).union(*map(chain, sources - {value}))
+            return chains[value]
+
+        for reuse in sorted(self._known, key=lambda reuse: self.producer[reuse.value]):
+            if reuse.value in taken:
+                continue
+            taken[reuse.value] = reuse
+            if len(chain(reuse.value)) > most:
+                del taken[reuse.value], chains[reuse.value]
 
     def _repeated(self, reuse: _Reuse) -> tuple[int, ...]:
         """Operations that make a value from what is there; empty where they are too many."""
@@ -219,10 +243,10 @@ def _finished(steps: "_Steps[_T]") -> _T:
 class _Rewriter:
     """Puts copies of operations before far readers, which then read those."""
 
-    def __init__(self, source: Recomputer, chosen: Sequence[_Reuse]):
+    def __init__(self, source: Recomputer, chosen: Sequence[_Reuse], most: int):
         self.source = source
         self.starts = {reuse.value: reuse.position for reuse in chosen}
-        self.chosen = chosen
+        self.chosen, self.most = chosen, most
         self.depth = 0  # of copies that are being made for the sake of one another
         self.copies: dict[int, list[tuple[int, dict[Value, Value]]]] = {}  # by position: where
         self.before: dict[int, list[Equation]] = {}
@@ -287,7 +311,7 @@ class _Rewriter:
                 dataclasses.replace(moved, outputs=outputs, segment=segment)
             )
             return outputs[equation.outputs.index(value)]
-        if self.depth >= MOST_OPERATIONS:
+        if self.depth >= self.most:
             return value  # kept after all: what it is made from is too far away here
         start = self.starts.get(value)
         is_late = start is not None and position >= start

@@ -3,8 +3,8 @@
 XLA allocates a kernel's workspace on whichever of its threads runs it. glibc keeps up to 32 MiB of
 what a thread frees, for each thread: of a LoRA step's 22 MiB of workspace 105 MiB stayed resident
 on two cores. Giving it back costs pages that come anew with every kernel: that step then took 1.7
-times the processor time. So what is kept is counted where it is little, and given back where it is
-much.
+times the processor time. So what is kept is counted where it is little and there is room for it,
+and given back elsewhere; unless all threads share what is kept, by glibc's `MALLOC_ARENA_MAX=1`.
 """
 
 import ctypes
@@ -26,9 +26,14 @@ def kept_bytes(workspace: int, memory: int) -> int:
       workspace: bytes of the largest that any kernel takes.
       memory: bytes that everything may take.
     """
-    threads = 2 * (os.cpu_count() or 1)
+    threads = 1 if is_shared() else 2 * (os.cpu_count() or 1)
     kept = (threads - 1) * min(workspace, _LARGEST)
     return kept if kept <= _LITTLE * memory else 0
+
+
+def is_shared() -> bool:
+    """Whether what a thread has freed serves all others; it takes effect where a process starts."""
+    return os.environ.get("MALLOC_ARENA_MAX") == "1"
 
 
 def give_back() -> None:

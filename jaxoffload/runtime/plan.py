@@ -204,7 +204,10 @@ class Plan(Figures):
     def _settle_allocator(self) -> None:
         if self.memory is not None:
             workspace = int(self.memgraph.workspace.max())
-            if workspace and not allocator.kept_bytes(workspace, self.memory):
+            kept = allocator.kept_bytes(workspace, self.memory)
+            total = 0 if self.carried is None else self.carried.total
+            is_counted = 0 < kept <= self.memory - total
+            if workspace and not (is_counted or allocator.is_shared()):
                 allocator.keep_nothing()
             allocator.give_back()
 

@@ -220,7 +220,8 @@ class Cutting:
         for graphs in ways:
             number = 0
             before, self._ranked = self._ranked, self._ranking(budget - workspace, graphs)
-            for cut, expected in self._ranked.by_time(before if best else None):
+            ranked = self._ranked.by_time(before if best else None, finer=graphs == ways[0])
+            for cut, expected in ranked:
                 if best is not None and (expected is None or least <= SAME * expected):
                     break
                 compiled = self.within(cut, budget)

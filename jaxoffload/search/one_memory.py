@@ -41,6 +41,7 @@ from jaxoffload.search.drafts import Drafts
 from jaxoffload.search.fastest import Timed, in_other_orders
 from jaxoffload.search.least import SPLITS
 from jaxoffload.search.planner import NoCutFound, Planner
+from jaxoffload.search.shares import CHAINED
 
 _WINDOWS = (1 / 8, 1 / 4, 1 / 2, 1 / 16)
 """Shares of the memory to try for the host tier above a disk. The cut is chosen with the first that
@@ -48,12 +49,15 @@ works; the others are tried with that cut."""
 _LONG = (1 / 4,)
 """Reuse distances from which on everything is recomputed in search of the least memory, as shares
 of what keeping everything takes. (Of a LoRA step 1/4 leaves a sixth, 1/16 two fifths.)"""
+_CHAINS = (1, 1 / 2, 1 / 4)
+"""The same where more is recomputed, of the cut that takes least."""
 _SIZES = (1 / 12, 1 / 48)
 """Working sets of a vertex in that search, as shares of the same."""
 _SINGLE_VERTICES = 2000
 """Up to so many operations each is also looked at by itself there: about a second."""
 _MORE = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)
-"""What a cut seems to need is multiplied by these until a plan is found: memory may fragment."""
+"""What a cut seems to need beside new results is multiplied by these until a plan is found: memory
+may fragment."""
 
 
 def planner_for(request: Request, *args: Any, **options: Any) -> Planner:
@@ -90,13 +94,14 @@ class OneMemoryPlanner(Planner):
             return None
         for cut in in_other_orders(self._whole(), self.machine):
             callers = resident_peak(cut.graph) - intermediates_peak(cut.graph)
-            room = memory - new_result_bytes(cut.graph) - self._kept_by_allocator(cut.graph)
-            kept = keep_everything(cut.graph, room + callers)
-            if kept is not None:
-                carried = self._carried(cut, kept)
-                plan = self._finish(cut, kept, memory, resident=True)
-                plan.carried = carried
-                return plan
+            room = memory - new_result_bytes(cut.graph) + callers
+            for count in (self._kept_by_allocator(cut.graph), 0):
+                kept = keep_everything(cut.graph, room - count)
+                if kept is not None:
+                    carried = self._carried(cut, kept)
+                    plan = self._finish(cut, kept, memory, resident=True)
+                    plan.carried = carried
+                    return plan
         return None
 
     def _shared(self, memory: int) -> Plan | None:
@@ -179,10 +184,19 @@ class OneMemoryPlanner(Planner):
 
     def build(self, graph: TaskGraph, budget: int, **choices: Any) -> MemGraph:
         """A MemGraph within the arena and the host tier."""
-        kept = self._kept_by_allocator(graph)
-        if (needed := self.needs(graph) + kept) > budget:
+        needed = self.needs(graph)
+        room = budget - self._kept_by_allocator(graph)
+        if room < budget and needed <= room:
+            try:
+                return self._built(graph, room, **choices)
+            except PlanError:
+                pass  # then it is given back
+        if needed > budget:
             raise PlanError(f"offload({self.request.name}): needs {needed} bytes of {budget}")
-        budget -= self._more_result_bytes(graph) + kept
+        return self._built(graph, budget, **choices)
+
+    def _built(self, graph: TaskGraph, budget: int, **choices: Any) -> MemGraph:
+        budget -= self._more_result_bytes(graph)
         try:
             return super().build(graph, budget, in_place_io="always", **choices)
         except PlanError:
@@ -220,9 +234,9 @@ class OneMemoryPlanner(Planner):
     @functools.cached_property
     def _least_plan(self) -> tuple[int, "OneMemoryPlanner | None", MemGraph | None]:
         """The smallest memory for which a plan was found of the leanest cut, and that plan."""
-        needed = self._result_bytes + self._needs(self._leanest.graph)
+        needed = self._needs(self._leanest.graph)
         for more in _MORE:
-            room = int(more * needed)
+            room = self._result_bytes + max(1, int(more * needed))
             for part in self._parts(room):
                 try:
                     return room, part, part.build(self._leanest.graph, part.arena)
@@ -273,7 +287,11 @@ class OneMemoryPlanner(Planner):
                 for share in _LONG
                 for cut in cuts
             ]
-        found = self._program.compiled(self._leanest_of([*again, *cuts]))
+        best = self._leanest_of([*again, *cuts])
+        if best.recomputed:
+            more = [replace(best, recomputed=CHAINED, reuse_distance=x * peak) for x in _CHAINS]
+            best = self._leanest_of([*more, best])
+        found = self._program.compiled(best)
         return min(in_other_orders(found, self.machine), key=lambda cut: self._needs(cut.graph))
 
     def _leanest_of(self, cuts: Sequence[Cut]) -> Cut:

@@ -16,8 +16,10 @@ RECOMPUTED = (0.25, 0.5, 0.75, 1.0)
 too."""
 REUSE_DISTANCES = (2.0, 0.5)
 """Reuse distances from which on values are recomputed, as multiples of the budget."""
-_BETWEEN = 1.0
-"""The same where nothing else works: what is recomputed from kept values needs memory as well."""
+CHAINED = 2.0
+"""A share that is more than all: what is recomputed may be made from what is recomputed, too."""
+_LAST = ((1.0, 1.0), (2.0, CHAINED), (1.0, CHAINED))
+"""Reuse distances and shares to try in turn where nothing else works."""
 SAME = 1.03
 """Simulated times within this factor of each other count as equal."""
 WORSE = 1.2
@@ -101,12 +103,15 @@ class Shares:
         for share in sorted({best, 1.0} if is_far else {best}):
             least = min(found.values())
             ranking.go_on_if_it_pays(self._attempt(REUSE_DISTANCES[1], share), least)
-        if min(found.values()) == NEVER:
-            self._attempt(_BETWEEN, 1.0)
+        for distance, share in _LAST:
+            if min(found.values()) == NEVER:
+                self._attempt(distance, share)
         reuse_distance, best = min(found, key=found.__getitem__)
         step = (RECOMPUTED[1] - RECOMPUTED[0]) / 2
-        if best and self._attempt(reuse_distance, best - step) >= found[reuse_distance, best]:
-            self._attempt(reuse_distance, best + step)
+        if not 0 < best <= 1:
+            return
+        if self._attempt(reuse_distance, best - step) >= found[reuse_distance, best]:
+            self._attempt(reuse_distance, min(best + step, 1.0))
 
     def _recomputing(self, reuse_distance: float, share: float) -> Cut:
         far = reuse_distance * self._ranking.budget
@@ -131,7 +136,7 @@ class Shares:
         ranking, found = self._ranking, self._found
         if (reuse_distance, share) in found:
             return found[reuse_distance, share]
-        if not 0 < share <= 1 or ranking.is_enough():
+        if not 0 < share <= CHAINED or ranking.is_enough():
             return NEVER
         least = self._least_kernels(reuse_distance, share)
         if least > WORSE * ranking.best or SAME * least > min(found.values()):
