@@ -94,7 +94,7 @@ def test_every_share_gives_the_same_bits_operation_by_operation(name):
     leaves = [*jax.tree.leaves(args), *jaxpr.consts]
     want = interpret(ordered, leaves)
     for reach in (0, 3000, 30000):
-        for share in (0.3, 1.0):
+        for share in (0.3, 1.0, 2.0):
             again = recompute(ordered, reach, share, seconds)
             for parts, others in zip(want, interpret(again, leaves), strict=True):
                 for a, b in zip(parts, others, strict=True):
@@ -104,7 +104,7 @@ def test_every_share_gives_the_same_bits_operation_by_operation(name):
 @hypothesis.settings(
     max_examples=40, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
-@hypothesis.given(program=programs(), reach=st.integers(0, 5000), share=st.floats(0, 1))
+@hypothesis.given(program=programs(), reach=st.integers(0, 5000), share=st.floats(0, 2))
 def test_any_program_gives_the_same_bits(program, reach, share):
     function, count = program
     args = arguments(count)
@@ -144,6 +144,26 @@ def test_less_is_held_the_more_is_computed_again():
     assert {e.operation.name for e in again} >= {"tanh", "dot_general"}
     assert recompute(ordered, reach, 0.0, seconds).equations == ordered.equations
     assert recompute(ordered, float("inf"), 1.0, seconds).equations == ordered.equations
+
+
+def test_more_than_all_is_made_again_from_what_is_made_again():
+    """What flows from layer to layer is kept otherwise, as each is made from the one before."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = x + jnp.tanh(x @ w)
+        return jnp.mean(x * x)
+
+    leaves = [*(normal(32, 32) / 12 for _ in range(12)), normal(512, 32)]
+    _, ordered = ordered_program(jax.grad(loss), (leaves[:-1], leaves[-1]))
+    reach = 16 * leaves[-1].nbytes
+    found = [recompute(ordered, reach, share, seconds) for share in (1.0, 2.0)]
+    peaks = [peak_of(each, len(leaves)) for each in found]
+    again = [sum(e.recomputed for e in each.equations) for each in found]
+    assert peaks[1] < 0.7 * peaks[0] and 0 < again[0] < again[1] < 2 * len(ordered.equations)
+    for parts, others in zip(interpret(ordered, leaves), interpret(found[1], leaves), strict=True):
+        for a, b in zip(parts, others, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_loops_and_sorts_are_not_repeated():

@@ -274,6 +274,31 @@ def test_layers_share_the_kernel_of_their_split_parts():
     assert len(keys) >= 3 and len(set(keys)) <= len(keys) - 2
 
 
+@pytest.mark.parametrize("share, is_made_again", [(3.5, False), (1.0, True)])
+def test_what_fits_tile_by_tile_is_not_made_again_for_that(share, is_made_again):
+    """Gradients by a kernel copy both operands: split by images they hold these and one tile."""
+
+    def loss(kernels, x):
+        for k in kernels:
+            y = convolution(x, k)
+            x = jnp.tanh(y - y.mean(0, keepdims=True))  # no image is by itself
+        return jnp.sum(x**2)
+
+    kernels, x = [normal(3, 3, 8, 8) for _ in range(3)], normal(16, 16, 16, 8)
+    _, ordered = equations_of(lambda *a: jax.tree.leaves(jax.grad(loss)(*a)), kernels, x)
+    parts = split(ordered, share * x.nbytes)
+
+    def convolutions(equations):
+        inner = [e for e in equations if not isinstance(e.operation, TiledOperation)]
+        for e in equations:
+            inner += e.operation.equations if isinstance(e.operation, TiledOperation) else ()
+        return sum(e.operation.name == "conv_general_dilated" for e in inner)
+
+    assert any(isinstance(e.operation, TiledOperation) for e in parts.equations)
+    again = convolutions(parts.equations) - convolutions(ordered.equations)
+    assert (again > 0) == is_made_again and again >= 0
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_attention_over_16k_tokens_needs_an_eighth_at_most(backward):
     """From shapes alone; plain attention, whose scores take 4 GiB."""

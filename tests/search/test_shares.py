@@ -5,7 +5,7 @@ import types
 import pytest
 
 from jaxoffload.search.cut import Cut
-from jaxoffload.search.shares import NEVER, REUSE_DISTANCES, Shares, Tried
+from jaxoffload.search.shares import CHAINED, NEVER, REUSE_DISTANCES, Shares, Tried
 
 
 class Fake:
@@ -58,6 +58,18 @@ def test_no_more_is_recomputed_than_what_is_waited_for():
 def test_nothing_is_recomputed_of_a_cut_whose_kernels_alone_are_slow(best, is_slow):
     found = tried(lambda share: 10 - 8 * share, lambda share: 2.0, best)
     assert bool(found) != is_slow
+
+
+def test_where_nothing_works_more_than_all_is_recomputed():
+    class Short(Fake):
+        def seconds(self, cut):
+            works = cut.reuse_distance == self.budget and cut.recomputed > 1
+            self.tried.append((cut.reuse_distance / self.budget, cut.recomputed))
+            return 3.0 if works else NEVER
+
+    fake = Short(None, lambda share: 1.0)
+    Shares(fake, Tried(NEVER, 0, Cut(50))).run()
+    assert fake.tried[-3:] == [(1.0, 1.0), (2.0, CHAINED), (1.0, CHAINED)]
 
 
 def test_what_does_not_work_says_nothing_of_kernels():

@@ -78,6 +78,33 @@ def test_what_the_allocator_keeps_is_counted_where_it_is_little(monkeypatch):
     assert allocator.kept_bytes(100 * MIB, 2048 * MIB) == 3 * 32 * MIB  # larger ones are mappings
 
 
+def test_what_the_allocator_would_keep_is_given_back_where_there_is_no_room(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    kernels, x = [jnp.ones((3, 3, 8, 8))], jnp.ones((4, 32, 32, 8))  # two copies of x
+    large = jnp.ones((8192, 1024))
+    given = []
+
+    def function(kernels, x, large):
+        return jax.grad(image_loss)(kernels, x), 2 * large
+
+    monkeypatch.setattr(allocator, "keep_nothing", lambda: given.append(True))
+
+    def is_given_back(memory):
+        given.clear()
+        step = jo.offload(function, memory=memory)
+        step(kernels, x, large)
+        plan = step.plan(kernels, x, large)
+        kept = allocator.kept_bytes(int(plan.memgraph.workspace.max()), memory)
+        assert plan.carried.total <= memory
+        assert allocator.is_shared() or bool(given) == (plan.carried.total + kept > memory)
+        return bool(given)
+
+    total = jo.offload(function, memory="1GiB").plan(kernels, x, large).carried.total
+    assert is_given_back(total + 1000) and not is_given_back(total + 3 * MIB)
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")  # then all threads share it
+    assert allocator.kept_bytes(MIB, 64 * MIB) == 0 and not is_given_back(total + 2000)
+
+
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("disk", [False, True])
 @pytest.mark.parametrize("recompute", ["auto", "never"])
