@@ -22,9 +22,13 @@ from typing import Any, NamedTuple
 
 from jaxoffload.capture.along import Way
 from jaxoffload.capture.flat import Equation, Value
-from jaxoffload.capture.operations import working_set
 from jaxoffload.capture.positions import SPAN, Positions
 from jaxoffload.capture.tiled import Key, Output, TiledLoop, TiledOperation, accumulator_bytes
+
+
+def working_set(equation: Equation) -> int:
+    """Bytes of everything that one operation reads and writes."""
+    return sum(v.num_bytes() for v in (*equation.values(), *equation.outputs))
 
 
 @dataclasses.dataclass(slots=True)
@@ -194,11 +198,8 @@ class Group:
         """Where the members stand that are no copies."""
         return {m.position for m in self.members.values() if m.position is not None}
 
-    def grow(self, limit: float, copies: bool = True) -> bool:
+    def grow(self, limit: float) -> bool:
         """Adds producers and readers of large values until there are no more that can join.
-
-        Args:
-          copies: whether a producer that cannot join is copied; if not, what it made is there.
 
         Returns:
           Whether all that the group reads can be had, and its working set is below a limit.
@@ -214,7 +215,7 @@ class Group:
                 is_there = value.argument is not None or value in self.where.producer
                 if self.has(value, d) or (is_there and not self.search.is_large(value)):
                     continue
-                joined = self._join_producer(value, d, copies or not is_there)
+                joined = self._join_producer(value, d)
                 if not joined and not is_there:
                     return False
                 queue += joined
@@ -233,14 +234,13 @@ class Group:
         """Whether the group makes a value in that cut."""
         return self.cut.get(value, -1) == d or (value, d) in self.copies
 
-    def _join_producer(self, value: Value, d: int | None, copies: bool) -> list[Member]:
+    def _join_producer(self, value: Value, d: int | None) -> list[Member]:
         if value in self.where.inside:
             return self._copy(self.where.inside[value], d)
         position = self.where.producer.get(value)
         if position is None or d is None:
             return []
-        joined = self._join(position)
-        return joined or (self._copy(self.where.at(position), d) if copies else [])
+        return self._join(position) or self._copy(self.where.at(position), d)
 
     def _copy(self, equation: Equation, d: int | None) -> list[Member]:
         for way in self.search.tilings(equation, self.count):

@@ -247,17 +247,16 @@ def is_view(equation: Equation) -> bool:
     return found if isinstance(found, bool) else found(equation)
 
 
-def held_bytes(equation: Equation) -> int:
-    """Bytes that an equation holds while it runs, beside operands and results, as far as is known
-    before it is compiled."""
+def copied_bytes(equation: Equation) -> int:
+    """Bytes of operands and results that an equation keeps in another order while it runs."""
     copies = of(equation).copies
-    return equation.operation.held_bytes + (0 if copies is None else copies(equation))
+    return 0 if copies is None else copies(equation)
 
 
 def working_set(equation: Equation) -> int:
-    """Bytes of everything that one operation reads and writes, and holds in between."""
+    """Bytes of everything that one operation reads and writes, and of what it copies."""
     values = (*equation.values(), *equation.outputs)
-    return sum(v.num_bytes() for v in values) + held_bytes(equation)
+    return sum(v.num_bytes() for v in values) + copied_bytes(equation)
 
 
 def flops(

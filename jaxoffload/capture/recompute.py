@@ -170,21 +170,17 @@ class Recomputer:
     def _take_chains(self, taken: dict[Value, _Reuse], most: int) -> None:
         """Takes values as well that are made from others that are made again, which is done twice
         then; every so many stays, from which the next are made."""
-        chains: dict[Value, frozenset[int]] = {}
-
-        def chain(value: Value) -> frozenset[int]:
-            if value not in chains:
-                repeated = taken[value].repeated
-                sources = {v for i in repeated for v in self.reads[i] if v in taken}
-                chains[value] = frozenset(repeated).union(*map(chain, sources - {value}))
-            return chains[value]
-
+        chains: dict[Value, frozenset[int] | None] = {}  # None: it is long enough
         for reuse in sorted(self._known, key=lambda reuse: self.producer[reuse.value]):
-            if reuse.value in taken:
-                continue
-            taken[reuse.value] = reuse
-            if len(chain(reuse.value)) > most:
-                del taken[reuse.value], chains[reuse.value]
+            sources = {v for i in reuse.repeated for v in self.reads[i] if v in taken}
+            chain = frozenset(reuse.repeated)
+            for before in (chains[v] for v in sources):
+                chain = None if chain is None or before is None else chain | before
+            if chain is not None and len(chain) > most:
+                chain = None
+            if chain is not None:
+                taken.setdefault(reuse.value, reuse)
+            chains[reuse.value] = chain
 
     def _repeated(self, reuse: _Reuse) -> tuple[int, ...]:
         """Operations that make a value from what is there; empty where they are too many."""

@@ -20,8 +20,7 @@ from jaxoffload.capture import operations
 from jaxoffload.capture.along import Way
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.flat import Equation
-from jaxoffload.capture.group import Group, Search
-from jaxoffload.capture.operations import working_set
+from jaxoffload.capture.group import Group, Search, working_set
 from jaxoffload.capture.positions import Positions
 from jaxoffload.capture.rows import takes_few_rows
 
@@ -76,9 +75,8 @@ class _Splitter:
             self.positions, self.program.result_values(), _LARGE * limit, known.of, steps
         )
         self.groups: dict[int, Group] = {}  # by the identity of their equations
-        # What was best for an equation of this operation and these shapes: tiles, which way, and
-        # whether producers are copied.
-        self.choices: dict[Any, tuple[int, int, bool] | None] = {}
+        # What was best for an equation of this operation and these shapes: tiles, which way.
+        self.choices: dict[Any, tuple[int, int] | None] = {}
 
     def run(self) -> Ordered:
         heavy = [(working_set(e), -i, e) for i, e in enumerate(self.positions.equations) if e]
@@ -104,41 +102,31 @@ class _Splitter:
         """The group of the smallest working set, of those that grow from an equation."""
         equation = self.positions.at(seed)
         before = working_set(equation)
+        best: Group | None = None
         shapes = tuple(v.shape for v in equation.values())
         known = (equation.operation.key, shapes)
         if known in self.choices:  # a layer like one before
             choice = self.choices[known]
             if choice is None:
                 return None
-            count, number, copies = choice
+            count, number = choice
             group = Group(self.search, seed, self.search.tilings(equation, count)[number], count)
-            if group.grow(before, copies):
+            if group.grow(before):
                 return group
-        # What is copied is computed again: not where it is small enough without.
-        found, self.choices[known] = self._smallest_group(seed, False)
-        if found is None or found.working_set() > self.limit:
-            copying, choice = self._smallest_group(seed, True)
-            if copying is not None:
-                found, self.choices[known] = copying, choice
-        return found
-
-    def _smallest_group(
-        self, seed: int, copies: bool
-    ) -> tuple[Group | None, tuple[int, int, bool] | None]:
-        """That of all tiles and ways, and which these are."""
-        equation = self.positions.at(seed)
-        before = working_set(equation)
-        best, choice = None, None
+        self.choices[known] = None
+        if self.search.steps < 0:
+            return None
         largest = max((*equation.values(), *equation.outputs), key=lambda v: v.num_bytes())
         for size in sorted(set(largest.shape), reverse=True):
             for count in _counts(size, 2 * before / self.limit):
                 for number, way in enumerate(self.search.tilings(equation, count)):
                     if self.search.steps < 0:
-                        return best, choice
+                        return best
                     group = Group(self.search, seed, way, count)
-                    if group.grow(before if best is None else best.working_set(), copies):
-                        best, choice = group, (count, number, copies)
-        return best, choice
+                    if group.grow(before if best is None else best.working_set()):
+                        best = group
+                        self.choices[known] = (count, number)
+        return best
 
     def _replace(self, group: Group) -> Equation:
         """Puts the group's equation in the place of its members."""

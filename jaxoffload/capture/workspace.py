@@ -81,7 +81,8 @@ def _fuses(equation: Equation) -> bool:
 
 def _inside(equation: Equation) -> int:
     """Bytes that one operation holds by itself."""
-    operation, own = equation.operation, operations.held_bytes(equation)
+    operation = equation.operation
+    own = operation.held_bytes + operations.copied_bytes(equation)
     if operation.equations is None:
         return own
     largest = max(map(working_set, operation.equations), default=0)

@@ -123,20 +123,17 @@ class Ranking:
             if cut.max_bytes <= _MANY * self.budget and self.works(cut):
                 yield cut
 
-    def by_time(
-        self, like: "Ranking | None" = None, finer: bool = True
-    ) -> Iterator[tuple[Cut, float | None]]:
+    def by_time(self, like: "Ranking | None" = None) -> Iterator[tuple[Cut, float | None]]:
         """Cuts that may work within the budget: those that were simulated by their seconds, then
         the others, finer ones last, with None.
 
         Args:
           like: of the same program for a budget that differs little: what was slow for that one is
             not simulated again, if others work.
-          finer: whether finer cuts are recomputed from where no others work.
         """
         waiting = self._plain()
         if like is None or not self._try_what_was_good(like):
-            self._search(waiting, finer)
+            self._search(waiting)
         yield from self.simulated()
         for cut in waiting:
             if self.works(cut):
@@ -155,7 +152,7 @@ class Ranking:
                 self._try(scaled, graph)
         return self.best < NEVER
 
-    def _search(self, waiting: list[Cut], finer: bool) -> None:
+    def _search(self, waiting: list[Cut]) -> None:
         """Simulates cuts, of these plain ones as many as are worth it: they are taken out."""
         before = None
         self._begun = self._work
@@ -176,10 +173,6 @@ class Ranking:
             self._begun = self._work
             for base in bases:
                 Shares(self, base).run()
-        for base in self._finer() if finer and self._room.recompute == "auto" else ():
-            if self.best < NEVER:
-                break
-            Shares(self, base).run()
         self._try_the_best_with("whole_loops", _LOOPS)
         if self._room.host_compute == "auto":
             self._try_the_best_with("updates_on_host", _ON_HOST)
@@ -249,16 +242,6 @@ class Ranking:
             known.update(self.cutter.key(t.cut) for t in alike)
             found.append(list(dict.fromkeys(_by_time(alike, _NEAR)[:1] + self._coarsest(alike))))
         return found
-
-    def _finer(self) -> list[Tried]:
-        """Cuts finer than those, coarse ones first, to recompute from where nothing works: what a
-        vertex works with takes memory, too."""
-        found = {
-            self.cutter.key(t.cut): t
-            for t in reversed(self._tried)
-            if not t.cut.recomputed and t.cut.max_bytes < _MANY * self.budget
-        }
-        return sorted(found.values(), key=lambda t: t.number)
 
     def _coarsest(self, tried: list[Tried]) -> list[Tried]:
         """The coarsest of many vertices, if there is one."""

@@ -220,8 +220,7 @@ class Cutting:
         for graphs in ways:
             number = 0
             before, self._ranked = self._ranked, self._ranking(budget - workspace, graphs)
-            ranked = self._ranked.by_time(before if best else None, finer=graphs == ways[0])
-            for cut, expected in ranked:
+            for cut, expected in self._ranked.by_time(before if best else None):
                 if best is not None and (expected is None or least <= SAME * expected):
                     break
                 compiled = self.within(cut, budget)

@@ -188,14 +188,14 @@ class OneMemoryPlanner(Planner):
         room = budget - self._kept_by_allocator(graph)
         if room < budget and needed <= room:
             try:
-                return self._built(graph, room, **choices)
+                return self._placed(graph, room, **choices)
             except PlanError:
                 pass  # then it is given back
         if needed > budget:
             raise PlanError(f"offload({self.request.name}): needs {needed} bytes of {budget}")
-        return self._built(graph, budget, **choices)
+        return self._placed(graph, budget, **choices)
 
-    def _built(self, graph: TaskGraph, budget: int, **choices: Any) -> MemGraph:
+    def _placed(self, graph: TaskGraph, budget: int, **choices: Any) -> MemGraph:
         budget -= self._more_result_bytes(graph)
         try:
             return super().build(graph, budget, in_place_io="always", **choices)
