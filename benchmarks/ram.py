@@ -23,19 +23,21 @@ from benchmarks.workloads import WORKLOADS
 from jaxoffload.options import format_bytes
 
 SHARES = (0.5, 0.25, 0.1)
-NAMES = ("lora_step", "train_step", "unrolled_step")
+NAMES = ("lora_step", "train_step", "unrolled_step", "residual_step")
 RUNS = 4
 MIB = 2**20
 
 
-def unrolled_step(small: bool = False) -> Any:
-    """A transformer without a scan, AdamW: (params, state, tokens) to (params, state, loss)."""
-    step, args = STEPS["transformer"](0.3 if small else 1.0)
-    return step, args, (0, 1)
+_STEPS = {"unrolled_step": "transformer", "residual_step": "residual convolutions"}
+"""A transformer without a scan, and a residual network: (params, state, batch) to (params, state,
+loss), AdamW."""
 
 
 def workload(name: str, small: bool) -> Any:
-    return unrolled_step(small) if name == "unrolled_step" else WORKLOADS[name](small=small)
+    if name not in _STEPS:
+        return WORKLOADS[name](small=small)
+    step, args = STEPS[_STEPS[name]](0.3 if small else 1.0)
+    return step, args, (0, 1)
 
 
 def status(*names: str) -> list[int]:

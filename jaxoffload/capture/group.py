@@ -22,13 +22,9 @@ from typing import Any, NamedTuple
 
 from jaxoffload.capture.along import Way
 from jaxoffload.capture.flat import Equation, Value
+from jaxoffload.capture.operations import working_set
 from jaxoffload.capture.positions import SPAN, Positions
 from jaxoffload.capture.tiled import Key, Output, TiledLoop, TiledOperation, accumulator_bytes
-
-
-def working_set(equation: Equation) -> int:
-    """Bytes of everything that one operation reads and writes."""
-    return sum(v.num_bytes() for v in (*equation.values(), *equation.outputs))
 
 
 @dataclasses.dataclass(slots=True)

@@ -20,7 +20,8 @@ from jaxoffload.capture import operations
 from jaxoffload.capture.along import Way
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.flat import Equation
-from jaxoffload.capture.group import Group, Search, working_set
+from jaxoffload.capture.group import Group, Search
+from jaxoffload.capture.operations import working_set
 from jaxoffload.capture.positions import Positions
 from jaxoffload.capture.rows import takes_few_rows
 

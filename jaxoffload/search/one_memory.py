@@ -307,12 +307,13 @@ class OneMemoryPlanner(Planner):
         return best
 
     def _needs(self, graph: TaskGraph) -> int:
-        """Bytes of arena, workspace and host tier that a cut needs at least."""
-        kept = _kept_bytes(graph)
+        """Bytes of arena, workspace, host tier and results read too late that a cut needs at
+        least."""
+        kept, more = _kept_bytes(graph), self._more_result_bytes(graph)
         if not self._has_disk:
-            return kept
+            return kept + more
         moved = min_budget(graph)[0] + buffer_place(min_host_memory(graph, True)[0])
-        return moved if self._uses_disk_arrays else min(moved, kept)
+        return more + (moved if self._uses_disk_arrays else min(moved, kept))
 
     def _refusal(self, budget: int) -> PlanError:
         around = self.request.options.around
