@@ -41,7 +41,6 @@ from jaxoffload.search.drafts import Drafts
 from jaxoffload.search.fastest import Timed, in_other_orders
 from jaxoffload.search.least import SPLITS
 from jaxoffload.search.planner import NoCutFound, Planner
-from jaxoffload.search.shares import CHAINED
 
 _WINDOWS = (1 / 8, 1 / 4, 1 / 2, 1 / 16)
 """Shares of the memory to try for the host tier above a disk. The cut is chosen with the first that
@@ -49,8 +48,8 @@ works; the others are tried with that cut."""
 _LONG = (1 / 4,)
 """Reuse distances from which on everything is recomputed in search of the least memory, as shares
 of what keeping everything takes. (Of a LoRA step 1/4 leaves a sixth, 1/16 two fifths.)"""
-_CHAINS = (1, 1 / 2, 1 / 4)
-"""The same where more is recomputed, of the cut that takes least."""
+_CHAINS = ((2.0, 1), (2.0, 1 / 2), (2.0, 1 / 4), (4.0, 1))
+"""Shares above 1 (see `Recomputer.run`), and such distances, to try for the cut that takes least."""
 _SIZES = (1 / 12, 1 / 48)
 """Working sets of a vertex in that search, as shares of the same."""
 _SINGLE_VERTICES = 2000
@@ -289,7 +288,9 @@ class OneMemoryPlanner(Planner):
             ]
         best = self._leanest_of([*again, *cuts])
         if best.recomputed:
-            more = [replace(best, recomputed=CHAINED, reuse_distance=x * peak) for x in _CHAINS]
+            more = [
+                replace(best, recomputed=share, reuse_distance=far * peak) for share, far in _CHAINS
+            ]
             best = self._leanest_of([*more, best])
         found = self._program.compiled(best)
         return min(in_other_orders(found, self.machine), key=lambda cut: self._needs(cut.graph))
