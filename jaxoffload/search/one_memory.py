@@ -49,7 +49,7 @@ _LONG = (1 / 4,)
 """Reuse distances from which on everything is recomputed in search of the least memory, as shares
 of what keeping everything takes. (Of a LoRA step 1/4 leaves a sixth, 1/16 two fifths.)"""
 _CHAINS = ((2.0, 1), (2.0, 1 / 2), (2.0, 1 / 4), (4.0, 1))
-"""Shares above 1 (see `Recomputer.run`), and such distances, to try for the cut that takes least."""
+"""Shares above 1 (as of `Recomputer.run`) and distances to try for the cut that takes least."""
 _SIZES = (1 / 12, 1 / 48)
 """Working sets of a vertex in that search, as shares of the same."""
 _SINGLE_VERTICES = 2000
