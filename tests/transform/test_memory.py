@@ -172,20 +172,21 @@ def image_loss(kernels, x):
 
 
 def test_convolutions_work_tile_by_tile_and_only_where_memory_asks_for_it():
-    """What XLA copies for a gradient by a kernel is as much as both of its operands."""
+    """What XLA copies for a gradient by a kernel is as much as both of its operands. Tile by tile
+    the convolutions of all layers before are done again; before that, those of a few."""
     rng = np.random.default_rng(0)
-    kernels = [rng.normal(size=(3, 3, 16, 16)).astype(np.float32) / 12 for _ in range(4)]
-    x = rng.normal(size=(16, 32, 32, 16)).astype(np.float32)
+    kernels = [rng.normal(size=(3, 3, 8, 8)).astype(np.float32) / 9 for _ in range(10)]
+    x = rng.normal(size=(16, 16, 16, 8)).astype(np.float32)
     function = jax.grad(image_loss)
     flops, whole = {}, jax.jit(function).lower(kernels, x).compile().memory_analysis()
-    for share in (0.75, 0.6, 0.25):
+    for share in (0.5, 0.3, 0.2):
         memory = int(share * whole.temp_size_in_bytes)
         step = jo.offload(function, memory=memory, check=True)
         plan = step.plan(kernels, x)
         assert taken(plan) <= memory
         flops[share] = sum(vertex.flops for vertex in plan.taskgraph.vertices)
         assert_close(jax.jit(function)(kernels, x), step(kernels, x))
-    assert flops[0.75] < flops[0.6] < flops[0.25]
+    assert flops[0.5] < flops[0.3] < flops[0.2] / 3
 
 
 def test_donated_arrays_of_jax_are_written_in_place():
