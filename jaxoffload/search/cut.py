@@ -24,7 +24,8 @@ class Cut:
       whole_loops: whether products stay in their loops for which no step waits: all of what they
         read and write need not be in memory at once then.
       updates_on_host: whether what an optimizer does to parameters runs on the host's cores.
-      recomputed: of the bytes of values with a long reuse distance, the share that is recomputed.
+      recomputed: of the bytes of values with a long reuse distance, the share that is recomputed;
+        above 1 as of `Recomputer.run`.
       reuse_distance: bytes that are read and written between two readers of a value; from so many
         on the distance is long.
     """

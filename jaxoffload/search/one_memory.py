@@ -94,7 +94,7 @@ class OneMemoryPlanner(Planner):
         for cut in in_other_orders(self._whole(), self.machine):
             callers = resident_peak(cut.graph) - intermediates_peak(cut.graph)
             room = memory - new_result_bytes(cut.graph) + callers
-            for count in (self._kept_by_allocator(cut.graph), 0):
+            for count in dict.fromkeys((self._kept_by_allocator(cut.graph), 0)):
                 kept = keep_everything(cut.graph, room - count)
                 if kept is not None:
                     carried = self._carried(cut, kept)
@@ -195,6 +195,7 @@ class OneMemoryPlanner(Planner):
         return self._placed(graph, budget, **choices)
 
     def _placed(self, graph: TaskGraph, budget: int, **choices: Any) -> MemGraph:
+        """The same where nothing that the allocator keeps counts."""
         budget -= self._more_result_bytes(graph)
         try:
             return super().build(graph, budget, in_place_io="always", **choices)
