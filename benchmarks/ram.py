@@ -17,26 +17,28 @@ from typing import Any
 import jax
 
 import jaxoffload as jo
+from benchmarks import steps
 from benchmarks.measure import machine, save
-from benchmarks.steps import STEPS
 from benchmarks.workloads import WORKLOADS
 from jaxoffload.options import format_bytes
 
 SHARES = (0.5, 0.25, 0.1)
-NAMES = ("lora_step", "train_step", "unrolled_step", "residual_step")
+_STEPS = {
+    "unrolled_step": steps.transformer,
+    "residual_step": steps.residual_convolutions,
+    "normalized_step": steps.batch_normalized,
+}
+"""A transformer without a scan, and residual networks: (params, state, batch) to (params, state,
+loss)."""
+NAMES = ("lora_step", "train_step", *_STEPS)
 RUNS = 4
 MIB = 2**20
-
-
-_STEPS = {"unrolled_step": "transformer", "residual_step": "residual convolutions"}
-"""A transformer without a scan, and a residual network: (params, state, batch) to (params, state,
-loss), AdamW."""
 
 
 def workload(name: str, small: bool) -> Any:
     if name not in _STEPS:
         return WORKLOADS[name](small=small)
-    step, args = STEPS[_STEPS[name]](0.3 if small else 1.0)
+    step, args = _STEPS[name](0.3 if small else 1.0)
     return step, args, (0, 1)
 
 

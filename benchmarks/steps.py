@@ -114,6 +114,35 @@ def residual_convolutions(share: float) -> Step:
     return _trained(loss, params, data, optax.sgd(0.1, 0.9))
 
 
+def batch_normalized(share: float) -> Step:
+    """Residual blocks of three widths, normalized over the batch, so that no image is by itself."""
+    random, width, batch = _Random(), 32, max(2, int(32 * share))
+    widths = [width, width, width, 2 * width, 2 * width, 4 * width, 4 * width]
+    params = {
+        "first": random(3, 3, 3, width, scale=0.2),
+        "blocks": [
+            (random(3, 3, a, b, scale=0.05), random(3, 3, b, b, scale=0.05), random(1, 1, a, b))
+            for a, b in zip(widths, widths[1:], strict=False)
+        ],
+        "last": random(widths[-1], 10),
+    }
+
+    def norm(x: Any) -> Any:
+        x = x - x.mean((0, 1, 2), keepdims=True)
+        return x * lax.rsqrt(jnp.square(x).mean((0, 1, 2), keepdims=True) + 1e-5)
+
+    def loss(params: Any, images: Any, labels: Any) -> Any:
+        x = jax.nn.relu(norm(_conv(images, params["first"])))
+        for first, second, beside in params["blocks"]:
+            stride = beside.shape[-1] // beside.shape[-2]
+            y = jax.nn.relu(norm(_conv(x, first, stride)))
+            x = jax.nn.relu(_conv(x, beside, stride) + norm(_conv(y, second)))
+        return _crossentropy(x.mean((1, 2)) @ params["last"], labels)
+
+    data = random(batch, 32, 32, 3), random.whole(10, batch)
+    return _trained(loss, params, data, optax.adamw(1e-3))
+
+
 def depthwise_convolutions(share: float) -> Step:
     """Depthwise kernels of 7 x 7, then two products, AdamW."""
     random, width, batch = _Random(), 64, max(2, int(16 * share))

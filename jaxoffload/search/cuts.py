@@ -165,7 +165,11 @@ class Ranking:
             if not self._may_work(cut):
                 self._note(cut, float("inf"))
                 continue
-            if not self.works(cut) or (graph := self._captured(cut)) == before:
+            if not self.works(cut):
+                if not self._room.moves:  # but it may, once less is kept
+                    self._note(cut, NEVER)
+                continue
+            if (graph := self._captured(cut)) == before:
                 continue
             before = graph
             self._try(cut, graph)

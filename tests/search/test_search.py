@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -537,3 +538,30 @@ def test_runs_are_left_a_choice_where_they_may_tell_which_cut_is_faster(
     jo.clear_caches()
     found = jo.offload(lambda *a: layers(*a), **options).plan(weights, weights[0])
     assert (len(found._source.simulated()) > 1) == is_left
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_what_would_hold_too_much_is_recomputed_from_where_nothing_can_be_moved(monkeypatch, moves):
+    room = Room(100, None, moves, lambda graph: 0)
+    cutter = types.SimpleNamespace(key=lambda cut: cut)
+    ranking = cuts.Ranking(cutter, lambda cut: cut, _Drafts({}), room)
+    bases = []
+
+    def collected(_, base):
+        return types.SimpleNamespace(run=lambda: bases.append(base.cut))
+
+    monkeypatch.setattr(cuts, "Shares", collected)
+    for name, answer in {
+        "_may_work": lambda cut: True,
+        "works": lambda cut: cut.split_bytes is not None,
+        "_captured": lambda cut: cut,
+        "_try": lambda cut, graph: ranking._note(cut, 1.0),
+        "_gets_worse": lambda: False,
+        "is_enough": lambda: False,
+        "_try_the_best_with": lambda way, count: None,
+    }.items():
+        monkeypatch.setattr(ranking, name, answer)
+    vars(ranking)["_compute"] = 1.0
+    ranking._search(ranking._plain())
+    assert any(cut.split_bytes is not None for cut in bases)
+    assert any(cut.split_bytes is None for cut in bases) == (not moves)
