@@ -206,7 +206,7 @@ class Plan(Figures):
             workspace = int(self.memgraph.workspace.max())
             kept = allocator.kept_bytes(workspace, self.memory)
             total = 0 if self.carried is None else self.carried.total
-            is_counted = 0 < kept <= self.memory - total
+            is_counted = 0 < kept <= self.memory + self._request.options.around - total
             if workspace and not (is_counted or allocator.is_shared()):
                 allocator.keep_nothing()
             allocator.give_back()

@@ -163,7 +163,7 @@ class Ranking:
                 break
             cut = waiting.pop(0)
             if not self._may_work(cut):
-                self._note(cut, float("inf"))
+                self._note(cut, NEVER)
                 continue
             if not self.works(cut):
                 if not self._room.moves:  # but it may, once less is kept

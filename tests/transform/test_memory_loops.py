@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import jaxoffload as jo
+from jaxoffload.runtime import allocator
 from jaxoffload.search.whole import WholePlan
 from tests.foreign import judge
 
@@ -112,6 +113,19 @@ def test_reports_name_the_users_memory(operands):
     assert f"in {jo.options.format_bytes(memory)};" in str(plan)
     # What the loop carries is of that memory, and of none that the part may have.
     assert plan.memory <= memory - weights.nbytes < plan.carried.total <= memory
+
+
+def test_what_loops_around_a_part_hold_is_not_counted_twice(operands, monkeypatch):
+    """What the allocator keeps of the part's workspace has room beside both."""
+    monkeypatch.setattr(allocator, "kept_bytes", lambda workspace, memory: 1)
+    given = []
+    monkeypatch.setattr(allocator, "keep_nothing", lambda: given.append(True))
+    weights, x = operands
+    with pytest.raises(jo.PlanError) as refused:
+        jo.offload(train, memory=1)(weights, x)
+    step = jo.offload(train, memory=refused.value.min_device_memory + 2**20)
+    step(weights, x)
+    assert step.plan(weights, x).memgraph.workspace.any() and not given
 
 
 def test_explain_knows_what_loops_hold_and_that_parts_take_less(operands):
