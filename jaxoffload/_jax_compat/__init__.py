@@ -101,6 +101,7 @@ from jaxoffload._jax_compat.tracing import (
     trace_context,
     transfers_allowed,
     unchecked,
+    with_line_of,
 )
 from jaxoffload._jax_compat.types import (
     ArrayImpl,

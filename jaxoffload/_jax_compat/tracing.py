@@ -41,6 +41,14 @@ def source_line(source_info: Any) -> str:
     return short if own is None else f"{short}, called at {sources.short(own)}"
 
 
+def with_line_of(eqn: JaxprEqn, caller: JaxprEqn | None) -> JaxprEqn:
+    """An equation of the body of another, at that one's line where it has none of the user's: JAX
+    keeps the bodies of its own jitted functions (a Cholesky factorization's derivative) without."""
+    if caller is None or _source_info_util.user_frame(eqn.source_info.traceback) is not None:
+        return eqn
+    return eqn.replace(source_info=caller.source_info)
+
+
 def at_line_of(eqn: JaxprEqn | None) -> Any:
     """A context in which equations are traced as if an equation's line had made them."""
     if eqn is None:

@@ -107,7 +107,11 @@ _ASKS = Asks()
 
 
 def inline(
-    jaxpr: Any, constants: Sequence[Operand], operands: Sequence[Operand], asks: Asks = _ASKS
+    jaxpr: Any,
+    constants: Sequence[Operand],
+    operands: Sequence[Operand],
+    asks: Asks = _ASKS,
+    caller: Any = None,
 ) -> tuple[list[Equation], list[Operand]]:
     """The equations of an open jaxpr with every call inlined, and its results.
 
@@ -116,6 +120,7 @@ def inline(
       constants: operands for its constvars.
       operands: operands for its invars.
       asks: what is to run on the host's cores.
+      caller: the equation whose body this is, for what has no source line of its own.
 
     Returns:
       The equations in program order, scans still whole, and one operand for each outvar.
@@ -124,7 +129,7 @@ def inline(
       CaptureError: an effect that is not a call, or is ordered, with the user's line.
     """
     equations: list[Equation] = []
-    results = _inline(jaxpr, constants, operands, equations, asks, False)
+    results = _inline(jaxpr, constants, operands, equations, asks, False, caller)
     return equations, results
 
 
@@ -135,6 +140,7 @@ def _inline(
     equations: list[Equation],
     asks: Asks,
     on_host: bool,
+    caller: Any,
 ) -> list[Operand]:
     environment: dict[Any, Operand] = {}
     environment.update(zip(jaxpr.constvars, constants, strict=True))
@@ -142,6 +148,7 @@ def _inline(
 
     read = reader(environment)
     for eqn in jaxpr.eqns:
+        eqn = compat.with_line_of(eqn, caller)
         name = eqn.primitive.name
         there = asks.for_host(eqn, on_host)
         inputs = tuple(read(atom) for atom in eqn.invars)
@@ -154,7 +161,7 @@ def _inline(
             continue
         if name in SPELLED_OUT:
             body = _spelled_out(eqn)
-            made = _inline(body, (), inputs, equations, asks, there)
+            made = _inline(body, (), inputs, equations, asks, there, eqn)
             environment.update(zip(eqn.outvars, made, strict=True))
             continue
         body = eqn.params.get(CALL_BODY.get(name, ""))
@@ -162,7 +169,7 @@ def _inline(
             closed = isinstance(body, compat.ClosedJaxpr)
             consts = [Constant(c) for c in body.consts] if closed else []
             inner = body.jaxpr if closed else body
-            outs = _inline(inner, consts, inputs, equations, asks, there)
+            outs = _inline(inner, consts, inputs, equations, asks, there, eqn)
             environment.update(zip(eqn.outvars, outs, strict=True))
             continue
         _refuse_what_cannot_be_cut(eqn)

@@ -74,7 +74,7 @@ class Levels:
         if id(closed) not in self._bodies:
             inputs = [Value(var.aval) for var in closed.jaxpr.invars]
             constants = [Constant(c) for c in closed.consts]
-            inner, outputs = inline(closed.jaxpr, constants, inputs, self._asks)
+            inner, outputs = inline(closed.jaxpr, constants, inputs, self._asks, operation.eqn)
             results = {v for v in outputs if isinstance(v, Value)}
             inner = with_small_transpositions([self._with_loop(e) for e in inner], results)
             body = Body(closed, inputs, live_equations(inner, results), outputs, self._rates)

@@ -42,11 +42,14 @@ class Step:
         return self.eqn.primitive.name == "shard_map"
 
 
-def flatten(jaxpr: Any, constants: Any, operands: Any, steps: list[Step]) -> list[Any]:
+def flatten(
+    jaxpr: Any, constants: Any, operands: Any, steps: list[Step], caller: Any = None
+) -> list[Any]:
     """Appends the equations outside shard_maps, calls inlined and scans of shard_maps unrolled.
 
     Args:
       constants, operands: what stands for them.
+      caller: the equation whose body this is, for what has no source line of its own.
 
     Returns:
       What stands for the results.
@@ -56,12 +59,13 @@ def flatten(jaxpr: Any, constants: Any, operands: Any, steps: list[Step]) -> lis
 
     read = reader(known)
     for eqn in jaxpr.eqns:
+        eqn = compat.with_line_of(eqn, caller)
         inputs = tuple(map(read, eqn.invars))
         body = eqn.params.get(CALL_BODY.get(eqn.primitive.name, ""))
         if body is not None:
             is_closed = isinstance(body, compat.ClosedJaxpr)
             held = [Held(c) for c in body.consts] if is_closed else []
-            outs = flatten(body.jaxpr if is_closed else body, held, inputs, steps)
+            outs = flatten(body.jaxpr if is_closed else body, held, inputs, steps, eqn)
         elif eqn.primitive.name in IDENTITIES - compat.CONSTRAINTS:
             outs = inputs
         elif eqn.primitive.name in SPELLED_OUT:

@@ -43,7 +43,11 @@ def level_of(closed: Any) -> Level:
 
 
 def _inline(
-    jaxpr: Any, consts: Sequence[Any], operands: Sequence[Operand], level: Level
+    jaxpr: Any,
+    consts: Sequence[Any],
+    operands: Sequence[Operand],
+    level: Level,
+    caller: Any = None,
 ) -> list[Operand]:
     known: dict[Any, Operand] = dict(zip(jaxpr.invars, operands, strict=True))
     for variable, array in zip(jaxpr.constvars, consts, strict=True):
@@ -52,10 +56,11 @@ def _inline(
 
     read = reader(known)
     for eqn in jaxpr.eqns:
+        eqn = compat.with_line_of(eqn, caller)
         inputs = tuple(map(read, eqn.invars))
         body = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
         if isinstance(body, compat.ClosedJaxpr):
-            outputs: Sequence[Operand] = _inline(body.jaxpr, body.consts, inputs, level)
+            outputs: Sequence[Operand] = _inline(body.jaxpr, body.consts, inputs, level, eqn)
         else:
             outputs = [Value(v.aval) for v in eqn.outvars]
             level.equations.append(Equation(Operation(eqn), inputs, tuple(outputs)))

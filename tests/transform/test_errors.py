@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
+from jaxoffload import rewrite
 from jaxoffload.finetune import model
 from jaxoffload.runtime import backends
 from tests.helpers import at_once
@@ -78,6 +79,26 @@ def test_a_budget_below_the_minimum_names_it_the_vertex_and_the_line():
     np.testing.assert_allclose(got, matmuls(X), rtol=1e-5)
     with pytest.raises(jo.PlanError):
         jo.offload(matmuls, device_memory=least - 1)(X)
+
+
+def test_what_a_function_of_jaxs_own_does_is_at_the_line_that_calls_it():
+    def likelihood(matrix):
+        root = jnp.linalg.cholesky(matrix @ matrix.T + 64 * jnp.eye(64))
+        return jnp.log(jnp.diag(root)).sum()
+
+    def function(matrix, factors):
+        return jax.grad(likelihood)(matrix), jnp.polyval(factors, matrix)
+
+    first = likelihood.__code__.co_firstlineno
+    lines = {f"test_errors.py:{first + line}" for line in (1, 2, 5)}
+    factors = np.ones((20, *X.shape), np.float32)  # so that the scan in `polyval` is unrolled
+    offloaded = jo.offload(function, device_memory="112KiB", cut="always")
+    graph = offloaded.plan(X, factors).taskgraph
+    assert "triangular_solve" in {vertex.name for vertex in graph.vertices}
+    assert lines == {line for v in graph.vertices for line in lines if line in v.source}
+    assert all(any(line in vertex.source for line in lines) for vertex in graph.vertices), graph
+    level = rewrite.level.level_of(jax.make_jaxpr(function)(X, factors))
+    assert all(each.operation.source for each in level.equations)
 
 
 def test_an_offload_without_effect_says_so():
