@@ -2,6 +2,7 @@
 
 #include "tiers/host_block.h"
 
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -120,6 +121,26 @@ TEST(HostBlockKeepsWhatAPlanExpects) {
   CHECK_EQ(block.stats().kept_bytes, 8 * kMiB);
   block.Forget(8 * kMiB);
   CHECK(block.stats().kept_bytes <= kMiB);
+}
+
+TEST(HostBlockTakesNoMoreThanWholePages) {
+  HostBlock block(0, 64 * kMiB);
+  const int64_t bytes = 2 * kMiB + 4096;
+  for (const int64_t before : {bytes, 4 * kMiB}) {  // where another place had a huge page, too
+    char* const first = block.Allocate(before);
+    std::memset(first, 1, before);
+    block.Free(first);
+    char* const place = block.Allocate(bytes);
+    CHECK_EQ(place, first);
+    CHECK_EQ(block.stats().in_use_bytes, bytes);
+    std::memset(place, 1, bytes);
+    unsigned char resident[1024];
+    CHECK_EQ(mincore(place, 4 * kMiB, resident), 0);
+    int64_t num_resident = 0;
+    for (const unsigned char page : resident) num_resident += page & 1;
+    CHECK_EQ(num_resident * 4096, bytes);
+    block.Free(place);
+  }
 }
 
 TEST(HostBlockTellsOfHoles) {

@@ -18,6 +18,14 @@ namespace {
 constexpr int64_t kHugePages = kHugePage / kPage;
 constexpr int64_t kPinPages = HostBlock::kPinBytes / kPage;
 
+// Advice only. What is left behind the last whole huge page is in small ones, whatever was there
+// before: another huge one would take up to 2 MiB that nobody asked for.
+void AdviseHugePages(char* place, int64_t bytes) {
+  const int64_t in_huge = RoundDown(bytes, kHugePage);
+  madvise(place, in_huge, MADV_HUGEPAGE);
+  if (in_huge < bytes) madvise(place + in_huge, bytes - in_huge, MADV_NOHUGEPAGE);
+}
+
 int HighestBit(uint64_t value) { return 63 - __builtin_clzll(value); }
 
 }  // namespace
@@ -155,7 +163,7 @@ char* HostBlock::Allocate(int64_t bytes) {
   // Before anything is added to it.
   if (bytes < 0 || bytes > pages_ * kPage) throw std::bad_alloc();
   const bool is_huge = bytes >= kHugePage;
-  const int64_t size = std::max<int64_t>(1, RoundUp(bytes, is_huge ? kHugePage : kPage) / kPage);
+  const int64_t size = std::max<int64_t>(1, RoundUp(bytes, kPage) / kPage);
   MutexLock lock(mutex_);
   Extent* extent = FindFree(is_huge ? size + kHugePages - 1 : size);
   if (extent == nullptr) throw std::bad_alloc();
@@ -176,7 +184,7 @@ char* HostBlock::Allocate(int64_t bytes) {
   stats_.peak_bytes = std::max(stats_.peak_bytes, stats_.in_use_bytes);
   ++stats_.num_allocated;
   char* const place = base() + extent->start * kPage;
-  if (is_huge) madvise(place, size * kPage, MADV_HUGEPAGE);  // advice only
+  if (is_huge) AdviseHugePages(place, size * kPage);
   return place;
 }
 

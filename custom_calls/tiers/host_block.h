@@ -58,8 +58,8 @@ class HostBlock {
   HostBlock(const HostBlock&) = delete;
   HostBlock& operator=(const HostBlock&) = delete;
 
-  // Aligned to a page, from 2 MiB on to 2 MiB with huge pages advised. Contents are anything.
-  // Throws std::bad_alloc.
+  // Whole pages, from 2 MiB on aligned to 2 MiB with huge pages advised as far as they are full.
+  // Contents are anything. Throws std::bad_alloc.
   char* Allocate(int64_t bytes) EXCLUDES(mutex_);
   // What Allocate gave. Ends the process, with a message, if it did not, or has it back already.
   void Free(char* place) EXCLUDES(mutex_);

@@ -22,8 +22,6 @@ def align(count: int) -> int:
 
 HOST_PAGE = 4096
 """Places in the host tier that the disk reads and writes start at a multiple of this."""
-HUGE_PAGE = 2 << 20
-"""Buffers of so many bytes are in pages of that size."""
 
 
 def host_place(count: int) -> int:
@@ -32,9 +30,8 @@ def host_place(count: int) -> int:
 
 
 def buffer_place(count: int) -> int:
-    """Bytes of memory of a buffer of its own: whole pages, huge ones where it has some."""
-    page = HUGE_PAGE if count >= HUGE_PAGE else HOST_PAGE
-    return -(-max(count, 1) // page) * page
+    """Bytes of memory of a buffer of its own: whole pages."""
+    return host_place(max(count, 1))
 
 
 def min_host_memory(graph: TaskGraph, disk: bool) -> tuple[int, int]:
