@@ -56,6 +56,8 @@ class Way:
       folds: the operand in whose place each part takes the output of the parts before, which its
         own output contains; None: parts do not know of one another.
       numbered: in place of the operation, a function (number of the part, its size) to the output.
+      reread: bytes that each part reads again of what is whole: of a convolution the images,
+        once for each place of its kernel, which a part of few features hardly repays.
     """
 
     inputs: tuple[int | None, ...]
@@ -66,6 +68,7 @@ class Way:
     plain: int = 4
     folds: int | None = None
     numbered: Callable[[Any, int], Any] | None = None
+    reread: int = 0
 
     def cut(self, equation: Equation) -> set[tuple[int, int]]:
         """The dimensions that are cut, each (dimension, size)."""
@@ -270,8 +273,11 @@ def convolution(equation: Equation) -> Iterator[Way]:
     numbers = params["dimension_numbers"]
     (batch, feature), (features, inner) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
     out_batch, out_feature = numbers.out_spec[:2]
+    images, kernel, made = (x.aval for x in (*equation.inputs, *equation.outputs))
+    places = math.prod(made.shape) // made.shape[out_feature]
+    patches = places * math.prod(kernel.shape) // kernel.shape[features] * images.dtype.itemsize
     yield Way((batch, None), (out_batch,))
-    yield Way((None, features), (out_feature,))
+    yield Way((None, features), (out_feature,), reread=patches)
     yield _product_part((feature, inner))
 
 

@@ -69,7 +69,7 @@ def _traffic(equation: Equation) -> int:
         return operation.repeats * step
     rows = rows_of(equation)
     read = sum(v.num_bytes() for v in equation.values() if v is not rows)
-    return read + sum(v.num_bytes() for v in equation.outputs)
+    return read + operation.reread_bytes + sum(v.num_bytes() for v in equation.outputs)
 
 
 def flops(equation: Equation) -> float:

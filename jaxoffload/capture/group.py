@@ -377,6 +377,10 @@ class Group:
         )
         return sum(v.num_bytes() for v in outside) + tiles + accumulators
 
+    def rereads(self) -> bool:
+        """Whether its tiles read the same again, once each."""
+        return any(m.way.reread for m in self.members.values())
+
     def _is_copied_later(self, value: Value) -> bool:
         """Whether readers outside can make a large value again when their turn comes."""
         readers = self.where.readers.get(value, ())
@@ -386,10 +390,9 @@ class Group:
     def equation(self, outputs: Sequence[Value]) -> Equation:
         """The group as one equation."""
         members, inputs = self.ordered, self.inputs
-        values = list(dict.fromkeys(v for v, _ in inputs))
+        values = tuple(dict.fromkeys(v for v, _ in inputs))
         made_by = {v: m for m in members if not m.is_copy for v in m.equation.outputs}
         steps = tuple((m.equation, m.way) for m in members)
         made = tuple(Output(v, self.cut[v], made_by[v].way, made_by[v].fold) for v in outputs)
-        plan = TiledLoop(steps, tuple(inputs), tuple(values), made, self.count)
-        operation = TiledOperation(plan.key(), [m.equation for m in members], self.count, plan.run)
-        return Equation(operation, tuple(values), tuple(outputs), self.segment)
+        loop = TiledLoop(steps, tuple(inputs), values, made, self.count)
+        return Equation(TiledOperation(loop), values, tuple(outputs), self.segment)

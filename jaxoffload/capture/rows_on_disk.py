@@ -80,7 +80,8 @@ def traffic_of(
     """
     moving = next(filter(moves_rows, equations), None)
     if moving is None:
-        return float(sum(read) + sum(v.num_bytes() for v in outputs))
+        again = sum(e.operation.reread_bytes for e in equations)
+        return float(sum(read) + again + sum(v.num_bytes() for v in outputs))
     table, numbers, *given = moving.inputs
     rows = given[0] if given else moving.outputs[0]
     count = max(1, int(np.prod(numbers.aval.shape)))

@@ -28,6 +28,10 @@ from jaxoffload.capture.rows import takes_few_rows
 MAX_TILES = 4096
 _LARGE = 0.25
 """Of the limit: values from this size on are not to exist whole."""
+_REREADING = 1.5
+"""A group whose tiles all read the same is chosen where others need so many times its bytes."""
+_FINEST = 1 / 8
+"""Of the largest working set: to get below that the smallest group is chosen, whatever it does."""
 _FLOOR = 0.5
 """Of the largest working set that cannot be split further: what needs less is left as it is."""
 STEPS = 100_000
@@ -75,12 +79,15 @@ class _Splitter:
         self.search = Search(
             self.positions, self.program.result_values(), _LARGE * limit, known.of, steps
         )
+        self.rereading = _REREADING
         self.groups: dict[int, Group] = {}  # by the identity of their equations
         # What was best for an equation of this operation and these shapes: tiles, which way.
         self.choices: dict[Any, tuple[int, int] | None] = {}
 
     def run(self) -> Ordered:
         heavy = [(working_set(e), -i, e) for i, e in enumerate(self.positions.equations) if e]
+        if self.limit < _FINEST * max(heavy)[0]:
+            self.rereading = 1.0
         heavy = [h for h in heavy if h[0] > self.limit and not h[2].operation.on_host]
         # What could not be made smaller, the largest first: bytes, negated, and its identity.
         stay: list[tuple[float, int]] = []
@@ -100,10 +107,12 @@ class _Splitter:
         return Ordered(self._without_unused_outputs(), self.program)
 
     def _best_group(self, seed: int) -> Group | None:
-        """The group of the smallest working set, of those that grow from an equation."""
+        """The group of the smallest working set, of those that grow from an equation; sooner one
+        whose tiles do not all read the same."""
         equation = self.positions.at(seed)
         before = working_set(equation)
         best: Group | None = None
+        rank: tuple[float, ...] = ()
         shapes = tuple(v.shape for v in equation.values())
         known = (equation.operation.key, shapes)
         if known in self.choices:  # a layer like one before
@@ -115,8 +124,6 @@ class _Splitter:
             if group.grow(before):
                 return group
         self.choices[known] = None
-        if self.search.steps < 0:
-            return None
         largest = max((*equation.values(), *equation.outputs), key=lambda v: v.num_bytes())
         for size in sorted(set(largest.shape), reverse=True):
             for count in _counts(size, 2 * before / self.limit):
@@ -124,8 +131,13 @@ class _Splitter:
                     if self.search.steps < 0:
                         return best
                     group = Group(self.search, seed, way, count)
-                    if group.grow(before if best is None else best.working_set()):
-                        best = group
+                    if not group.grow(before):
+                        continue
+                    needs = group.working_set()
+                    more = self.rereading if group.rereads() else 1.0
+                    found = max(more * needs, self.limit), more, needs
+                    if best is None or found < rank:
+                        best, rank = group, found
                         self.choices[known] = (count, number)
         return best
 

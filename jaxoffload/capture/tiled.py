@@ -6,7 +6,7 @@ with compensation where the tiles are many.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,31 +19,6 @@ from jaxoffload.capture.sums import ROUNDED, wider
 
 Key = tuple[Value, int | None]
 """A value, and the dimension along which the loop cuts it (None: it is there whole)."""
-
-
-class TiledOperation(Operation):
-    """A loop over tiles of a group of equations.
-
-    Attributes:
-      equations: those of the group.
-      count: tiles.
-    """
-
-    __slots__ = ("_run", "count", "equations")
-
-    def __init__(
-        self, key: Any, equations: Sequence[Equation], count: int, run: Callable[..., Any]
-    ):
-        by_size = sorted(equations, key=lambda e: -sum(v.num_bytes() for v in e.outputs))
-        dearest = next((e for e in by_size if e.operation.source), by_size[0])
-        super().__init__(dearest.operation.eqn, {})
-        self.name = f"tiled {by_size[0].operation.name}"
-        self.equations, self.count = tuple(equations), count
-        self._key, self._run = key, run
-
-    def apply(self, operands: Sequence[Any]) -> list[Any]:
-        """Applies the loop to arrays or tracers."""
-        return self._run(operands)
 
 
 def _is_rounded(value: Value, way: Way) -> bool:
@@ -171,6 +146,31 @@ def _add_compensated(total: Any, lost: Any, part: Any) -> tuple[Any, Any]:
     error = (total - (after - of_part)) + (part - of_part)
     # An infinite sum has lost nothing that could be said.
     return after, lost + jnp.where(jnp.isfinite(error), error, 0)
+
+
+class TiledOperation(Operation):
+    """A loop over tiles of a group of equations.
+
+    Attributes:
+      equations: those of the group.
+      count: tiles.
+    """
+
+    __slots__ = ("count", "equations", "reread_bytes", "loop")
+
+    def __init__(self, loop: TiledLoop):
+        equations = tuple(equation for equation, _ in loop.members)
+        by_size = sorted(equations, key=lambda e: -sum(v.num_bytes() for v in e.outputs))
+        dearest = next((e for e in by_size if e.operation.source), by_size[0])
+        super().__init__(dearest.operation.eqn, {})
+        self.name = f"tiled {by_size[0].operation.name}"
+        self.equations, self.count, self.loop = equations, loop.count, loop
+        self.reread_bytes = (loop.count - 1) * sum(way.reread for _, way in loop.members)
+        self._key = loop.key()
+
+    def apply(self, operands: Sequence[Any]) -> list[Any]:
+        """Applies the loop to arrays or tracers."""
+        return self.loop.run(operands)
 
 
 def tiles_of(steps: Sequence[Any]) -> Any:

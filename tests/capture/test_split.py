@@ -10,9 +10,10 @@ from jax import lax
 
 import jaxoffload as jo
 from benchmarks import suite
+from jaxoffload.capture import cost
 from jaxoffload.capture.build import build_taskgraph, order_program
 from jaxoffload.capture.flat import is_literal
-from jaxoffload.capture.operations import tilings
+from jaxoffload.capture.operations import tilings, working_set
 from jaxoffload.capture.scan import unroll
 from jaxoffload.capture.split import split
 from jaxoffload.capture.tiled import TiledOperation
@@ -226,6 +227,40 @@ def tile_by_tile(function, *args, share):
     captured = build_taskgraph(parts, kinds=kinds, max_equations=1)
     (got,) = interpret_taskgraph(captured, args)
     return got, max(tiles)
+
+
+def test_convolutions_are_cut_along_images_rather_than_features():
+    """Each tile of few features gathers all images again, once for each place of its kernel."""
+    function, *args = FUNCTIONS["U-Net, backward"]
+    _, ordered = equations_of(lambda *a: jax.tree.leaves(function(*a)), *args)
+    largest = max(map(working_set, ordered.equations))
+    tiled = [e for e in split(ordered, largest / 2).equations if _is_tiled(e)]
+    convolutions = [e for e in tiled if "conv_general_dilated" in e.operation.name]
+    assert len(convolutions) >= 4 and not any(e.operation.reread_bytes for e in tiled)
+
+
+def test_what_each_tile_reads_again_is_part_of_the_work():
+    x, kernel = normal(1, 8, 8, 4), normal(3, 3, 4, 16)  # one image: there is no other way
+    _, ordered = equations_of(lambda x, k: jnp.exp(_convolution(x, k)).sum((0, 1, 2)), x, kernel)
+    largest = max(map(working_set, ordered.equations))
+    parts = split(ordered, largest / 16)
+    (tiled,) = (e for e in parts.equations if _is_tiled(e))
+    patches = 8 * 8 * 3 * 3 * 4 * 4
+    assert tiled.operation.reread_bytes == (tiled.operation.count - 1) * patches > 0
+    read = x.nbytes + kernel.nbytes + 16 * 4
+    assert cost.traffic(tiled) == read + tiled.operation.reread_bytes
+    kinds = [TensorKind.WEIGHT] * 2
+    graph = build_taskgraph(parts, kinds=kinds, max_equations=1).taskgraph
+    assert max(v.traffic for v in graph.vertices) == cost.traffic(tiled)
+
+
+def _is_tiled(equation):
+    return isinstance(equation.operation, TiledOperation)
+
+
+def _convolution(x, kernel):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.float32])
