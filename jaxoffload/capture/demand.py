@@ -4,12 +4,17 @@ Takes equations; gives the values that are wanted so, and which of them are to h
 A value that a scan slices or stacks is one, and so is every value that elementwise work ties to it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxoffload.capture import operations
 from jaxoffload.capture.flat import Equation, Operand, Value
 from jaxoffload.capture.loops import Loop
+
+LARGE_ARRAY = 2**24
+"""Bytes of an array whose pieces (`loops.MOST_PIECES`) take longer to move than a vertex costs."""
+_SOME = 2
+"""Rows of a piece, where it matters only that there are several."""
 
 
 class Ties:
@@ -36,10 +41,14 @@ class Ties:
         return tie
 
 
-def demand(equations: Sequence[Equation]) -> Ties:
+def demand(equations: Sequence[Equation], large: float = float("inf")) -> Ties:
     """The values that are to be kept as stacks, where that costs nothing.
 
     Scans make and want stacks; operations that work piece by piece spread them both ways.
+
+    Args:
+      large: bytes of an operand or a result from which on an operation on an argument is to work
+        piece by piece.
     """
     ties = Ties()
     for equation in equations:
@@ -49,23 +58,44 @@ def demand(equations: Sequence[Equation]) -> Ties:
             stacked += equation.outputs[loop.num_carry :]
             ties.want(stacked, loop.repeats, loop)
     todo = [e for e in equations if len(e.outputs) == 1 and not isinstance(e.operation, Loop)]
+    _spread(ties, todo, None)
+    if large < float("inf"):
+        known = len(ties.length)
+        for equation in todo:
+            for length, mapped in large_lengths(equation, large):
+                ties.want(mapped.stacks(equation), length)
+                break
+        if len(ties.length) > known:
+            _spread(ties, todo, _SOME)
+    return ties
+
+
+def _spread(ties: Ties, equations: Sequence[Equation], rows: int | None) -> None:
+    """Wants what is tied to values that are wanted; see `operations.map_over_stack`."""
     wanted = ties.length
     before = -1
     done: set[int] = set()
     while before != len(wanted):
         before = len(wanted)
-        for equation in (*todo, *reversed(todo)):
+        for equation in (*equations, *reversed(equations)):
             if id(equation) in done:
                 continue
             touched = (*equation.outputs, *equation.values())
             length = next((wanted[v] for v in touched if v in wanted), 0)
-            mapped = operations.map_over_stack(equation, length) if length else None
+            mapped = operations.map_over_stack(equation, length, rows) if length else None
             if mapped is None:
                 continue
             done.add(id(equation))
-            pairs = zip(equation.inputs, mapped.sliced, strict=True)
-            spread = [x for x, sliced in pairs if sliced]
-            if mapped.combine is None:
-                spread += equation.outputs
-            ties.want(spread, length)
-    return ties
+            ties.want(mapped.stacks(equation), length)
+
+
+def large_lengths(equation: Equation, large: float) -> Iterator[tuple[int, operations.Mapped]]:
+    """Along which leading axes, and how, an equation with large operands or a large result works
+    piece by piece on an argument."""
+    if len(equation.outputs) != 1 or isinstance(equation.operation, Loop):
+        return
+    values = [v for v in (*equation.values(), *equation.outputs) if v.num_bytes() >= large]
+    for length in dict.fromkeys(v.shape[0] for v in values if v.shape and v.shape[0] > 1):
+        mapped = operations.map_over_stack(equation, length, _SOME)
+        if mapped is not None and any(mapped.arguments(equation.inputs)):
+            yield length, mapped

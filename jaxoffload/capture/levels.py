@@ -13,7 +13,7 @@ from jaxoffload.capture.demand import demand
 from jaxoffload.capture.distribution import distributed
 from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.inline import Asks, Constant, inline
-from jaxoffload.capture.loops import Body, Loop, Rows, rows_for
+from jaxoffload.capture.loops import Body, Loop, Rows, rows_for, rows_of_large
 from jaxoffload.capture.order import live_equations
 from jaxoffload.capture.products import with_small_transpositions
 
@@ -46,10 +46,14 @@ class Levels:
         self._asks, self._distributes = asks, distributes
         self._bodies: dict[int, tuple[Body, Level | None]] = {}
 
-    def of(self, equations: Sequence[Equation]) -> Level:
-        """A level's equations, scans as `Loop`s, and into which pieces its arrays are cut."""
+    def of(self, equations: Sequence[Equation], large: float = float("inf")) -> Level:
+        """A level's equations, scans as `Loop`s, and into which pieces its arrays are cut.
+
+        Args:
+          large: see `demand`.
+        """
         made = [self._with_loop(equation) for equation in equations]
-        ties = demand(made)
+        ties = demand(made, large)
         groups: dict[Any, list[Equation]] = {}
         for equation in made:
             if isinstance(equation.operation, Loop):
@@ -63,6 +67,9 @@ class Levels:
             if found is not None:
                 rows[leader] = found
                 cuts.update((id(equation), found) for equation in group)
+        if large < float("inf"):
+            for v, length in ties.length.items():
+                rows.setdefault(ties.leader(v), rows_of_large(length))
         wanted = {v: rows[at] for v in ties.length if (at := ties.leader(v)) in rows}
         return Level(made, wanted, cuts)
 

@@ -36,6 +36,8 @@ MOST_LAYERS = 128
 """Steps that become vertices of their own because they are layers, at most."""
 MOST_CHUNKS = 32
 """Pieces of any other scan, at most."""
+MOST_PIECES = 64
+"""Pieces of a large array that no scan slices, at most."""
 LARGE_CHUNK = 4 * 2**20
 """Bytes of rows in a chunk for which, where the least memory is wanted, there are more of them."""
 SMALL_STEP = 2**16
@@ -206,15 +208,17 @@ class Rows:
       length: of the axis.
       steps: rows of a piece, of which the last may have fewer. A piece of one row, where all are,
         is a slice: it has no such axis.
+      multiplied: whether products of pieces are pieces of the product.
     """
 
     length: int
     steps: int
+    multiplied: bool = False
 
     @property
     def are_slices(self) -> bool:
         """Whether pieces are slices."""
-        return self.steps == 1
+        return self.steps == 1 and not self.multiplied
 
     def spans(self) -> list[tuple[int, int]]:
         """First row and end of each piece."""
@@ -245,6 +249,14 @@ def rows_for(loops: Sequence[Loop], piece_bytes: float) -> Rows | None:
         aligned = steps if steps <= _ALIGNED else -(-steps // _ALIGNED) * _ALIGNED
         steps = next(even, aligned)
     return Rows(length, steps) if steps < length or steps == 1 else None
+
+
+def rows_of_large(length: int) -> Rows:
+    """How a large array is cut that no scan slices."""
+    steps = -(-length // MOST_PIECES)
+    even = (n for n in range(steps, int(_LONGER * steps) + 1) if length % n == 0)
+    aligned = steps if steps <= _ALIGNED else -(-steps // _ALIGNED) * _ALIGNED
+    return Rows(length, next(even, aligned), multiplied=True)
 
 
 def _steps(loop: Loop, piece_bytes: float) -> int:

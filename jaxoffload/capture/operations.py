@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import along, along_batches
-from jaxoffload.capture.flat import Equation, Operation
+from jaxoffload.capture.flat import Equation, Operand, Operation, Value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -288,11 +288,31 @@ class Mapped:
       sliced: for each operand, whether piece i of it is passed, or the whole.
       combine: joins the pieces' results into one array, for a reduction over the leading axis;
         None when the results form a stack. One that rounds takes pieces in the `wider` dtype.
+      widened, folds: see `along.Way`.
+      dim: along which the pieces' results form the result, where none are joined by `combine`.
     """
 
     operation: Operation | None
     sliced: tuple[bool, ...]
     combine: Callable[[Any, Any], Any] | None = None
+    widened: str = ""
+    folds: int | None = None
+    dim: int = 0
+
+    def stacks(self, equation: Equation) -> list[Operand]:
+        """Operands and results of the equation that are stacks."""
+        found = [x for x, sliced in zip(equation.inputs, self.sliced, strict=True) if sliced]
+        return [*found, *equation.outputs] if self.stacks_results else found
+
+    @property
+    def stacks_results(self) -> bool:
+        """Whether the pieces' results are pieces of the result."""
+        return self.combine is None and self.dim == 0
+
+    def arguments(self, operands: Sequence[Any]) -> list[bool]:
+        """Of the operands that are cut, which are the caller's arrays."""
+        pairs = zip(operands, self.sliced, strict=True)
+        return [x.argument is not None for x, sliced in pairs if sliced and isinstance(x, Value)]
 
 
 def map_over_stack(equation: Equation, length: int, rows: int | None = None) -> Mapped | None:
@@ -305,12 +325,17 @@ def map_over_stack(equation: Equation, length: int, rows: int | None = None) -> 
     if rule is None or len(equation.outputs) != 1:
         return None
     for way in rule(equation):
-        if way.cut(equation) != {(0, length)} or way.numbered is not None:
+        (dim,) = way.outputs
+        others = {dim} if dim and rows is not None and 0 in way.inputs else set()
+        if way.numbered is not None or not way.cut(equation) <= {(d, length) for d in (0, *others)}:
+            continue
+        if others & {*way.inputs}:
             continue
         changes = way.changes(rows)
         if changes is None:
             continue
         gone = changes.get("axes") == ()  # nothing is left to be reduced
         operation = None if gone else along.changed(equation, changes)
-        return Mapped(operation, tuple(d == 0 for d in way.inputs), way.combine)
+        sliced = tuple(d == 0 for d in way.inputs)
+        return Mapped(operation, sliced, way.combine, way.widened, way.folds, dim or 0)
     return None

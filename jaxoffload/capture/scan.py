@@ -15,29 +15,27 @@ A scan that is not worth being cut stays one vertex, as `while` and `cond` alway
 """
 
 import dataclasses
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture import cost, operations, slicing, sums
+from jaxoffload.capture import cost, joining, operations, slicing
 from jaxoffload.capture.flat import Equation, Operand, Program, Value, is_literal
 from jaxoffload.capture.inline import Asks, Constant, inline
 from jaxoffload.capture.levels import Level, Levels
 from jaxoffload.capture.loops import Loop, Rows
 from jaxoffload.capture.operations import is_view
-from jaxoffload.capture.views import parts_of_argument
+from jaxoffload.capture.order import live_equations
+from jaxoffload.capture.products import with_small_transpositions
+from jaxoffload.capture.views import parts_of_argument, with_parts_read
 from jaxoffload.graphs.taskgraph import Span
 
 _SHARED = 3
 """Chunks, or slices, from which on it is worth a vertex that all of them have one executable."""
 _SHARED_BYTES = 2048
 """Of a slice, from which on there is room for a scalar that says which it is: a place has 256."""
-_JOINED_AT_ONCE = 64
-"""Up to so many scalars, of the slices of a stack, are joined by one operation: an optimizer that
-clips by a norm has one for each slice of each parameter."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -56,6 +54,7 @@ def unroll(
     rates: cost.Rates,
     honours: bool = True,
     distributes: bool = True,
+    large: float = float("inf"),
 ) -> Program:
     """A closed jaxpr, flat and with its scans cut.
 
@@ -66,6 +65,7 @@ def unroll(
       rates: of the device, by which it is judged what a step is worth.
       honours: see `Asks`.
       distributes: whether products for which no step waits leave their loops (distribution.py).
+      large: bytes of an array from which on operations on arguments are cut; see `demand`.
 
     Returns:
       The Program; its arguments are the jaxpr's own, then one for each array that it closes over
@@ -81,10 +81,14 @@ def unroll(
     constants = [Constant(c) for c in jaxpr.consts]
     asks = Asks(honours, calls=honours and not rates.is_host)
     equations, results = inline(jaxpr.jaxpr, constants, arguments, asks)
+    if large < float("inf"):  # pieces of what is transposed are pieces of no leading axis
+        wanted = {v for v in results if isinstance(v, Value)}
+        equations = with_parts_read(with_small_transpositions(equations, wanted), wanted)
+        equations = live_equations(equations, wanted)
     levels = Levels(piece_bytes, rates, asks, distributes)
     unroller = _Unroller(arguments, known, levels)
     environment: dict[Value, Operand | Stack] = {}
-    unroller.run(levels.of(equations), environment, segment=0)
+    unroller.run(levels.of(equations, large), environment, segment=0)
     parts = [unroller.result_parts(unroller.look_up(environment, r)) for r in results]
     return Program(
         unroller.arguments,
@@ -244,14 +248,12 @@ class _Unroller:
             rows = next((wanted[v] for v in touched if v in wanted), None)
             if rows is None:
                 return False
-        mapped = operations.map_over_stack(equation, rows.length)
+        some = rows.steps if rows.multiplied else None
+        mapped = operations.map_over_stack(equation, rows.length, some)
         if mapped is None:
             return False
-        if asked and not all(
-            x.argument is not None
-            for x, sliced in zip(operands, mapped.sliced, strict=True)
-            if sliced and isinstance(x, Value)
-        ):
+        found, is_enough = mapped.arguments(operands), any if rows.multiplied else all
+        if asked and found and not is_enough(found):
             return False  # Slicing what is computed whole anyway would gain nothing.
         eqn = equation.operation.eqn
         spans = rows.spans()
@@ -260,61 +262,14 @@ class _Unroller:
             for x, sliced in zip(operands, mapped.sliced, strict=True)
         ]
         out = equation.outputs[0].aval
-        if mapped.combine is None:
+        if not mapped.stacks_results:
+            made: Operand | Stack = joining.joined(equation, mapped, rows, columns, self.emit)
+        else:
             shapes = [rows.piece_shape(first, stop, out.shape) for first, stop in spans]
             avals = [compat.ShapedArray(shape, out.dtype) for shape in shapes]
-            pieces = list(self._rows(equation, rows, columns, avals))
-            environment[equation.outputs[0]] = Stack(pieces, rows)
-            return True
-        environment[equation.outputs[0]] = self._reduce(equation, mapped, rows, columns)
+            made = Stack(list(joining.parts(equation, rows, columns, avals, self.emit)), rows)
+        environment[equation.outputs[0]] = made
         return True
-
-    def _rows(
-        self, equation: Equation, rows: Rows, columns: list[list[Operand]], avals: Sequence[Any]
-    ) -> Iterator[Operand]:
-        """The operation's result on each piece, emitted when it is asked for."""
-        by_size: dict[int, Any] = {}
-        pieces = zip(rows.spans(), zip(*columns, strict=True), avals, strict=True)
-        for (first, stop), row, aval in pieces:
-            size = stop - first
-            if size not in by_size:
-                by_size[size] = operations.map_over_stack(
-                    equation, rows.length, None if rows.are_slices else size
-                )
-            operation = by_size[size].operation
-            yield row[0] if operation is None else self.emit(operation, row, aval)
-
-    def _reduce(
-        self,
-        equation: Equation,
-        mapped: operations.Mapped,
-        rows: Rows,
-        columns: list[list[Operand]],
-    ) -> Operand:
-        """A reduction over the pieces of a stack, in a dtype wide enough for so many."""
-        operation, out = equation.operation, equation.outputs[0].aval
-        assert mapped.combine is not None
-        rounds = mapped.combine in sums.ROUNDED
-        dtype = sums.wider(out.dtype) if rounds else out.dtype
-        aval = compat.ShapedArray(out.shape, dtype)
-        columns = [[self._converted(x, dtype, operation.eqn) for x in columns[0]]]
-        parts = self._rows(equation, rows, columns, [aval] * len(columns[0]))
-
-        join = functools.partial(slicing.combine_operation, operation, mapped.combine, rounds)
-        if not out.shape and 1 < len(columns[0]) <= _JOINED_AT_ONCE:
-            together = tuple(parts)
-            total = self.emit(join(len(together)), together, aval)
-        else:
-            pair = join(2)
-            total = sums.joined(parts, lambda a, b: self.emit(pair, (a, b), aval), rounds)
-        return self._converted(total, out.dtype, operation.eqn)
-
-    def _converted(self, operand: Operand, dtype: Any, eqn: Any) -> Operand:
-        """The operand in another dtype."""
-        if operand.aval.dtype == dtype:
-            return operand
-        conversion = slicing.conversion(operand.aval.dtype, dtype, eqn)
-        return self.emit(conversion, (operand,), compat.ShapedArray(operand.aval.shape, dtype))
 
     def _steps(self, equation: Equation, operands: list[Any], rows: Rows) -> list[Operand | Stack]:
         """Every step of a scan for itself."""

@@ -55,6 +55,13 @@ def start_operation(aval: Any, eqn: Any) -> Operation:
     )
 
 
+def concatenation(eqn: Any, dim: int) -> Operation:
+    """The operation that puts arrays side by side along a dimension."""
+    return Operation.of_function(
+        f"concatenate[{dim}]", lambda *parts: lax.concatenate(parts, dim), eqn, dim
+    )
+
+
 def combine_operation(operation: Operation, join: Any, rounds: bool, count: int) -> Operation:
     """The operation that joins so many slices' reductions."""
     return Operation.of_function(

@@ -4,6 +4,7 @@ The result of such an operation never becomes a tensor at a vertex boundary: it 
 information than its operand, and XLA fuses it into whatever reads it.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -85,6 +86,41 @@ def parts_of_argument(equation: Equation, inputs: tuple[Operand, ...]) -> list[V
     made = [_contiguous(inputs[0], start, output.aval) for start, output in pairs]
     parts = [part for part in made if part is not None]
     return parts if len(parts) == len(made) else None
+
+
+def with_parts_read(equations: Sequence[Equation], results: Set[Value]) -> list[Equation]:
+    """The same equations; what reads contiguous parts of arguments, or arguments in another shape,
+    reads the arguments' own bytes.
+
+    Args:
+      results: values that are made in any case.
+    """
+    parts: dict[Value, Value] = {}
+    kept = []
+    for equation in equations:
+        if not parts.keys().isdisjoint(equation.values()):
+            inputs = tuple(x if is_literal(x) else parts.get(x, x) for x in equation.inputs)
+            equation = dataclasses.replace(equation, inputs=inputs)
+        made = parts_of_argument(equation, equation.inputs) or _in_another_shape(equation)
+        if made is None or not results.isdisjoint(equation.outputs):
+            kept.append(equation)
+        else:
+            parts.update(zip(equation.outputs, made, strict=True))
+    return kept
+
+
+def _in_another_shape(equation: Equation) -> list[Value] | None:
+    """An argument's bytes as an array of another shape."""
+    operation = equation.operation
+    if operation.name not in ("reshape", "squeeze", "broadcast_in_dim"):
+        return None
+    (value, *others), (output,) = equation.inputs, equation.outputs
+    if others or is_literal(value) or value.argument is None or compat.is_extended(output.aval):
+        return None
+    is_turned = operation.name == "reshape" and operation.params["dimensions"] is not None
+    if is_turned or math.prod(value.shape) != math.prod(output.shape):
+        return None
+    return [Value(output.aval, value.argument)]
 
 
 def _contiguous(value: Value, start: Sequence[int], aval: Any) -> Value | None:

@@ -59,6 +59,8 @@ class Cutting:
       estimates: of plans to be looked at only, that workspace counts as what executables take where
         there are some, and where there are none as what they may take.
       whole_bytes: if the function may run whole, what it takes then.
+      large: bytes of arrays from which on what reads arguments alone is cut; see `demand`.
+      settings: of the place where the plan is asked for; None: of this one.
 
     Attributes:
       request: as given.
@@ -73,8 +75,10 @@ class Cutting:
         compiles: bool = True,
         estimates: bool = False,
         whole_bytes: Callable[[], int] | None = None,
+        large: float = float("inf"),
+        settings: compat.LoweringSettings | None = None,
     ):
-        self.request, self._whole_bytes = request, whole_bytes
+        self.request, self._whole_bytes, self._large = request, whole_bytes, large
         self._compiles, self._estimates = compiles, estimates
         self.backend = backend or backends.current()
         model = machine or model_of(self.backend)
@@ -86,7 +90,7 @@ class Cutting:
             # A rate of operations alone was measured by runs of this program.
             apart = any(name in PRODUCT_RATES for name, _ in rates)
             self.machine = told.for_products(flops) if apart else model.with_rates(rates)
-        settings = compat.LoweringSettings()
+        settings = settings or compat.LoweringSettings()
         self._make_program = lambda: CutProgram(
             dataclasses.replace(request, jaxpr=for_platform(request.jaxpr, self.backend.name)),
             self.backend,
@@ -96,6 +100,10 @@ class Cutting:
             estimates,
             settings,
             self._host_compute != "never",
+            large,
+        )
+        self._in_pieces_of = lambda large: type(self)(
+            request, backend, machine, compiles, estimates, whole_bytes, large, settings
         )
         self.drafts = Drafts(self.build, self.machine, request.staying)
         self._ranked: Ranking | None = None
@@ -180,7 +188,9 @@ class Cutting:
 
     def _least_on_devices(self) -> CompiledCut:
         if self._compiles and self.backend.is_elsewhere:
-            looks = Cutting(self.request, self.backend, self.machine, False, estimates=True)
+            looks = Cutting(
+                self.request, self.backend, self.machine, False, estimates=True, large=self._large
+            )
             return self._program.compiled(looks._program.cut_of(looks._least_on_devices()))
         if not self._compiles:
             equations = self._program.ordered(FINEST).equations

@@ -11,8 +11,8 @@ Takes a `Request`; gives a `Plan`, or refuses the budget. One search is inside a
        │     ├─ Ranking.by_time (cuts.py): candidate cuts, planned by several rules of allocation,
        │     │     by their simulated seconds; nothing is compiled
        │     └─ the first `COMPILED` of them that work once compiled (program.py): the fastest
-       │  or, if none works, parts that loops repeat (transform/loops.py), else the cut that needs
-       │  least memory (least.py)
+       │  or, if none works, parts that loops repeat (transform/loops.py), else all of this with
+       │  large arguments in pieces (capture/demand.py), else the cut that needs least (least.py)
        └─ fastest (fastest.py): of that cut each rule of allocation, then each serial order by the
              best rule; the MemGraph that ends first in simulation
 
@@ -26,6 +26,7 @@ from typing import Any
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import garbage
+from jaxoffload.capture.demand import LARGE_ARRAY, large_lengths
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import MemGraph
@@ -40,7 +41,7 @@ from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.runtime.host_results import byte_count
 from jaxoffload.runtime.plan import Plan, Pricing
 from jaxoffload.search import rivals
-from jaxoffload.search.cut import CompiledCut, Cut
+from jaxoffload.search.cut import FINEST, CompiledCut, Cut
 from jaxoffload.search.cutting import COMPILED, Cutting
 from jaxoffload.search.drafts import Rule
 from jaxoffload.search.fastest import Timed, fastest, in_other_orders
@@ -145,7 +146,11 @@ class Planner(Cutting):
         found = self._fixed_cut() or self._best_cut_if_any(budget)
 
         def cut() -> Plan:
-            best = found or self._least
+            best = found
+            if best is None or best.needs > budget:
+                if (plan := self._plan_in_pieces()) is not None:
+                    return plan
+                best = best or self._least
             if best.needs > budget:
                 raise self._refusal(budget)
             timed, memgraph = self._steady(
@@ -158,6 +163,25 @@ class Planner(Cutting):
         if has_other_ways and not works and not self._may_update_on_host:
             raise NoCutFound(cut)
         return cut()
+
+    def _plan_in_pieces(self) -> Plan | None:
+        """The plan of the same program with operations on large arguments in pieces, if any."""
+        if self._in_pieces is None:
+            return None
+        try:
+            return self._in_pieces.plan()
+        except PlanError:
+            return None
+
+    @functools.cached_property
+    def _in_pieces(self) -> "Planner | None":
+        """The planner of that program; None where no operation is on large arguments alone."""
+        if self._large < float("inf") or self.has_fixed_cut or self.request.num_devices > 1:
+            return None
+        equations = self._program.ordered(FINEST).equations
+        if not any(large_lengths(equation, LARGE_ARRAY) for equation in equations):
+            return None
+        return self._in_pieces_of(LARGE_ARRAY)
 
     @functools.cached_property
     def _must_have_host(self) -> bool:
@@ -232,6 +256,8 @@ class Planner(Cutting):
         """The smallest budget in bytes that works cut, and the graph and vertex that set it."""
         graph = self._least.graph
         least, vertex = min_budget(graph)
+        if self._in_pieces is not None and (other := self._in_pieces.minimum())[0] < least:
+            return other
         return least, graph, vertex
 
     @garbage.paused()

@@ -42,8 +42,7 @@ from jaxoffload.search.loops import expected_workspace, held_inside
 logger = logging.getLogger(__name__)
 
 _FIRST_COMPILED = 2
-"""Kernels of a cut that are compiled first to see whether it works within a budget; then twice as
-many, and so on."""
+"""Kernels of a cut that are compiled first, to see whether it works; then twice as many."""
 
 
 class CutProgram:
@@ -58,6 +57,7 @@ class CutProgram:
         there are some, and where there are none as what they may take.
       settings: of the place where the plan is asked for.
       honours: whether what the user wants on the host's cores is to run there.
+      large: see `scan.unroll`.
 
     Attributes:
       constants: arrays that the function closes over; they follow its own arguments.
@@ -75,10 +75,10 @@ class CutProgram:
         estimates: bool,
         settings: compat.LoweringSettings,
         honours: bool = True,
+        large: float = float("inf"),
     ):
-        self._honours = honours
-        self._request, self._backend = request, backend
-        self._model, self._machine = model, machine
+        self._request, self._backend, self._honours = request, backend, honours
+        self._model, self._machine, self._large = model, machine, large
         self._compiles, self._estimates = compiles, estimates
         self.has_estimated = False
         self.reports: list[CompileReport] = []
@@ -169,6 +169,7 @@ class CutProgram:
                 rates=self._model,
                 honours=self._honours,
                 distributes=not whole_loops,
+                large=self._large,
             )
             if (request := self._request).num_devices == 1:
                 with_rows_read(program, request.disk_arguments)

@@ -1,0 +1,111 @@
+"""What one operation makes of the pieces of a stack: a part of each, and the parts joined.
+
+Takes an equation and the pieces of its operands; emits the equations that work on them.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture import operations, slicing, sums
+from jaxoffload.capture.flat import Equation, Operand, Value
+from jaxoffload.capture.loops import Rows
+
+Emit = Callable[..., Value]
+"""Emits an operation on operands, with the abstract value of its result, which it gives."""
+
+_JOINED_AT_ONCE = 64
+"""Up to so many scalars, of the slices of a stack, are joined by one operation: an optimizer that
+clips by a norm has one for each slice of each parameter."""
+
+
+def parts(
+    equation: Equation,
+    rows: Rows,
+    columns: Sequence[Sequence[Operand]],
+    avals: Sequence[Any],
+    emit: Emit,
+) -> Iterator[Operand]:
+    """The operation's result on each piece, emitted when it is asked for.
+
+    Args:
+      columns: for each operand the pieces, or as often the whole.
+      avals: of the results.
+    """
+    by_size: dict[int, Any] = {}
+    pieces = zip(rows.spans(), zip(*columns, strict=True), avals, strict=True)
+    for (first, stop), row, aval in pieces:
+        size = stop - first
+        if size not in by_size:
+            by_size[size] = operations.map_over_stack(
+                equation, rows.length, None if rows.are_slices else size
+            )
+        operation = by_size[size].operation
+        yield row[0] if operation is None else emit(operation, row, aval)
+
+
+def joined(
+    equation: Equation,
+    mapped: operations.Mapped,
+    rows: Rows,
+    columns: Sequence[Sequence[Operand]],
+    emit: Emit,
+) -> Operand:
+    """The parts of a result that is no stack, joined: in a dtype wide enough for so many."""
+    operation, out = equation.operation, equation.outputs[0].aval
+    if mapped.combine is None:
+        return _side_by_side(equation, mapped.dim, rows, columns, emit)
+    if mapped.folds is not None:
+        return _folded(equation, mapped.folds, rows, columns, emit)
+    rounds = mapped.combine in sums.ROUNDED
+    dtype = sums.wider(out.dtype) if rounds else out.dtype
+    aval = compat.ShapedArray(out.shape, dtype)
+    is_narrow = mapped.widened == "outputs"
+    if not is_narrow:
+        columns = [[_converted(x, dtype, operation.eqn, emit) for x in c] for c in columns]
+    avals = [out if is_narrow else aval] * len(columns[0])
+    made: Iterator[Operand] = parts(equation, rows, columns, avals, emit)
+    if is_narrow:
+        made = (_converted(part, dtype, operation.eqn, emit) for part in made)
+
+    join = functools.partial(slicing.combine_operation, operation, mapped.combine, rounds)
+    if not out.shape and 1 < len(columns[0]) <= _JOINED_AT_ONCE:
+        together = tuple(made)
+        total = emit(join(len(together)), together, aval)
+    else:
+        pair = join(2)
+        total = sums.joined(made, lambda a, b: emit(pair, (a, b), aval), rounds)
+    return _converted(total, out.dtype, operation.eqn, emit)
+
+
+def _side_by_side(
+    equation: Equation, dim: int, rows: Rows, columns: Sequence[Sequence[Operand]], emit: Emit
+) -> Operand:
+    """The parts along another dimension than the first."""
+    out = equation.outputs[0].aval
+    shapes = [(*out.shape[:dim], b - a, *out.shape[dim + 1 :]) for a, b in rows.spans()]
+    avals = [compat.ShapedArray(shape, out.dtype) for shape in shapes]
+    made = tuple(parts(equation, rows, columns, avals, emit))
+    return emit(slicing.concatenation(equation.operation.eqn, dim), made, out)
+
+
+def _folded(
+    equation: Equation, folds: int, rows: Rows, columns: Sequence[Sequence[Operand]], emit: Emit
+) -> Operand:
+    """The last of the parts, each of which goes on with the one before."""
+    out = equation.outputs[0].aval
+    made = columns[folds][0]
+    for number in range(len(columns[0])):
+        row = [column[number] for column in columns]
+        row[folds] = made
+        made = emit(equation.operation, tuple(row), out)
+    return made
+
+
+def _converted(operand: Operand, dtype: Any, eqn: Any, emit: Emit) -> Operand:
+    """The operand in another dtype."""
+    if operand.aval.dtype == dtype:
+        return operand
+    conversion = slicing.conversion(operand.aval.dtype, dtype, eqn)
+    return emit(conversion, (operand,), compat.ShapedArray(operand.aval.shape, dtype))

@@ -1,0 +1,139 @@
+"""Arrays that do not fit into the budget: what reads them works piece by piece."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxoffload as jo
+from tests.foreign.judge import disagreement, in_float64
+
+RANDOM = np.random.default_rng(0)
+ROWS, COLUMNS = 20_011, 256  # a prime number of rows, 19.5 MiB
+BUDGET = 4 << 20
+X = RANDOM.standard_normal((ROWS, COLUMNS)).astype(np.float32)
+Y = RANDOM.standard_normal((ROWS, 8)).astype(np.float32)
+W = (RANDOM.standard_normal((COLUMNS, 8)) / 16).astype(np.float32)
+FLAGS = RANDOM.random(ROWS) < 0.5
+
+
+def regression(w, x, y):
+    return jax.value_and_grad(lambda w: jnp.mean((jnp.tanh(x @ w) - y) ** 2))(w)
+
+
+def centered(x):
+    return x - x.mean(0, keepdims=True)
+
+
+def nearest(x, centers):
+    squares = jnp.sum(x**2, 1, keepdims=True), jnp.sum(centers**2, 1)[None]
+    distance = squares[0] - 2 * x @ centers.T + squares[1]
+    which = jnp.argmin(distance, 1)
+    return which, jnp.zeros_like(centers).at[which].add(x)
+
+
+PROGRAMS = {
+    "rows": (lambda x, w: jnp.tanh(x @ w), X, W),
+    "regression": (regression, W, X, Y),
+    "covariance": (lambda x: centered(x).T @ centered(x) / len(x), X),
+    "standardized": (lambda x: centered(x) / x.std(0, keepdims=True), X),
+    "least squares": (
+        lambda x, y: jnp.linalg.solve(x.T @ x + jnp.eye(COLUMNS), x.T @ y), X, Y,
+    ),
+    "nearest": (nearest, X, X[:16]),
+    "closest rows": (lambda x, q: lax.top_k(q @ x.T, 4), X, X[:8]),
+    "some rows": (lambda x, f: jnp.where(f[:, None], x, 0).sum(0), X, FLAGS),
+    "extremes": (lambda x: (x.max(0), x.min(0), jnp.argmax(x, 1), jnp.sort(x, 1)[:, :2]), X),
+    "large result": (lambda y: jnp.exp(-((y[:, None, :128] - y[None, :8, :128]) ** 2)), X[:, :128]),
+    "bfloat16": (lambda x, w: (x @ w, x.sum(0)), X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)),
+    "integers": (lambda x: (x.sum(), jnp.bincount(x.ravel() % 7, length=7)), X.astype(np.int32)),
+    "one step": (lambda x, y: x - 0.1 * (x * y + jnp.abs(x).mean()), X, X[::-1].copy()),
+}  # fmt: skip
+
+
+@pytest.mark.drawn(8)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_results_are_those_of_jit(name):
+    function, *args = PROGRAMS[name]
+    step = jo.offload(function, device_memory=BUDGET)
+    got, want = step(*args), jax.jit(function)(*args)
+    exact = in_float64(function, args)
+    for g, w, e in zip(*map(jax.tree.leaves, (got, want, exact)), strict=True):
+        assert not disagreement(np.asarray(w), np.asarray(g), e, ulps=4)
+    assert step.last_run.peak_device_bytes <= BUDGET
+    assert step.last_run.bytes_reloaded >= args[0].nbytes
+
+
+def rows(x, w):
+    return jnp.tanh(x @ w)
+
+
+def test_the_smallest_budget_works_and_less_is_refused():
+    with pytest.raises(jo.PlanError, match=r"test_large_arrays\.py:\d+") as refused:
+        jo.offload(rows, device_memory=1)(X, W)
+    least = refused.value.min_device_memory
+    assert least < X.nbytes / 16
+    got = jo.offload(rows, device_memory=least)(X, W)
+    np.testing.assert_allclose(got, rows(X, W), rtol=1e-4, atol=1e-5)
+    with pytest.raises(jo.PlanError):
+        jo.offload(rows, device_memory=least - 1)(X, W)
+    assert jo.offload(rows, device_memory=least).explain(X, W).min_device_memory == least
+
+
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+def test_what_fits_is_not_cut():
+    step = jo.offload(rows, device_memory=X.nbytes + (2 << 20))
+    assert len(step.plan(X, W).taskgraph.vertices) <= 2
+
+
+@pytest.mark.parametrize("name", ["regression", "covariance", "nearest"])
+def test_bits_are_the_same_in_any_order_and_every_run_is_proven(name):
+    function, *args = PROGRAMS[name]
+    step = jo.offload(function, device_memory=BUDGET, check=True, verify=True)
+    want = step(*args)
+    for seed in range(2):
+        policy = jo.policies.random(seed, delays=1e-4)
+        shuffled = jo.offload(function, device_memory=BUDGET, launch=policy)
+        for g, w in zip(*map(jax.tree.leaves, (shuffled(*args), want)), strict=True):
+            np.testing.assert_array_equal(g, w)
+
+
+def test_under_jit_and_in_gradients():
+    step = jo.offload(lambda w, x, y: regression(w, x, y)[0], device_memory=BUDGET)
+    want = jax.jit(jax.grad(lambda w: regression(w, X, Y)[0]))(W)
+    np.testing.assert_allclose(jax.grad(step)(W, X, Y), want, rtol=1e-4, atol=1e-7)
+    got = jax.jit(jax.value_and_grad(step))(W, X, Y)[1]
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-7)
+
+
+def test_arrays_on_disk_and_results_that_go_there(tmp_path):
+    x = jo.disk_put(X, tmp_path)
+    step = jo.offload(
+        lambda x: centered(x), device_memory=BUDGET, disk=str(tmp_path), host_memory="8MiB",
+        results="host",
+    )  # fmt: skip
+    np.testing.assert_allclose(np.asarray(step(x)), centered(X), rtol=1e-5, atol=1e-5)
+
+
+def test_a_donated_array_is_written_in_place():
+    step = jo.offload(lambda x, w: x - 0.1 * (x @ w) @ w.T, device_memory=BUDGET, donate_argnums=0)
+    x = jo.host_put(X.copy())
+    want = jax.jit(lambda x, w: x - 0.1 * (x @ w) @ w.T)(X, W)
+    np.testing.assert_allclose(np.asarray(step(x, W)), want, rtol=1e-5, atol=1e-5)
+    assert x.is_deleted()
+
+
+def test_float64_is_float64_although_the_plan_is_made_outside():
+    def function(x):
+        return jnp.sin(x) @ (0.1 * jnp.ones((COLUMNS, 2)))
+
+    with jax.enable_x64(True):
+        x = RANDOM.standard_normal((ROWS // 2, COLUMNS))
+        want = jax.jit(function)(x)
+        plan = jo.offload(function, device_memory=2 * x.nbytes + BUDGET, cut="always").plan(x)
+    least = plan.min_device_memory  # which is that of pieces
+    with jax.enable_x64(True):
+        got = jo.offload(function, device_memory=least)(x)
+    assert got.dtype == np.float64 and least < BUDGET
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
