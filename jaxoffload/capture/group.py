@@ -20,7 +20,6 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxoffload.capture import operations
 from jaxoffload.capture.along import Way
 from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.operations import working_set
@@ -111,8 +110,7 @@ class Group:
     the position `SPAN` before the seed's; the group never reaches further.
     """
 
-    def __init__(self, search: Search, seed: int, way: Way, count: int, copies: bool = False):
-        self.copies_first = copies
+    def __init__(self, search: Search, seed: int, way: Way, count: int):
         self.search, self.where, self.count, self.seed = search, search.positions, count, seed
         equation = self.where.at(seed)
         self.segment = equation.segment
@@ -238,10 +236,7 @@ class Group:
         position = self.where.producer.get(value)
         if position is None or d is None:
             return []
-        equation = self.where.at(position)
-        if self.copies_first and operations.of(equation).is_cheap:
-            return self._copy(equation, d)
-        return self._join(position) or self._copy(equation, d)
+        return self._join(position) or self._copy(self.where.at(position), d)
 
     def _copy(self, equation: Equation, d: int | None) -> list[Member]:
         for way in self.search.tilings(equation, self.count):

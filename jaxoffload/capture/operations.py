@@ -326,10 +326,10 @@ def map_over_stack(equation: Equation, length: int, rows: int | None = None) -> 
         return None
     for way in rule(equation):
         (dim,) = way.outputs
-        others = {dim} if dim and rows is not None and 0 in way.inputs else set()
-        if way.numbered is not None or not way.cut(equation) <= {(d, length) for d in (0, *others)}:
-            continue
-        if others & {*way.inputs}:
+        wanted = {(0, length)}
+        if dim and rows is not None and dim not in way.inputs:  # the parts stand side by side
+            wanted.add((dim, length))
+        if way.numbered is not None or way.cut(equation) != wanted:
             continue
         changes = way.changes(rows)
         if changes is None:

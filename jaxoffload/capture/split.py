@@ -132,9 +132,7 @@ class _Splitter:
                         return best
                     group = Group(self.search, seed, way, count)
                     if not group.grow(before):
-                        group = Group(self.search, seed, way, count, True)
-                        if not group.grow(before):
-                            continue
+                        continue
                     needs = group.working_set()
                     more = self.rereading if group.rereads() else 1.0
                     found = max(more * needs, self.limit), more, needs

@@ -27,6 +27,7 @@ from typing import Any
 from jaxoffload import _jax_compat as compat
 from jaxoffload import garbage
 from jaxoffload.capture.demand import LARGE_ARRAY, large_lengths
+from jaxoffload.capture.views import with_parts_read
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import MemGraph
@@ -178,8 +179,10 @@ class Planner(Cutting):
         """The planner of that program; None where no operation is on large arguments alone."""
         if self._large < float("inf") or self.has_fixed_cut or self.request.num_devices > 1:
             return None
-        equations = self._program.ordered(FINEST).equations
-        if not any(large_lengths(equation, LARGE_ARRAY) for equation in equations):
+        equations = with_parts_read(self._program.ordered(FINEST).equations, frozenset())
+        if not any(
+            found for equation in equations for found in large_lengths(equation, LARGE_ARRAY)
+        ):
             return None
         return self._in_pieces_of(LARGE_ARRAY)
 
