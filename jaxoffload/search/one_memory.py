@@ -77,6 +77,7 @@ class OneMemoryPlanner(Planner):
         memory = self.request.options.memory
         assert memory is not None
         plan = self._kept(memory) or self._shared(memory) or self._smallest(memory)
+        plan = plan or self._plan_in_pieces()
         if plan is not None:
             return plan
 
@@ -229,7 +230,8 @@ class OneMemoryPlanner(Planner):
     def least_budget(self) -> int:
         """The smallest memory in bytes for which a plan was found, cut or whole."""
         room = self._least_plan[0]
-        return room if self._whole_bytes is None else min(room, self._whole_needs(room))
+        least = room if self._whole_bytes is None else min(room, self._whole_needs(room))
+        return min(least, self._in_pieces.least_budget) if self._in_pieces else least
 
     @functools.cached_property
     def _least_plan(self) -> tuple[int, "OneMemoryPlanner | None", MemGraph | None]:
@@ -261,6 +263,8 @@ class OneMemoryPlanner(Planner):
 
     def minimum(self) -> tuple[int, TaskGraph, int]:
         graph = self._leanest.graph
+        if self._in_pieces and self._in_pieces.least_budget < self._least_plan[0]:
+            return self._in_pieces.minimum()
         return self.least_budget, graph, min_budget(graph)[1]
 
     @functools.cached_property
@@ -318,6 +322,8 @@ class OneMemoryPlanner(Planner):
         return more + (moved if self._uses_disk_arrays else min(moved, kept))
 
     def _refusal(self, budget: int) -> PlanError:
+        if self._in_pieces and self._in_pieces.least_budget < self._least_plan[0]:
+            return self._in_pieces._refusal(budget)
         around = self.request.options.around
         budget, least = budget + around, self.least_budget + around
         graph = self._leanest.graph

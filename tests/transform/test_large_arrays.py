@@ -137,3 +137,17 @@ def test_float64_is_float64_although_the_plan_is_made_outside():
         got = jo.offload(function, device_memory=least)(x)
     assert got.dtype == np.float64 and least < BUDGET
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["regression", "covariance"])
+def test_where_the_budget_is_ram_what_is_made_of_them_is_never_there_whole(name):
+    function, *args = PROGRAMS[name]
+    with pytest.raises(jo.PlanError) as refused:
+        jo.offload(function, memory=1000)(*args)
+    least = refused.value.min_device_memory
+    made = 8 * ROWS * 4 if name == "regression" else X.nbytes  # x @ w, or what is centered
+    assert least < 2 * made if name == "regression" else least < made / 4
+    step = jo.offload(function, memory=least)
+    for g, w in zip(*map(jax.tree.leaves, (step(*args), jax.jit(function)(*args))), strict=True):
+        assert not disagreement(np.asarray(w), np.asarray(g), ulps=4)
+    assert step.explain(*args).min_device_memory == least
