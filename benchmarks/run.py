@@ -5,7 +5,7 @@ import argparse
 import importlib
 
 NAMES = ("ratios", "first_call", "restart", "steady", "split", "accuracy", "overhead", "planner",
-         "plans", "gpu_plans", "disk", "ram", "host", "cycle", "loops", "graphs", "rows",
+         "plans", "gpu_plans", "disk", "ram", "host", "cycle", "loops", "large", "graphs", "rows",
          "device_rows", "simulated", "devices", "bus", "sharded", "mesh", "throttled", "finetune",
          "soak")  # fmt: skip
 

@@ -1,0 +1,132 @@
+"""Arrays that are larger than the budget: what reads them works piece by piece.
+
+Programs over one matrix of many rows, at shares of its bytes, against `jax.jit` with all of it at
+hand: seconds, bytes that are brought up over those of the matrix, and what the least budget is.
+Then behind the slow link (throttled.py), over what the matrix takes to cross it once.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jaxoffload as jo
+from benchmarks.measure import interleaved, machine, save
+from benchmarks.ratios import difference
+from benchmarks.throttled import RATE, slow_link
+from jaxoffload.errors import PlanError
+from jaxoffload.options import format_bytes
+
+ROWS, COLUMNS, OUTPUTS = 400_000, 256, 32
+SHARES = (0.5, 0.125, 0.03)
+SLOW = ("rows", "regression")
+
+
+def _regression(w: Any, x: Any, y: Any) -> Any:
+    return jax.value_and_grad(lambda w: jnp.mean((jnp.tanh(x @ w) - y) ** 2))(w)
+
+
+def _covariance(x: Any) -> Any:
+    centered = x - x.mean(0)
+    return centered.T @ centered / len(x)
+
+
+def _nearest(x: Any, centers: Any) -> Any:
+    distance = (x**2).sum(1)[:, None] - 2 * x @ centers.T + (centers**2).sum(1)
+    which = jnp.argmin(distance, 1)
+    return which, jnp.zeros_like(centers).at[which].add(x)
+
+
+def programs(rows: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Functions by name, each with its arguments, the matrix among them."""
+    random = np.random.default_rng(0)
+    x = random.standard_normal((rows, COLUMNS), dtype=np.float32)
+    y = random.standard_normal((rows, OUTPUTS), dtype=np.float32)
+    w = random.standard_normal((COLUMNS, OUTPUTS), dtype=np.float32) / 16
+    return {
+        "rows": (lambda x, w: jnp.tanh(x @ w), (x, w)),
+        "regression": (_regression, (w, x, y)),
+        "covariance": (_covariance, (x,)),
+        "standardized": (lambda x: (x - x.mean(0)) / x.std(0), (x,)),
+        "least squares": (
+            lambda x, y: jnp.linalg.solve(x.T @ x + jnp.eye(COLUMNS), x.T @ y), (x, y),
+        ),
+        "nearest centers": (_nearest, (x, x[:OUTPUTS])),
+        "closest rows": (lambda x, q: lax.top_k(q @ x.T, 4), (x, x[:OUTPUTS])),
+    }  # fmt: skip
+
+
+def measure(name: str, function: Any, args: Any, share: float, rounds: int) -> dict[str, Any]:
+    """One program at one share of its matrix."""
+    large = max(x.nbytes for x in args)
+    step, jitted = jo.offload(function, device_memory=int(share * large)), jax.jit(function)
+    args = jax.device_put(args)
+    try:
+        found = step(*args)
+    except PlanError as error:
+        print(f"{name} {share:.3g}: {error}")
+        return {"program": name, "share": share, "refused": str(error)}
+    error = difference(jitted(*args), found)
+    times = interleaved(
+        {
+            "offloaded": lambda: jax.block_until_ready(step(*args)),
+            "jit": lambda: jax.block_until_ready(jitted(*args)),
+        },
+        rounds,
+    )
+    run, plan = step.last_run, step.plan(*args)
+    row = {
+        "program": name,
+        "share": share,
+        "bytes": large,
+        "budget": int(share * large),
+        "least": plan.min_device_memory,
+        "vertices": len(plan.taskgraph.vertices),
+        "up": int(run.bytes_reloaded),
+        "error": error,
+        **{f"seconds {way}": t.median for way, t in times.items()},
+    }
+    print(
+        f"{name}, {format_bytes(row['budget'])} for {format_bytes(large)} (least "
+        f"{format_bytes(row['least'])}): {times['offloaded'].median:.3f} s, "
+        f"{times['offloaded'].ratio(times['jit']):.2f} of jit; up "
+        f"{row['up'] / large:.2f} of the matrix; {row['vertices']} vertices; error {error:.1e}",
+        flush=True,
+    )
+    return row
+
+
+def behind_a_slow_link(name: str, function: Any, args: Any, share: float, rounds: int) -> Any:
+    """One program's seconds over those of the link or the kernels."""
+    large = max(x.nbytes for x in args)
+    with slow_link():
+        step = jo.offload(function, device_memory=int(share * large))
+        args = jax.device_put(args)
+        times = interleaved({"": lambda: jax.block_until_ready(step(*args))}, rounds)
+        run = step.last_run
+    seconds, least = times[""].median, max(x.nbytes for x in args) / RATE
+    print(
+        f"{name} behind the slow link, {share:.3g}: {seconds:.2f} s, {seconds / least:.2f} of what "
+        f"the matrix takes to cross it once; up {run.bytes_reloaded / large:.2f} of it",
+        flush=True,
+    )
+    return {"program": f"{name} behind a slow link", "share": share, "seconds": seconds,
+            "over_bound": seconds / least, "up": int(run.bytes_reloaded)}  # fmt: skip
+
+
+def run(small: bool = False, out: str | None = None) -> list[dict[str, Any]]:
+    """Measures and prints."""
+    print(machine())
+    found = programs(ROWS // 16 if small else ROWS)
+    rows = [
+        measure(name, function, args, share, 1 if small else 7)
+        for name, (function, args) in found.items()
+        for share in (SHARES[1:2] if small else SHARES)
+    ]
+    for name in SLOW[:1] if small else SLOW:
+        rows.append(behind_a_slow_link(name, *found[name], SHARES[1], 1 if small else 3))
+    save("large", rows, out)
+    return rows
