@@ -4,7 +4,8 @@ Takes an equation and the pieces of its operands; emits the equations that work 
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxoffload import _jax_compat as compat
@@ -13,7 +14,8 @@ from jaxoffload.capture.flat import Equation, Operand, Value
 from jaxoffload.capture.loops import Rows
 
 Emit = Callable[..., Value]
-"""Emits an operation on operands, with the abstract value of its result, which it gives."""
+"""Emits an operation on operands, with the abstract value of its result, which it gives; and the
+number of the piece that it works on, if it is one."""
 
 _JOINED_AT_ONCE = 64
 """Up to so many scalars, of the slices of a stack, are joined by one operation: an optimizer that
@@ -35,14 +37,14 @@ def parts(
     """
     by_size: dict[int, Any] = {}
     pieces = zip(rows.spans(), zip(*columns, strict=True), avals, strict=True)
-    for (first, stop), row, aval in pieces:
+    for number, ((first, stop), row, aval) in enumerate(pieces):
         size = stop - first
         if size not in by_size:
             by_size[size] = operations.map_over_stack(
                 equation, rows.length, None if rows.are_slices else size
             )
         operation = by_size[size].operation
-        yield row[0] if operation is None else emit(operation, row, aval)
+        yield row[0] if operation is None else emit(operation, row, aval, piece=number)
 
 
 def joined(
@@ -99,7 +101,7 @@ def _folded(
     for number in range(len(columns[0])):
         row = [column[number] for column in columns]
         row[folds] = made
-        made = emit(equation.operation, tuple(row), out)
+        made = emit(equation.operation, tuple(row), out, piece=number)
     return made
 
 
@@ -109,3 +111,35 @@ def _converted(operand: Operand, dtype: Any, eqn: Any, emit: Emit) -> Operand:
         return operand
     conversion = slicing.conversion(operand.aval.dtype, dtype, eqn)
     return emit(conversion, (operand,), compat.ShapedArray(operand.aval.shape, dtype))
+
+
+def piece_by_piece(equations: Sequence[Equation], pieces: Mapping[int, int]) -> list[Equation]:
+    """The same equations, all that can be done with one piece before what is done with the next, so
+    that it need not be brought in again.
+
+    Args:
+      equations: in program order.
+      pieces: numbers of pieces, by the identity of the equations that work on them. What joins
+        parts goes with the last of these.
+    """
+    maker = {v: i for i, e in enumerate(equations) for v in e.outputs}
+    needs = [{maker[v] for v in e.values() if v in maker} for e in equations]
+    readers: list[list[int]] = [[] for _ in equations]
+    rank: list[int] = []
+    for i, equation in enumerate(equations):
+        own = pieces.get(id(equation))
+        rank.append(max((rank[j] for j in needs[i]), default=-1) if own is None else own)
+        for j in needs[i]:
+            readers[j].append(i)
+    waits = [len(found) for found in needs]
+    ready = [(rank[i], i) for i, count in enumerate(waits) if not count]
+    heapq.heapify(ready)
+    found = []
+    while ready:
+        _, i = heapq.heappop(ready)
+        found.append(equations[i])
+        for reader in readers[i]:
+            waits[reader] -= 1
+            if not waits[reader]:
+                heapq.heappush(ready, (rank[reader], reader))
+    return found

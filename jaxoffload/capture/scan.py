@@ -90,9 +90,12 @@ def unroll(
     environment: dict[Value, Operand | Stack] = {}
     unroller.run(levels.of(equations, large), environment, segment=0)
     parts = [unroller.result_parts(unroller.look_up(environment, r)) for r in results]
+    made = unroller.equations
+    if large < float("inf") and len(unroller.parents) == 1:  # no scan is in steps
+        made = joining.piece_by_piece(made, unroller.piece_numbers)
     return Program(
         unroller.arguments,
-        unroller.equations,
+        made,
         parts,
         unroller.parents,
         rates,
@@ -113,6 +116,7 @@ class _Unroller:
         self.arguments = arguments
         self.equations: list[Equation] = []
         self.parents = [0]
+        self.piece_numbers: dict[int, int] = {}  # by the identity of equations
         self._levels = levels
         self._segment = 0
         self._pieces: dict[tuple[Value, Rows], list[Operand]] = {}
@@ -199,8 +203,13 @@ class _Unroller:
 
     # Writing -----------------------------------------------------------------------------------
 
-    def emit(self, operation: Any, inputs: tuple[Operand, ...], *avals: Any) -> Value:
-        return self.emit_all(operation, inputs, avals)[0]
+    def emit(
+        self, operation: Any, inputs: tuple[Operand, ...], *avals: Any, piece: int | None = None
+    ) -> Value:
+        (made, *_) = self.emit_all(operation, inputs, avals)
+        if piece is not None:
+            self.piece_numbers[id(self.equations[-1])] = piece
+        return made
 
     def emit_all(
         self, operation: Any, inputs: tuple[Operand, ...], avals: Sequence[Any]

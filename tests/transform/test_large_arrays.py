@@ -65,6 +65,15 @@ def test_results_are_those_of_jit(name):
     assert step.last_run.bytes_reloaded >= args[0].nbytes
 
 
+@pytest.mark.parametrize("name", ["rows", "regression", "least squares", "nearest"])
+def test_each_piece_is_read_once(name):
+    """All that is done with one piece is done before the next comes."""
+    function, *args = PROGRAMS[name]
+    step = jo.offload(function, device_memory=BUDGET)
+    step(*args)
+    assert step.last_run.bytes_reloaded <= 1.05 * sum(x.nbytes for x in args)
+
+
 def rows(x, w):
     return jnp.tanh(x @ w)
 
