@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import jaxoffload as jo
+from jaxoffload.search import planner
 from tests.foreign.judge import disagreement, in_float64
 
 RANDOM = np.random.default_rng(0)
@@ -160,3 +161,71 @@ def test_where_the_budget_is_ram_what_is_made_of_them_is_never_there_whole(name)
     for g, w in zip(*map(jax.tree.leaves, (step(*args), jax.jit(function)(*args))), strict=True):
         assert not disagreement(np.asarray(w), np.asarray(g), ulps=4)
     assert step.explain(*args).min_device_memory == least
+
+
+def random_rows(seed):
+    """A program over arrays of as many rows each, and the arrays that it takes."""
+    random = np.random.default_rng(seed)
+    count = int(random.choice([24, 37, 130]))
+    made = [(count, 6), (count, 6), (6, 5), (6,)]
+    args = [random.standard_normal(shape).astype(np.float32) for shape in made]
+    args.append(random.integers(0, 4, count).astype(np.int32))
+    choices = random.integers(0, 1 << 30, (9, 3))
+
+    def function(x, y, w, b, number):
+        rows, small = [x, y], []
+        for kind, i, j in choices:
+            u, v = rows[i % len(rows)], rows[j % len(rows)]
+            match kind % 13:
+                case 0:
+                    rows.append(jnp.tanh(u) + v)
+                case 1:
+                    rows.append((u @ w) @ w.T / 3)
+                case 2:
+                    rows.append(u - u.mean(0, keepdims=True))
+                case 3:
+                    small.append(u.T @ v / count)
+                case 4:
+                    small.append((u * v).sum(0) + b)
+                case 5:
+                    rows.append(jax.nn.softmax(u, 1) * b[None])
+                case 6:
+                    small.append(jnp.zeros((4, 6)).at[number].add(u))
+                case 7:
+                    rows.append(jnp.where(number[:, None] > 1, u, v[:, ::-1]))
+                case 8:
+                    rows.append(jnp.sort(u, 1) / (1 + jnp.abs(v.max(0, keepdims=True))))
+                case 9:
+                    rows.append(u.reshape(count, 2, 3).sum(1) @ w[:3] @ w.T / 4)
+                case 10:
+                    rows.append(u.astype(jnp.bfloat16).astype(jnp.float32) * v)
+                case 11:
+                    small.append(w.T @ u.T @ jnp.cos(v) / count)
+                case 12:
+                    rows.append(jnp.cumsum(u, 1) / 6 + jnp.concatenate([v[:, 3:], u[:, :3]], 1))
+        return rows[-1], small
+
+    def gradient(*args):
+        def total(x, w):
+            rows, small = function(x, args[1], w, *args[3:])
+            return jnp.mean(jnp.sin(rows)) + sum(jnp.mean(s**2) for s in small)
+
+        return jax.value_and_grad(total, (0, 1))(args[0], args[2])
+
+    return gradient if seed % 2 else function, args
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("seed", range(24))
+def test_random_programs_in_pieces_are_those_of_jit(seed, monkeypatch):
+    monkeypatch.setattr(planner, "LARGE_ARRAY", 64)
+    function, args = random_rows(seed)
+    want, exact = jax.jit(function)(*args), in_float64(function, args)
+    with pytest.raises(jo.PlanError) as refused:
+        jo.offload(function, device_memory=1)(*args)
+    least = refused.value.min_device_memory
+    for budget in (least, 3 * least // 2):
+        policy = jo.policies.random(seed, delays=1e-4)
+        got = jo.offload(function, device_memory=budget, cut="always", launch=policy)(*args)
+        for g, w, e in zip(*map(jax.tree.leaves, (got, want, exact)), strict=True):
+            assert not disagreement(np.asarray(w), np.asarray(g), e, ulps=16)
