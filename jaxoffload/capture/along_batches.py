@@ -1,4 +1,5 @@
-"""How operations on windows, and on matrices, work along the dimensions that they repeat over.
+"""How operations on windows, on matrices, and Fourier transforms, work along the dimensions that
+they repeat over.
 
 Rules as those of along.py: a window of one element that moves by one sees nothing of its
 neighbours, and nothing that is done with one matrix of a batch is of another.
@@ -46,3 +47,10 @@ def matrices(dims: int) -> Rule:
             yield Way((d,) * len(equation.inputs), (d,) * len(equation.outputs), unchanged)
 
     return rule
+
+
+def fft(equation: Equation) -> Iterator[Way]:
+    """Along all dimensions but those that are transformed, the last ones."""
+    lengths = equation.operation.params["fft_lengths"]
+    for d in range(len(equation.inputs[0].aval.shape) - len(lengths)):
+        yield Way((d,), (d,), unchanged)

@@ -47,8 +47,8 @@ def demand(equations: Sequence[Equation], large: float = float("inf")) -> Ties:
     Scans make and want stacks; operations that work piece by piece spread them both ways.
 
     Args:
-      large: bytes of an operand or a result from which on an operation on an argument is to work
-        piece by piece.
+      large: bytes of an operand or a result from which on operations work piece by piece where
+        that makes less of them (`large_lengths`).
     """
     ties = Ties()
     for equation in equations:
@@ -91,11 +91,16 @@ def _spread(ties: Ties, equations: Sequence[Equation], rows: int | None) -> None
 
 def large_lengths(equation: Equation, large: float) -> Iterator[tuple[int, operations.Mapped]]:
     """Along which leading axes, and how, an equation with large operands or a large result works
-    piece by piece on an argument."""
+    piece by piece: on an argument, or on nothing that is large itself."""
     if len(equation.outputs) != 1 or isinstance(equation.operation, Loop):
         return
     values = [v for v in (*equation.values(), *equation.outputs) if v.num_bytes() >= large]
     for length in dict.fromkeys(v.shape[0] for v in values if v.shape and v.shape[0] > 1):
         mapped = operations.map_over_stack(equation, length, _SOME)
-        if mapped is not None and any(mapped.arguments(equation.inputs)):
+        if mapped is None:
+            continue
+        cut = mapped.cut(equation.inputs)
+        is_read = any(v.argument is not None for v in cut)
+        is_made = mapped.stacks_results and all(v.num_bytes() < large for v in cut)
+        if cut and (is_read or is_made):
             yield length, mapped

@@ -205,6 +205,7 @@ TABLE: dict[str, Known] = {
     **dict.fromkeys(
         ("lu_pivots_to_permutation", "tridiagonal_solve"), Known(ways=along_batches.matrices(1))
     ),
+    "fft": Known(ways=along_batches.fft),
     # Parts, rows, updates.
     "concatenate": Known(is_priced=True, ways=along.concatenate),
     "slice": Known(is_priced=True, ways=along.slice_),
@@ -309,10 +310,10 @@ class Mapped:
         """Whether the pieces' results are pieces of the result."""
         return self.combine is None and self.dim == 0
 
-    def arguments(self, operands: Sequence[Any]) -> list[bool]:
-        """Of the operands that are cut, which are the caller's arrays."""
+    def cut(self, operands: Sequence[Any]) -> list[Value]:
+        """The operands that are cut and are no stacks yet."""
         pairs = zip(operands, self.sliced, strict=True)
-        return [x.argument is not None for x, sliced in pairs if sliced and isinstance(x, Value)]
+        return [x for x, sliced in pairs if sliced and isinstance(x, Value)]
 
 
 def map_over_stack(equation: Equation, length: int, rows: int | None = None) -> Mapped | None:

@@ -261,8 +261,8 @@ class _Unroller:
         mapped = operations.map_over_stack(equation, rows.length, some)
         if mapped is None:
             return False
-        found, is_enough = mapped.arguments(operands), any if rows.multiplied else all
-        if asked and found and not is_enough(found):
+        is_there = (v.argument is not None for v in mapped.cut(operands))
+        if asked and not rows.multiplied and not all(is_there):
             return False  # Slicing what is computed whole anyway would gain nothing.
         eqn = equation.operation.eqn
         spans = rows.spans()

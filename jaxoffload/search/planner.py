@@ -12,7 +12,7 @@ Takes a `Request`; gives a `Plan`, or refuses the budget. One search is inside a
        │     │     by their simulated seconds; nothing is compiled
        │     └─ the first `COMPILED` of them that work once compiled (program.py): the fastest
        │  or, if none works, parts that loops repeat (transform/loops.py), else all of this with
-       │  large arguments in pieces (capture/demand.py), else the cut that needs least (least.py)
+       │  large arrays in pieces (capture/demand.py), else the cut that needs least (least.py)
        └─ fastest (fastest.py): of that cut each rule of allocation, then each serial order by the
              best rule; the MemGraph that ends first in simulation
 
@@ -166,7 +166,7 @@ class Planner(Cutting):
         return cut()
 
     def _plan_in_pieces(self) -> Plan | None:
-        """The plan of the same program with operations on large arguments in pieces, if any."""
+        """The plan of the same program with large arguments and results in pieces, if any."""
         if self._in_pieces is None:
             return None
         try:
@@ -176,7 +176,7 @@ class Planner(Cutting):
 
     @functools.cached_property
     def _in_pieces(self) -> "Planner | None":
-        """The planner of that program; None where no operation is on large arguments alone."""
+        """The planner of that program; None where no operation is worth being in pieces."""
         if self._large < float("inf") or self.has_fixed_cut or self.request.num_devices > 1:
             return None
         equations = with_parts_read(self._program.ordered(FINEST).equations, frozenset())

@@ -70,6 +70,8 @@ OPERATIONS = {
     "slice": (lambda x: x[:, 1:3], X),
     "pad": (lambda x: jnp.pad(x, ((0, 0), (1, 2), (0, 0))), X),
     "reverse": (lambda x: x[:, ::-1], X),
+    "transform": (lambda x: lax.fft(x, lax.FftType.RFFT, (6, 8)), X),
+    "transform back": (lambda x: lax.fft(x + 1j, lax.FftType.IRFFT, (8,)), X[:, :, :5]),
     "running sum": (lambda x: jnp.cumsum(x, axis=2), X),
     "rows": (lambda x, i: x[i[:, :, 0]], normal(8, 12), IDS),
     "add to rows": (lambda x, y, i: x.at[i[..., 0]].add(y), normal(8, 12), normal(4, 6, 12), IDS),

@@ -47,6 +47,10 @@ PROGRAMS = {
     "some rows": (lambda x, f: jnp.where(f[:, None], x, 0).sum(0), X, FLAGS),
     "extremes": (lambda x: (x.max(0), x.min(0), jnp.argmax(x, 1), jnp.sort(x, 1)[:, :2]), X),
     "large result": (lambda y: jnp.exp(-((y[:, None, :128] - y[None, :8, :128]) ** 2)), X[:, :128]),
+    "gathered": (lambda x, n: jnp.sin(x[n]), X[:64], RANDOM.integers(0, 64, ROWS)),
+    "made of small": (
+        lambda a, b: jnp.exp(-((jnp.cumsum(a)[:, None] / 100 - b[None]) ** 2)), Y[:, 0], W[:, 0],
+    ),
     "bfloat16": (lambda x, w: (x @ w, x.sum(0)), X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)),
     "integers": (lambda x: (x.sum(), jnp.bincount(x.ravel() % 7, length=7)), X.astype(np.int32)),
     "one step": (lambda x, y: x - 0.1 * (x * y + jnp.abs(x).mean()), X, X[::-1].copy()),
