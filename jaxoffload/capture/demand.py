@@ -2,6 +2,7 @@
 
 Takes equations; gives the values that are wanted so, and which of them are to have the same pieces.
 A value that a scan slices or stacks is one, and so is every value that elementwise work ties to it.
+Where no budget does otherwise, large arrays are, with what products and sums make of their rows.
 """
 
 from collections.abc import Iterator, Sequence
