@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 
 import jaxoffload as jo
-from jaxoffload.search import planner
+from jaxoffload.capture import loops
+from jaxoffload.search import program
 from tests.foreign.judge import disagreement, in_float64
 
 RANDOM = np.random.default_rng(0)
@@ -53,6 +54,7 @@ PROGRAMS = {
     ),
     "bfloat16": (lambda x, w: (x @ w, x.sum(0)), X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)),
     "integers": (lambda x: (x.sum(), jnp.bincount(x.ravel() % 7, length=7)), X.astype(np.int32)),
+    "single rows": (lambda x: (jnp.cos(x) * 2, x @ x[:2].T), X[:20_000].reshape(50, -1)),
     "one step": (lambda x, y: x - 0.1 * (x * y + jnp.abs(x).mean()), X, X[::-1].copy()),
 }  # fmt: skip
 
@@ -222,7 +224,12 @@ def random_rows(seed):
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("seed", range(24))
 def test_random_programs_in_pieces_are_those_of_jit(seed, monkeypatch):
-    monkeypatch.setattr(planner, "LARGE_ARRAY", 64)
+    """Although they would fit otherwise, and whatever is large."""
+    monkeypatch.setattr(loops, "MOST_PIECES", 5)
+    plain = program.CutProgram.__init__
+    monkeypatch.setattr(
+        program.CutProgram, "__init__", lambda self, *args: plain(self, *args[:-1], 64)
+    )
     function, args = random_rows(seed)
     want, exact = jax.jit(function)(*args), in_float64(function, args)
     with pytest.raises(jo.PlanError) as refused:
