@@ -5,7 +5,7 @@ A value that a scan slices or stacks is one, and so is every value that elementw
 Where no budget does otherwise, large arrays are, with what products and sums make of their rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxoffload.capture import operations
@@ -49,7 +49,7 @@ def demand(equations: Sequence[Equation], large: float = float("inf")) -> Ties:
 
     Args:
       large: bytes of an operand or a result from which on operations work piece by piece where
-        that makes less of them (`large_lengths`).
+        that makes less of them (`large_way`).
     """
     ties = Ties()
     for equation in equations:
@@ -63,9 +63,9 @@ def demand(equations: Sequence[Equation], large: float = float("inf")) -> Ties:
     if large < float("inf"):
         known = len(ties.length)
         for equation in todo:
-            for length, mapped in large_lengths(equation, large):
+            if (found := large_way(equation, large)) is not None:
+                length, mapped = found
                 ties.want(mapped.stacks(equation), length)
-                break
         if len(ties.length) > known:
             _spread(ties, todo, _SOME)
     return ties
@@ -90,11 +90,11 @@ def _spread(ties: Ties, equations: Sequence[Equation], rows: int | None) -> None
             ties.want(mapped.stacks(equation), length)
 
 
-def large_lengths(equation: Equation, large: float) -> Iterator[tuple[int, operations.Mapped]]:
-    """Along which leading axes, and how, an equation with large operands or a large result works
+def large_way(equation: Equation, large: float) -> tuple[int, operations.Mapped] | None:
+    """Along which leading axis, and how, an equation with large operands or a large result works
     piece by piece: on an argument, or on nothing that is large itself."""
     if len(equation.outputs) != 1 or isinstance(equation.operation, Loop):
-        return
+        return None
     values = [v for v in (*equation.values(), *equation.outputs) if v.num_bytes() >= large]
     for length in dict.fromkeys(v.shape[0] for v in values if v.shape and v.shape[0] > 1):
         mapped = operations.map_over_stack(equation, length, _SOME)
@@ -104,4 +104,5 @@ def large_lengths(equation: Equation, large: float) -> Iterator[tuple[int, opera
         is_read = any(v.argument is not None for v in cut)
         is_made = mapped.stacks_results and all(v.num_bytes() < large for v in cut)
         if cut and (is_read or is_made):
-            yield length, mapped
+            return length, mapped
+    return None

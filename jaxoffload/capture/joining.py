@@ -4,8 +4,7 @@ Takes an equation and the pieces of its operands; emits the equations that work 
 """
 
 import functools
-import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxoffload import _jax_compat as compat
@@ -111,35 +110,3 @@ def _converted(operand: Operand, dtype: Any, eqn: Any, emit: Emit) -> Operand:
         return operand
     conversion = slicing.conversion(operand.aval.dtype, dtype, eqn)
     return emit(conversion, (operand,), compat.ShapedArray(operand.aval.shape, dtype))
-
-
-def piece_by_piece(equations: Sequence[Equation], pieces: Mapping[int, int]) -> list[Equation]:
-    """The same equations, all that can be done with one piece before what is done with the next, so
-    that it need not be brought in again.
-
-    Args:
-      equations: in program order.
-      pieces: numbers of pieces, by the identity of the equations that work on them. What joins
-        parts goes with the last of these.
-    """
-    maker = {v: i for i, e in enumerate(equations) for v in e.outputs}
-    needs = [{maker[v] for v in e.values() if v in maker} for e in equations]
-    readers: list[list[int]] = [[] for _ in equations]
-    rank: list[int] = []
-    for i, equation in enumerate(equations):
-        own = pieces.get(id(equation))
-        rank.append(max((rank[j] for j in needs[i]), default=-1) if own is None else own)
-        for j in needs[i]:
-            readers[j].append(i)
-    waits = [len(found) for found in needs]
-    ready = [(rank[i], i) for i, count in enumerate(waits) if not count]
-    heapq.heapify(ready)
-    found = []
-    while ready:
-        _, i = heapq.heappop(ready)
-        found.append(equations[i])
-        for reader in readers[i]:
-            waits[reader] -= 1
-            if not waits[reader]:
-                heapq.heappush(ready, (rank[reader], reader))
-    return found

@@ -244,19 +244,20 @@ def rows_for(loops: Sequence[Loop], piece_bytes: float) -> Rows | None:
         return None
     steps = min(_steps(loop, piece_bytes) for loop in loops)
     if steps > 1:
-        steps = -(-length // -(-length // steps))  # pieces of about one length
-        even = (n for n in range(steps, int(_LONGER * steps) + 1) if length % n == 0)
-        aligned = steps if steps <= _ALIGNED else -(-steps // _ALIGNED) * _ALIGNED
-        steps = next(even, aligned)
+        steps = _of_one_length(length, -(-length // -(-length // steps)))
     return Rows(length, steps) if steps < length or steps == 1 else None
 
 
 def rows_of_large(length: int) -> Rows:
     """How a large array is cut that no scan slices."""
-    steps = -(-length // MOST_PIECES)
+    return Rows(length, _of_one_length(length, -(-length // MOST_PIECES)), multiplied=True)
+
+
+def _of_one_length(length: int, steps: int) -> int:
+    """About so many rows, with which all pieces have one length, or begin where XLA can read."""
     even = (n for n in range(steps, int(_LONGER * steps) + 1) if length % n == 0)
     aligned = steps if steps <= _ALIGNED else -(-steps // _ALIGNED) * _ALIGNED
-    return Rows(length, next(even, aligned), multiplied=True)
+    return next(even, aligned)
 
 
 def _steps(loop: Loop, piece_bytes: float) -> int:

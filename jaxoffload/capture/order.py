@@ -13,7 +13,7 @@ All other equations keep the program's order. The result is a valid serial order
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxoffload.capture import operations
@@ -219,6 +219,25 @@ def _chains(equations: list[Equation], moves: list[bool]) -> list[int]:
         else:
             chain.append(number.setdefault(find(name(eqn.outputs[0])), i))
     return chain
+
+
+def piece_by_piece(equations: Sequence[Equation], pieces: Mapping[int, int]) -> list[Equation]:
+    """The same equations, all that can be done with one piece before what is done with the next, so
+    that it need not be brought in again.
+
+    Args:
+      equations: in program order.
+      pieces: numbers of pieces, by the identity of the equations that work on them. What joins
+        parts goes with the last of these.
+    """
+    producer = {out: i for i, eqn in enumerate(equations) for out in eqn.outputs}
+    reads = [{producer[v] for v in eqn.values() if v in producer} for eqn in equations]
+    rank: list[int] = []
+    for equation, read in zip(equations, reads, strict=True):
+        own = pieces.get(id(equation))
+        rank.append(max((rank[j] for j in read), default=-1) if own is None else own)
+    key = [(number, 0, i) for i, number in enumerate(rank)]
+    return [equations[i] for i in _sort(set(range(len(equations))), reads, key)]
 
 
 def _taken_from(waiting: set[int], reader: int, reads: Sequence[set[int]]) -> set[int]:

@@ -27,7 +27,7 @@ from jaxoffload.capture.inline import Asks, Constant, inline
 from jaxoffload.capture.levels import Level, Levels
 from jaxoffload.capture.loops import Loop, Rows
 from jaxoffload.capture.operations import is_view
-from jaxoffload.capture.order import live_equations
+from jaxoffload.capture.order import live_equations, piece_by_piece
 from jaxoffload.capture.products import with_small_transpositions
 from jaxoffload.capture.views import parts_of_argument, with_parts_read
 from jaxoffload.graphs.taskgraph import Span
@@ -65,7 +65,7 @@ def unroll(
       rates: of the device, by which it is judged what a step is worth.
       honours: see `Asks`.
       distributes: whether products for which no step waits leave their loops (distribution.py).
-      large: bytes of an array from which on operations on arguments are cut; see `demand`.
+      large: bytes of an array from which on what no scan slices is cut, too; see `demand`.
 
     Returns:
       The Program; its arguments are the jaxpr's own, then one for each array that it closes over
@@ -92,7 +92,7 @@ def unroll(
     parts = [unroller.result_parts(unroller.look_up(environment, r)) for r in results]
     made = unroller.equations
     if large < float("inf") and len(unroller.parents) == 1:  # no scan is in steps
-        made = joining.piece_by_piece(made, unroller.piece_numbers)
+        made = piece_by_piece(made, unroller.piece_numbers)
     return Program(
         unroller.arguments,
         made,

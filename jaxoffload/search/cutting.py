@@ -59,7 +59,7 @@ class Cutting:
       estimates: of plans to be looked at only, that workspace counts as what executables take where
         there are some, and where there are none as what they may take.
       whole_bytes: if the function may run whole, what it takes then.
-      large: bytes of arrays from which on what reads arguments alone is cut; see `demand`.
+      large: see `scan.unroll`.
       settings: of the place where the plan is asked for; None: of this one.
 
     Attributes:

@@ -26,7 +26,7 @@ from typing import Any
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import garbage
-from jaxoffload.capture.demand import LARGE_ARRAY, large_lengths
+from jaxoffload.capture.demand import LARGE_ARRAY, large_way
 from jaxoffload.capture.views import with_parts_read
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.errors import PlanError
@@ -180,9 +180,7 @@ class Planner(Cutting):
         if self._large < float("inf") or self.has_fixed_cut or self.request.num_devices > 1:
             return None
         equations = with_parts_read(self._program.ordered(FINEST).equations, frozenset())
-        if not any(
-            found for equation in equations for found in large_lengths(equation, LARGE_ARRAY)
-        ):
+        if all(large_way(equation, LARGE_ARRAY) is None for equation in equations):
             return None
         return self._in_pieces_of(LARGE_ARRAY)
 
