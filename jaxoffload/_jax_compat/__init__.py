@@ -29,6 +29,7 @@ from jaxoffload._jax_compat.equations import (
     effect_kind,
     equation_context,
     evaluate,
+    in_dense_operations,
     inner_jaxprs,
     is_on_host,
     is_own_primitive,

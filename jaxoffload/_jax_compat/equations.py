@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -226,6 +226,18 @@ def own_primitives(num_modules: int) -> frozenset[int]:
 def is_own_primitive(primitive: Any) -> bool:
     """Whether JAX itself defines a primitive: its name and JAX's version then say what it does."""
     return id(primitive) in own_primitives(len(sys.modules))
+
+
+def in_dense_operations(primitive: Primitive) -> Callable[..., Any] | None:
+    """What an operation on `jax.experimental.sparse`'s BCOO arrays is lowered to, or None.
+
+    Returns:
+      A function of its arrays and params; None for another, or where a library is to run it.
+    """
+    if not primitive.name.startswith("bcoo_") or _config.bcoo_cusparse_lowering.value:
+        return None
+    module = sys.modules.get("jax.experimental.sparse.bcoo")
+    return getattr(module, f"_{primitive.name}_impl", None)
 
 
 def is_tree_of_params(value: Any) -> bool:

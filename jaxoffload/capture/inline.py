@@ -8,12 +8,14 @@ in program order, so it is never merged back into the forward pass.
 
 `device_put` between JAX's memory spaces does nothing here: where a tensor is, the plan decides.
 
-JAX 0.12 moves data by three operations that older ones wrote in others (`SPELLED_OUT`). They are
+JAX 0.12 moves data by three operations that older ones wrote in others (`spelled_out`). They are
 written so here, too: then one row of an unstacked argument is read without the rest. So is what
-solves linear equations by a function that the program gives.
+solves linear equations by a function that the program gives, and what works on sparse arrays: the
+gathers, products and sums that JAX lowers it to can be split and read below the device.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,7 +71,7 @@ def _solve(*operands: Any, const_lengths: Any, jaxprs: Any) -> Any:
     return jax.extend.core.jaxpr_as_fun(jaxprs.solve)(*given, *operands[sum(counts) :])
 
 
-SPELLED_OUT: dict[str, Callable[..., Any]] = {
+_SPELLED_OUT: dict[str, Callable[..., Any]] = {
     "stack": _stack,
     "unstack": _unstack,
     "tile": _tile,
@@ -79,6 +81,13 @@ SPELLED_OUT: dict[str, Callable[..., Any]] = {
 functions are for its derivatives."""
 IDENTITIES = compat.CONSTRAINTS | {"name", "copy", "stop_gradient"}
 """Operations whose result is their operand."""
+
+
+def spelled_out(eqn: Any) -> Callable[..., Any] | None:
+    """A function of an equation's operands that does the same in other operations, or None."""
+    primitive = eqn.primitive
+    function = _SPELLED_OUT.get(primitive.name) or compat.in_dense_operations(primitive)
+    return None if function is None else functools.partial(function, **eqn.params)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,9 +168,10 @@ def _inline(
         if name == "device_put" and compat.puts_in_spaces(eqn):
             environment.update(zip(eqn.outvars, inputs, strict=True))
             continue
-        if name in SPELLED_OUT:
-            body = _spelled_out(eqn)
-            made = _inline(body, (), inputs, equations, asks, there, eqn)
+        if (function := spelled_out(eqn)) is not None:
+            body = _traced(function, eqn)
+            consts = [Constant(c) for c in body.consts]
+            made = _inline(body.jaxpr, consts, inputs, equations, asks, there, eqn)
             environment.update(zip(eqn.outvars, made, strict=True))
             continue
         body = eqn.params.get(CALL_BODY.get(name, ""))
@@ -183,15 +193,12 @@ def _inline(
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _spelled_out(eqn: Any) -> Any:
-    """An open jaxpr that does what an equation does, in other operations at the same line."""
-
-    def function(*operands: Any) -> Any:
-        return SPELLED_OUT[eqn.primitive.name](*operands, **eqn.params)
-
+def _traced(function: Callable[..., Any], eqn: Any) -> Any:
+    """A closed jaxpr of a function of an equation's operands, at the equation's line."""
     avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
-    made = jax.make_jaxpr(function)(*avals).jaxpr
-    return made.replace(eqns=[e.replace(source_info=eqn.source_info) for e in made.eqns])
+    made = jax.make_jaxpr(function)(*avals)
+    equations = [e.replace(source_info=eqn.source_info) for e in made.eqns]
+    return made.replace(jaxpr=made.jaxpr.replace(eqns=equations))
 
 
 class Constant(Value):

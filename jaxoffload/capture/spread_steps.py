@@ -5,7 +5,6 @@ planned as often as it is written.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from jax import lax
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.device_body import line_of
 from jaxoffload.capture.flat import Value, reader
-from jaxoffload.capture.inline import CALL_BODY, IDENTITIES, SPELLED_OUT
+from jaxoffload.capture.inline import CALL_BODY, IDENTITIES, spelled_out
 from jaxoffload.capture.whole import with_bodies
 from jaxoffload.errors import CaptureError
 
@@ -68,8 +67,7 @@ def flatten(
             outs = flatten(body.jaxpr if is_closed else body, held, inputs, steps, eqn)
         elif eqn.primitive.name in IDENTITIES - compat.CONSTRAINTS:
             outs = inputs
-        elif eqn.primitive.name in SPELLED_OUT:
-            function = functools.partial(SPELLED_OUT[eqn.primitive.name], **eqn.params)
+        elif (function := spelled_out(eqn)) is not None:
             outs = _apply(function, inputs, eqn, steps)
         elif eqn.primitive.name == "scan" and _has_shard_map(eqn):
             outs = _unrolled(eqn, inputs, steps)

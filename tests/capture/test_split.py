@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import sparse
 
 import jaxoffload as jo
 from benchmarks import suite
@@ -357,3 +358,23 @@ def test_a_budget_that_no_whole_operation_fits_works():
     assert any(vertex.name.startswith("tiled") for vertex in plan.taskgraph.vertices)
     assert plan.min_device_memory < scores // 2
     jo.offload(f, device_memory=plan.min_device_memory)(q, k, v)
+
+
+def test_products_with_sparse_matrices_are_cut_along_their_entries():
+    """What their values are multiplied with, a row for each entry, is never there whole."""
+    entries, width = 8000, 32
+    at = RANDOM.integers(0, 300, (entries, 2))
+    rows = entries * width * 4
+
+    def loss(values, x, w):
+        matrix = sparse.BCOO((values, at), shape=(300, 300))
+        return ((matrix @ jnp.tanh(matrix.T @ (x @ w))) ** 2).sum()
+
+    step = jax.grad(loss, argnums=(0, 1, 2))
+    operands = normal(entries), normal(300, width), normal(width, width)
+    offloaded = jo.offload(step, device_memory=rows // 2)
+    for want, got in zip(jax.jit(step)(*operands), offloaded(*operands), strict=True):
+        # Either is within 1e-5 of the same in float64.
+        assert max_relative_difference(np.asarray(want), np.asarray(got)) < 5e-5
+    names = [v.name for v in offloaded.plan(*operands).taskgraph.vertices]
+    assert any(name.startswith("tiled") for name in names)
