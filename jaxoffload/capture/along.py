@@ -55,7 +55,8 @@ class Way:
         one after another; more are added with compensation, which takes a second accumulator.
       folds: the operand in whose place each part takes the output of the parts before, which its
         own output contains; None: parts do not know of one another.
-      numbered: in place of the operation, a function (number of the part, its size) to the output.
+      numbered: in place of the operation, a function (operands, number of the part, parts) to the
+        outputs of one part.
       reread: bytes that each part reads again of what is whole: of a convolution the images,
         once for each place of its kernel, which a part of few features hardly repays.
     """
@@ -67,7 +68,7 @@ class Way:
     widened: str = ""
     plain: int = 4
     folds: int | None = None
-    numbered: Callable[[Any, int], Any] | None = None
+    numbered: Callable[[Sequence[Any], Any, int], list[Any]] | None = None
     reread: int = 0
 
     def cut(self, equation: Equation) -> set[tuple[int, int]]:
@@ -85,10 +86,10 @@ class Way:
           operands: parts of those that are cut, the others whole.
           number: which part.
         """
+        if self.numbered is not None:
+            return self.numbered(operands, number, count)
         (dim, *_), shape = self.outputs, _shape(equation.outputs[0])
         size = shape[dim] // count if dim is not None else 1
-        if self.numbered is not None:
-            return [self.numbered(number, size)]
         dtype = wider(equation.outputs[0].aval.dtype)
         if self.widened == "operands":
             operands = [converted(x, dtype) for x in operands]
@@ -168,12 +169,13 @@ def iota(equation: Equation) -> Iterator[Way]:
         return
     for d in _dims(equation.outputs[0]):
 
-        def part(number: Any, size: int, d: int = d) -> Any:
+        def part(_: Sequence[Any], number: Any, count: int, d: int = d) -> list[Any]:
+            size = shape[d] // count
             whole = _with_size(shape, d, size)
             made = lax.broadcasted_iota(params["dtype"], whole, params["dimension"])
             if d == params["dimension"]:
                 made = made + jnp.asarray(number * size, made.dtype)
-            return made
+            return [made]
 
         yield Way((), (d,), numbered=part)
 
@@ -385,9 +387,9 @@ def scatter(equation: Equation) -> Iterator[Way]:
     for indices, d in enumerate(batch):
         is_more = indices not in numbers.scatter_indices_batching_dims
         if is_more and adds and isinstance(equation.inputs[0], Value):
-            yield Way((None, indices, d), (None,), combine=_later, folds=0)
+            yield Way((None, indices, d), (None,), combine=later, folds=0)
 
 
-def _later(before: Any, after: Any) -> Any:
+def later(before: Any, after: Any) -> Any:
     """Of two parts of a fold the later one, which contains the other."""
     return after

@@ -22,10 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture import cost
+from jaxoffload.capture import cost, operations
+from jaxoffload.capture.along_loops import cuts
 from jaxoffload.capture.collectives import exchange_of
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value, is_literal
 from jaxoffload.capture.inline import Constant
+from jaxoffload.capture.rows import rows_of
 from jaxoffload.capture.turned import FEWEST_STEPS, turn, turned
 
 LAYER_BYTES = 2**20
@@ -260,10 +262,23 @@ def _of_one_length(length: int, steps: int) -> int:
     return next(even, aligned)
 
 
+def _is_mapped(loop: Loop) -> bool:
+    """Whether steps work on parts of what they carry, and read no rows of a larger constant: of
+    these steps of their own read theirs alone."""
+    carried = loop.body.inputs[loop.num_consts :][: loop.num_carry]
+    most = max((v.num_bytes() for v in carried), default=0)
+    constants = {v for v in loop.body.inputs[: loop.num_consts] if v.num_bytes() > most}
+    if any(rows_of(e) in constants for e in loop.body.equations):
+        return False
+    return next(cuts(loop, operations.ways), None) is not None
+
+
 def _steps(loop: Loop, piece_bytes: float) -> int:
     length, body, row_bytes = loop.length, loop.body, loop.row_bytes
     if length == 1 or body.has_collectives:
         return 1
+    if not row_bytes and _is_mapped(loop):
+        return length  # split.py cuts it along another dimension
     if row_bytes >= LAYER_BYTES or body.seconds >= LAYER_SECONDS:
         is_worth_all = piece_bytes == 0 and length * body.size <= MAX_EQUATIONS
         return 1 if is_worth_all else -(-length // MOST_LAYERS)

@@ -14,7 +14,7 @@ from typing import Any
 from jax import lax
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture import along, along_batches
+from jaxoffload.capture import along, along_batches, along_loops
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value
 
 
@@ -138,16 +138,17 @@ TABLE: dict[str, Known] = {
     **dict.fromkeys(
         """
         acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clz cos cosh digamma
-        div erf erf_inv erfc exp exp2 expm1 floor lgamma log log1p log2 logistic nextafter
-        population_count pow reduce_precision rem round rsqrt sin sinh sqrt tan tanh
+        div erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac lgamma log log1p log2
+        logistic nextafter polygamma population_count pow reduce_precision
+        regularized_incomplete_beta rem round rsqrt sin sinh sqrt tan tanh zeta
         """.split(),
         _ELEMENTWISE,
     ),
     **dict.fromkeys(
         """
-        abs add add_any and clamp complex conj eq ge gt imag integer_pow is_finite le lt max min mul
-        ne neg not one_minus_square or real select_n shift_left shift_right_arithmetic
-        shift_right_logical sign square sub xor
+        abs add add_any and clamp complex conj eq eq_to ge gt imag integer_pow is_finite le le_to lt
+        lt_to max min mul ne neg not one_minus_square or real select_n shift_left
+        shift_right_arithmetic shift_right_logical sign square sub xor
         """.split(),
         dataclasses.replace(_ELEMENTWISE, is_cheap=True),
     ),
@@ -206,6 +207,7 @@ TABLE: dict[str, Known] = {
         ("lu_pivots_to_permutation", "tridiagonal_solve"), Known(ways=along_batches.matrices(1))
     ),
     "fft": Known(ways=along_batches.fft),
+    "scan": Known(has_several=True, ways=along_loops.steps(lambda step: ways(step))),
     # Parts, rows, updates.
     "concatenate": Known(is_priced=True, ways=along.concatenate),
     "slice": Known(is_priced=True, ways=along.slice_),
@@ -268,14 +270,25 @@ def flops(
     return _elements(results) if rule is None else rule(params, operands, results)
 
 
-def tilings(equation: Equation, count: int) -> list[along.Way]:
-    """Every way that is known here to compute an equation in `count` equal tiles."""
+def ways(equation: Equation) -> list[along.Way]:
+    """Every way that is known here to compute an equation part by part."""
     known = of(equation)
     if known.ways is None or len(equation.outputs) != 1 and not known.has_several:
         return []
+    return list(known.ways(equation))
+
+
+def tilings(
+    equation: Equation, count: int, known: Sequence[along.Way] | None = None
+) -> list[along.Way]:
+    """Those that give `count` equal tiles.
+
+    Args:
+      known: of these ways; None: of all.
+    """
     return [
         way
-        for way in known.ways(equation)
+        for way in (ways(equation) if known is None else known)
         if all(size >= count and size % count == 0 for _, size in way.cut(equation))
     ]
 

@@ -45,12 +45,15 @@ class Tilings:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Equation, int], list[Way]] = {}
+        self._ways: dict[Equation, list[Way]] = {}
 
     def of(self, equation: Equation, count: int) -> list[Way]:
         """As `operations.tilings`, without those that would ask for one table several times."""
         found = self._known.get((equation, count))
         if found is None:
-            found = operations.tilings(equation, count)
+            if equation not in self._ways:
+                self._ways[equation] = operations.ways(equation)
+            found = operations.tilings(equation, count, self._ways[equation])
             if takes_few_rows(equation):  # in one go, where the caller has the table
                 found = [way for way in found if way.inputs[0] is not None]
             self._known[equation, count] = found

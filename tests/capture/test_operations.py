@@ -41,6 +41,11 @@ ARGUMENTS = {
     "complex": lambda x, y: jnp.abs(lax.complex(x, y)),
     "clz": lambda x: lax.clz(x.astype(jnp.int32)),
     "polynomial": lambda x: lax.polynomial(x, [1.0, x, 2.0, -0.5]),
+    "polygamma": lambda x: lax.polygamma(jnp.ones_like(x), x),
+    "regularized_incomplete_beta": lambda x, y: lax.betainc(x, y, x / 4),
+    "eq_to": lambda x, y: jex.core.primitives.eq_to_p.bind(x, y),
+    "le_to": lambda x, y: jex.core.primitives.le_to_p.bind(x, y),
+    "lt_to": lambda x, y: jex.core.primitives.lt_to_p.bind(x, y),
     "add_any": lambda x, y: jax.vjp(lambda a: (a * y, a * x), x)[1]((x, y))[0],
 }
 LOGIC = {"and", "or", "xor", "not", "population_count", "shift_left", "shift_right_arithmetic",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import jaxoffload as jo
 from jaxoffload.capture import build
 from jaxoffload.capture.scan import unroll
 from jaxoffload.plan.cost.machines import SMALL_SERVER
@@ -247,7 +248,8 @@ def test_layers_are_steps_of_their_own_whatever_the_limit():
 def test_work_makes_a_layer_too():
     x = jnp.zeros((256, 1024))
     m = jax.ShapeDtypeStruct((1024, 1024), np.float32)
-    body = lambda h, _: (jnp.tanh(h @ m_ @ m_), None)  # noqa: E731
+    # The mean keeps rows together.
+    body = lambda h, _: (jnp.tanh(h @ m_ @ m_) - h.mean(), None)  # noqa: E731
 
     def function(x, w):
         nonlocal m_
@@ -257,6 +259,35 @@ def test_work_makes_a_layer_too():
     m_ = None
     program = unroll(jax.make_jaxpr(function)(x, m), rates=SMALL_SERVER)
     assert len(program.parents) == 1 + 5
+
+
+def newton(a):
+    return lax.fori_loop(0, 9, lambda _, x: (x + a / x) / 2, jnp.ones_like(a))
+
+
+def by_layers(x, w):
+    return lax.fori_loop(0, 5, lambda i, h: jnp.tanh(h @ w[i]), x)
+
+
+@pytest.mark.parametrize(
+    "function, shapes, steps",
+    [(newton, [(256, 512)], 0), (by_layers, [(16, 64), (5, 64, 64)], 5),
+     (by_layers, [(1024, 64), (5, 64, 64)], 0)],
+    ids=["elements", "large layers", "small layers"],
+)  # fmt: skip
+def test_steps_that_map_over_an_array_stay_together(function, shapes, steps):
+    """They are split along it; not where each reads a layer of its own out of a larger stack."""
+    jaxpr = jax.make_jaxpr(function)(*(jnp.zeros(shape) for shape in shapes))
+    program = unroll(jaxpr, 0, rates=SMALL_SERVER)
+    assert len(program.parents) == 1 + steps
+
+
+def test_iterations_over_elements_need_an_array_and_a_tile():
+    x = rows(512, 1024) ** 2 + 1
+    step = jo.offload(lambda x: newton(x).sum(), device_memory=x.nbytes + x.nbytes // 8)
+    want = np.sqrt(np.asarray(x, np.float64)).sum()
+    assert abs(float(step(x)) / want - 1) < 1e-6
+    assert step.last_run.peak_device_bytes <= x.nbytes + x.nbytes // 8
 
 
 def test_a_nested_scan_stays_a_loop_where_its_layer_is_a_vertex():

@@ -37,6 +37,25 @@ def convolution(x, w):
     return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
 
 
+def newton(a):
+    """Square roots."""
+    return lax.fori_loop(0, 5, lambda _, x: (x + a / x) / 2, jnp.ones_like(a))
+
+
+def recurrence(x, w, h, reverse=False):
+    def step(h, x):
+        h = jnp.tanh(h + x @ w)
+        return h, (h[:, :3], x)
+
+    return lax.scan(step, h, x, reverse=reverse)
+
+
+def numbered(x):
+    """Steps that know their number, and an array that is not cut."""
+    plan = lax.fori_loop(0, 3, lambda i, c: (c[0] + i * c[1], c[1] * 2), (x, jnp.ones(())))
+    return plan[0]
+
+
 X, Y, W = normal(4, 6, 8), normal(4, 6, 8), normal(4, 8, 12)
 IDS = RANDOM.integers(0, 8, (4, 6, 1)).astype(np.int32)
 OPERATIONS = {
@@ -85,6 +104,13 @@ OPERATIONS = {
         normal(8, 12),
         normal(2, 4, 12),
     ),
+    "Newton's steps": (newton, np.abs(X) + 1),
+    "recurrence": (recurrence, normal(5, 6, 8), normal(8, 4), normal(6, 4)),
+    "recurrence, reversed": (functools.partial(recurrence, reverse=True), normal(5, 6, 8),
+                             normal(8, 4), normal(6, 4)),
+    "numbered steps": (numbered, X),
+    "steps in steps": (lambda x: lax.fori_loop(0, 2, lambda _, y: newton(y * y + 1) + x, x), X),
+    "search": (lambda x: jnp.searchsorted(jnp.linspace(-2, 2, 9), x), X),
     "pick": (lambda x, i: jnp.take_along_axis(x, i, axis=2, mode="clip"), X, IDS),
 }  # fmt: skip
 
@@ -126,7 +152,7 @@ def test_a_tiling_computes_the_operation_tile_by_tile(name):
                     tiles.append(tiling.apply(equation, mine, number, count))
                 for i, dim in enumerate(tiling.outputs):
                     want, parts = np.asarray(whole[i]), [t[i] for t in tiles]
-                    if tiling.combine is None:
+                    if dim is not None:
                         got = np.concatenate([np.asarray(p) for p in parts], axis=dim)
                         assert got.dtype == want.dtype
                     else:
@@ -182,6 +208,11 @@ FUNCTIONS = {
     "messages": (messages, normal(40, 16), EDGES, normal(16, 16)),
     "messages, backward": (
         jax.grad(square_sum(messages), argnums=(0, 2)), normal(40, 16), EDGES, normal(16, 16),
+    ),
+    "Newton's steps": (lambda x, y: newton(jnp.exp(x @ y)).sum(1), *FACTORS),
+    "histograms": (
+        lambda x, y: jax.vmap(lambda z: jnp.histogram(z, 8, range=(-2, 2))[0])(jnp.sin(x @ y)),
+        *FACTORS,
     ),
     # A result that started from zeros, in place of the first tile, would be zero.
     "largest of negative": (lambda x, y: jnp.max(-1 - jnp.exp(x @ y)), *FACTORS),

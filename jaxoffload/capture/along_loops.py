@@ -1,0 +1,214 @@
+"""How a loop works along a dimension: as its steps do, where all of them keep to one.
+
+Newton's method on an array works on each element for itself, a recurrent network on each sequence:
+such a scan is computed part by part, each part a scan of as many steps over parts of what it
+carries, slices and stacks. Tile by tile, what a step makes is never there whole.
+
+A way begins at a dimension of the largest carried array. What makes a part of that, step by step
+backwards, asks for parts of other values, and so of other carried arrays, constants and slices;
+a value may be asked for in parts and whole, but nothing that is carried.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxoffload.capture.along import Rule, Way, later
+from jaxoffload.capture.flat import Equation, Operand, Value, is_literal
+from jaxoffload.capture.turned import turn
+
+_SMALL = 64
+"""What is carried and not cut, as a counter, is computed by each part: it is so many times smaller
+than what is cut."""
+
+Key = tuple[Operand, int | None]
+"""A value of a step, and the dimension along which it is cut (None: whole)."""
+
+
+def steps(ways: Callable[[Equation], Iterable[Way]]) -> Rule:
+    """A rule for scans.
+
+    Args:
+      ways: of the operations in a step.
+    """
+
+    def rule(equation: Equation) -> Iterator[Way]:
+        if hasattr(equation.operation, "body"):  # else it is not captured yet
+            for cut in cuts(equation.operation, ways):
+                yield cut.way()
+
+    return rule
+
+
+def cuts(loop: Any, ways: Callable[[Equation], Iterable[Way]]) -> Iterator["Cut"]:
+    """Every cut of a scan's steps."""
+    body = loop.body
+    carried = body.inputs[loop.num_consts :][: loop.num_carry]
+    if not carried or body.has_constants or body.has_effect or body.has_collectives:
+        return
+    seed = max(carried, key=lambda v: v.num_bytes())
+    for d in range(len(seed.shape)):
+        found = Cut(loop, ways, seed, d)
+        if found.grow():
+            yield found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """An equation of a step, and the way in which its part is computed (None: whole)."""
+
+    position: int
+    equation: Equation
+    way: Way | None
+
+
+class Cut:
+    """A step of a scan, cut along a dimension of a carried array."""
+
+    def __init__(self, loop: Any, ways: Callable[[Equation], Iterable[Way]], seed: Value, dim: int):
+        self.loop, self.seed, self.ways = loop, seed, ways
+        self.size = seed.shape[dim]
+        self.equations, self.copies = loop.body.turned(loop.num_consts, loop.length)
+        self.turned = {copy: matrix for matrix, copy in self.copies.items()}
+        self.inputs = set(loop.body.inputs)
+        self.maker = {v: i for i, e in enumerate(self.equations) for v in e.outputs}
+        carried = loop.body.inputs[loop.num_consts :][: loop.num_carry]
+        self.next = dict(zip(carried, loop.body.outputs, strict=False))
+        self.cut: dict[Value, int | None] = {}  # of the inputs that are asked for
+        self.parts: dict[Any, _Part] = {}
+        self.start = seed, dim
+
+    def grow(self) -> bool:
+        """Whether what is carried and stacked can all be had in parts, or is small."""
+        if self.size < 2 or not self._ask([self.start]):
+            return False
+        for v in self.next:
+            if v not in self.cut and not any(self._ask([(v, d)]) for d in self._dims(v)):
+                return False
+        self.stacked: list[int | None] = []
+        for y in self.loop.body.outputs[self.loop.num_carry :]:
+            dims = self._dims(y)
+            found = next((i for i, d in enumerate(dims) if self._ask([(y, d)])), None)
+            if found is None:
+                return False
+            self.stacked.append(dims[found])
+        return True
+
+    def _dims(self, x: Operand) -> list[int | None]:
+        """The dimensions along which a value may be cut, then None if it may stay whole."""
+        shape = tuple(x.aval.shape)
+        found: list[int | None] = [d for d, n in enumerate(shape) if n == self.size]
+        is_small = not shape or _SMALL * x.num_bytes() <= self.seed.num_bytes()
+        return [*found, None] if is_small else found
+
+    def _ask(self, wanted: list[Key]) -> bool:
+        """Adds what makes values in these cuts; nothing where that cannot be."""
+        cut, parts = dict(self.cut), dict(self.parts)
+        waiting = list(wanted)
+        while waiting:
+            value, d = waiting.pop()
+            if is_literal(value) or value in self.turned:
+                if d is not None:
+                    return self._go_back(cut, parts)
+                if value in self.turned:
+                    waiting.append((self.turned[value], None))
+            elif value in self.inputs:
+                known = self.cut.get(value, d)
+                if known != d:
+                    return self._go_back(cut, parts)
+                if value not in self.cut:
+                    self.cut[value] = d
+                    if value in self.next:
+                        waiting.append((self.next[value], d))
+            else:
+                made = self._part(value, d)
+                if made is None:
+                    return self._go_back(cut, parts)
+                waiting += made
+        return True
+
+    def _go_back(self, cut: dict[Value, int | None], parts: dict[Any, _Part]) -> bool:
+        self.cut, self.parts = cut, parts
+        return False
+
+    def _part(self, value: Value, d: int | None) -> list[Key] | None:
+        """What the part that makes a value asks for; None where there is no such part."""
+        position = self.maker[value]
+        equation = self.equations[position]
+        if d is None:
+            key, way, dims = (position, None), None, (None,) * len(equation.inputs)
+        else:
+            at = equation.outputs.index(value)
+            complete = (w for w in self.ways(equation) if w.combine in (None, later))
+            way = next((w for w in complete if w.outputs[at] == d), None)
+            if way is None:
+                return None
+            key, dims = (position, way.outputs), way.inputs
+        if key in self.parts:
+            return []
+        self.parts[key] = _Part(position, equation, way)
+        return list(zip(equation.inputs, dims, strict=True))
+
+    def way(self) -> Way:
+        """The way of the scan."""
+        loop = self.loop
+        given = [self.cut.get(v) for v in loop.body.inputs]
+        first = loop.num_consts + loop.num_carry
+        carried = tuple(given[loop.num_consts : first])
+        inputs = (*given[:first], *(d if d is None else d + 1 for d in given[first:]))
+        outputs = (*carried, *(d if d is None else d + 1 for d in self.stacked))
+        return Way(
+            inputs, outputs, combine=later if None in outputs else None, numbered=self._scan()
+        )
+
+    def _scan(self) -> Callable[[Sequence[Any], Any, int], list[Any]]:
+        """One part of the scan: a function (operands, number of the part, parts) to its outputs."""
+        loop, cut, copies = self.loop, dict(self.cut), self.copies
+        parts = sorted(self.parts.values(), key=lambda part: part.position)
+        body, first = loop.body, loop.num_consts
+        results = [
+            *((x, cut.get(v)) for v, x in self.next.items()),
+            *zip(body.outputs[loop.num_carry :], self.stacked, strict=True),
+        ]
+
+        def scan(operands: Sequence[Any], number: Any, count: int) -> list[Any]:
+            known = {
+                (v, cut.get(v)): x for v, x in zip(body.inputs[:first], operands, strict=False)
+            }
+            known |= {(copy, None): turn(known[m, None]) for m, copy in copies.items()}
+
+            def step(carries: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+                made = dict(known)
+                for v, x in zip(body.inputs[first:], [*carries, *rows], strict=True):
+                    made[v, cut.get(v)] = x
+                for part in parts:
+                    e, way = part.equation, part.way
+                    dims = way.inputs if way else (None,) * len(e.inputs)
+                    pairs = zip(e.inputs, dims, strict=True)
+                    read = [x.val if is_literal(x) else made[x, d] for x, d in pairs]
+                    if way is None:
+                        outs, cuts = e.operation.apply(read), (None,) * len(e.outputs)
+                    else:
+                        outs, cuts = way.apply(e, read, number, count), way.outputs
+                    made.update(zip(zip(e.outputs, cuts, strict=True), outs, strict=True))
+                found = [
+                    jnp.asarray(x.val, x.aval.dtype) if is_literal(x) else made[x, d]
+                    for x, d in results
+                ]
+                return found[: loop.num_carry], found[loop.num_carry :]
+
+            given = list(operands[first:])
+            carries, stacks = lax.scan(
+                step,
+                given[: loop.num_carry],
+                given[loop.num_carry :],
+                loop.length,
+                loop.params["reverse"],
+                max(1, min(loop.params["unroll"], loop.length)),
+            )
+            return [*carries, *stacks]
+
+        return scan
