@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxoffload.capture.flat import Equation, Operation, Value
-from jaxoffload.capture.sums import ROUNDED, converted, wider
+from jaxoffload.capture.sums import ROUNDED, converted, later, wider
 
 PRODUCTS = 32
 """Parts of a product that are added without compensation. XLA's own products add as many blocks
@@ -55,8 +55,9 @@ class Way:
         one after another; more are added with compensation, which takes a second accumulator.
       folds: the operand in whose place each part takes the output of the parts before, which its
         own output contains; None: parts do not know of one another.
-      numbered: in place of the operation, a function (operands, number of the part, parts) to the
-        outputs of one part.
+      numbered: in place of the operation: (operands, number of the part, parts) to its outputs.
+      combines: each output's own `combine`, where they differ.
+      inside: dimensions that it cuts within, each (dimension, size).
       reread: bytes that each part reads again of what is whole: of a convolution the images,
         once for each place of its kernel, which a part of few features hardly repays.
     """
@@ -69,13 +70,20 @@ class Way:
     plain: int = 4
     folds: int | None = None
     numbered: Callable[[Sequence[Any], Any, int], list[Any]] | None = None
+    combines: tuple[Callable[[Any, Any], Any] | None, ...] = ()
+    inside: frozenset[tuple[int, int]] = frozenset()
     reread: int = 0
+
+    def of_output(self, index: int) -> "Way":
+        """The way as it is for one of the outputs."""
+        return dataclasses.replace(self, combine=self.combines[index]) if self.combines else self
 
     def cut(self, equation: Equation) -> set[tuple[int, int]]:
         """The dimensions that are cut, each (dimension, size)."""
         operands = (*equation.inputs, *equation.outputs)
         dims = (*self.inputs, *self.outputs)
-        return {(d, _shape(x)[d]) for x, d in zip(operands, dims, strict=True) if d is not None}
+        found = {(d, _shape(x)[d]) for x, d in zip(operands, dims, strict=True) if d is not None}
+        return found | self.inside
 
     def apply(
         self, equation: Equation, operands: Sequence[Any], number: Any, count: int
@@ -388,8 +396,3 @@ def scatter(equation: Equation) -> Iterator[Way]:
         is_more = indices not in numbers.scatter_indices_batching_dims
         if is_more and adds and isinstance(equation.inputs[0], Value):
             yield Way((None, indices, d), (None,), combine=later, folds=0)
-
-
-def later(before: Any, after: Any) -> Any:
-    """Of two parts of a fold the later one, which contains the other."""
-    return after

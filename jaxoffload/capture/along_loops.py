@@ -6,23 +6,31 @@ carries, slices and stacks. Tile by tile, what a step makes is never there whole
 
 A way begins at a dimension of the largest carried array. What makes a part of that, step by step
 backwards, asks for parts of other values, and so of other carried arrays, constants and slices;
-a value may be asked for in parts and whole, but nothing that is carried.
+a value may be asked for in parts and whole, but nothing that is carried. What a step stacks may be
+joined from all parts, as a mean over all elements is.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from jaxoffload.capture.along import Rule, Way, later
+from jaxoffload.capture.along import Rule, Way
 from jaxoffload.capture.flat import Equation, Operand, Value, is_literal
+from jaxoffload.capture.sums import later, wider
 from jaxoffload.capture.turned import turn
 
 _SMALL = 64
 """What is carried and not cut, as a counter, is computed by each part: it is so many times smaller
 than what is cut."""
+
+_JOINED = -1
+"""In place of a dimension: of the value each part has a part, that joined with others gives it."""
+_LINEAR = frozenset({"div", "mul", "neg", "reshape", "squeeze"})
+"""What may be done to each part of a sum, in its first operand that is one."""
 
 Key = tuple[Operand, int | None]
 """A value of a step, and the dimension along which it is cut (None: whole)."""
@@ -50,19 +58,27 @@ def cuts(loop: Any, ways: Callable[[Equation], Iterable[Way]]) -> Iterator["Cut"
     if not carried or body.has_constants or body.has_effect or body.has_collectives:
         return
     seed = max(carried, key=lambda v: v.num_bytes())
+    known = functools.cache(lambda step: list(ways(step)))
     for d in range(len(seed.shape)):
-        found = Cut(loop, ways, seed, d)
+        found = Cut(loop, known, seed, d)
         if found.grow():
             yield found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """An equation of a step, and the way in which its part is computed (None: whole)."""
+    """An equation of a step, and the way in which its part is computed (None: as it is).
+
+    Attributes:
+      position: in the step.
+      reads, makes: how its operands and outputs are cut.
+    """
 
     position: int
     equation: Equation
     way: Way | None
+    reads: tuple[int | None, ...]
+    makes: tuple[int | None, ...]
 
 
 class Cut:
@@ -79,6 +95,7 @@ class Cut:
         self.next = dict(zip(carried, loop.body.outputs, strict=False))
         self.cut: dict[Value, int | None] = {}  # of the inputs that are asked for
         self.parts: dict[Any, _Part] = {}
+        self.stacked: list[tuple[int | None, Any]] = []  # cut, and what joins the parts
         self.start = seed, dim
 
     def grow(self) -> bool:
@@ -88,14 +105,14 @@ class Cut:
         for v in self.next:
             if v not in self.cut and not any(self._ask([(v, d)]) for d in self._dims(v)):
                 return False
-        self.stacked: list[int | None] = []
-        for y in self.loop.body.outputs[self.loop.num_carry :]:
-            dims = self._dims(y)
-            found = next((i for i, d in enumerate(dims) if self._ask([(y, d)])), None)
-            if found is None:
-                return False
-            self.stacked.append(dims[found])
-        return True
+        return all(map(self._stacks, self.loop.body.outputs[self.loop.num_carry :]))
+
+    def _stacks(self, y: Operand) -> bool:
+        """Whether what a step stacks can be had in parts, as the next of `stacked` says."""
+        dim = next((d for d in self._dims(y) if self._ask([(y, d)])), _JOINED)
+        join = self._joined(y) if dim == _JOINED else later if dim is None else None
+        self.stacked.append((dim, join))
+        return dim != _JOINED or join is not None
 
     def _dims(self, x: Operand) -> list[int | None]:
         """The dimensions along which a value may be cut, then None if it may stay whole."""
@@ -131,26 +148,58 @@ class Cut:
         return True
 
     def _go_back(self, cut: dict[Value, int | None], parts: dict[Any, _Part]) -> bool:
-        self.cut, self.parts = cut, parts
+        self.cut, self.parts = dict(cut), dict(parts)
         return False
 
     def _part(self, value: Value, d: int | None) -> list[Key] | None:
         """What the part that makes a value asks for; None where there is no such part."""
-        position = self.maker[value]
-        equation = self.equations[position]
+        equation = self.equations[self.maker[value]]
         if d is None:
-            key, way, dims = (position, None), None, (None,) * len(equation.inputs)
+            way, reads = None, (None,) * len(equation.inputs)
+            makes: tuple[int | None, ...] = (None,) * len(equation.outputs)
         else:
             at = equation.outputs.index(value)
             complete = (w for w in self.ways(equation) if w.combine in (None, later))
             way = next((w for w in complete if w.outputs[at] == d), None)
             if way is None:
                 return None
-            key, dims = (position, way.outputs), way.inputs
-        if key in self.parts:
+            reads, makes = way.inputs, way.outputs
+        return self._add(value, way, reads, makes)
+
+    def _add(self, value: Value, way: Way | None, reads: Any, makes: Any) -> list[Key]:
+        """Adds the part that makes a value, if it is not there; what it asks for."""
+        position = self.maker[value]
+        if (position, makes) in self.parts:
             return []
-        self.parts[key] = _Part(position, equation, way)
-        return list(zip(equation.inputs, dims, strict=True))
+        equation = self.equations[position]
+        self.parts[position, makes] = _Part(position, equation, way, reads, makes)
+        return list(zip(equation.inputs, reads, strict=True))
+
+    def _joined(self, value: Operand) -> Callable[[Any, Any], Any] | None:
+        """Adds what makes the parts of a value that are to be joined: a reduction over the cut
+        dimension, or what is linear in a sum. Returns what joins them; None where that cannot be.
+        """
+        if (
+            is_literal(value)
+            or value not in self.maker
+            or wider(value.aval.dtype) != value.aval.dtype
+        ):
+            return None
+        equation, before = self.equations[self.maker[value]], (dict(self.cut), dict(self.parts))
+        for way in self.ways(equation):
+            if way.combine in (None, later) or way.outputs != (None,) or way.folds is not None:
+                continue
+            if self._ask(self._add(value, way, way.inputs, (_JOINED,))):
+                return way.combine
+            self._go_back(*before)
+        name = equation.operation.name
+        for i, x in enumerate(equation.inputs if name in _LINEAR else ()):
+            reads = tuple(_JOINED if k == i else None for k in range(len(equation.inputs)))
+            rest = [key for key in self._add(value, None, reads, (_JOINED,)) if key[0] is not x]
+            if (i == 0 or name == "mul") and self._ask(rest) and self._joined(x) is lax.add:
+                return lax.add
+            self._go_back(*before)
+        return None
 
     def way(self) -> Way:
         """The way of the scan."""
@@ -159,9 +208,21 @@ class Cut:
         first = loop.num_consts + loop.num_carry
         carried = tuple(given[loop.num_consts : first])
         inputs = (*given[:first], *(d if d is None else d + 1 for d in given[first:]))
-        outputs = (*carried, *(d if d is None else d + 1 for d in self.stacked))
+        joins = [later if d is None else None for d in carried]
+        outputs = [*carried]
+        for d, join in self.stacked:
+            outputs.append(None if d is None or d == _JOINED else d + 1)
+            joins.append(join)
+        combine = later if None in outputs else None  # no output may be copied
         return Way(
-            inputs, outputs, combine=later if None in outputs else None, numbered=self._scan()
+            inputs,
+            tuple(outputs),
+            combine=combine,
+            combines=tuple(joins),
+            inside=frozenset().union(
+                *(p.way.cut(p.equation) for p in self.parts.values() if p.way)
+            ),
+            numbered=self._scan(),
         )
 
     def _scan(self) -> Callable[[Sequence[Any], Any, int], list[Any]]:
@@ -171,7 +232,7 @@ class Cut:
         body, first = loop.body, loop.num_consts
         results = [
             *((x, cut.get(v)) for v, x in self.next.items()),
-            *zip(body.outputs[loop.num_carry :], self.stacked, strict=True),
+            *zip(body.outputs[loop.num_carry :], (d for d, _ in self.stacked), strict=True),
         ]
 
         def scan(operands: Sequence[Any], number: Any, count: int) -> list[Any]:
@@ -186,14 +247,10 @@ class Cut:
                     made[v, cut.get(v)] = x
                 for part in parts:
                     e, way = part.equation, part.way
-                    dims = way.inputs if way else (None,) * len(e.inputs)
-                    pairs = zip(e.inputs, dims, strict=True)
+                    pairs = zip(e.inputs, part.reads, strict=True)
                     read = [x.val if is_literal(x) else made[x, d] for x, d in pairs]
-                    if way is None:
-                        outs, cuts = e.operation.apply(read), (None,) * len(e.outputs)
-                    else:
-                        outs, cuts = way.apply(e, read, number, count), way.outputs
-                    made.update(zip(zip(e.outputs, cuts, strict=True), outs, strict=True))
+                    outs = way.apply(e, read, number, count) if way else e.operation.apply(read)
+                    made.update(zip(zip(e.outputs, part.makes, strict=True), outs, strict=True))
                 found = [
                     jnp.asarray(x.val, x.aval.dtype) if is_literal(x) else made[x, d]
                     for x, d in results

@@ -247,9 +247,7 @@ def _best_cuts(
         ),
         is_elementwise=_int64(known.is_elementwise for known in kinds),
         is_product=_int64(
-            known.flops is not None
-            and not known.is_light
-            and e.outputs[0].num_bytes() > bytes_of_a_cut
+            known.multiplies and e.outputs[0].num_bytes() > bytes_of_a_cut
             for e, known in zip(run, kinds, strict=True)
         ),
         ends=_int64(ends),

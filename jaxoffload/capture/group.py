@@ -366,15 +366,13 @@ class Group:
 
     def working_set(self) -> float:
         """Bytes of operands and results, and of the largest member's tiles."""
-        outside = {v for v, _ in self.inputs} | {
-            v for v in self.outputs() if not self._is_copied_later(v)
-        }
+        outside = {v for v in self.outputs() if not self._is_copied_later(v)}
+        outside.update(v for v, _ in self.inputs)
         tiles = max(working_set(m.equation) for m in self.members.values()) / self.count
         accumulators = sum(
-            accumulator_bytes(v, m.way, self.count)
-            for m in self.members.values()
-            for v in m.equation.outputs
-        )
+            accumulator_bytes(v, m.way.of_output(i), self.count)
+            for m in self.members.values() for i, v in enumerate(m.equation.outputs)
+        )  # fmt: skip
         return sum(v.num_bytes() for v in outside) + tiles + accumulators
 
     def rereads(self) -> bool:
@@ -391,8 +389,12 @@ class Group:
         """The group as one equation."""
         members, inputs = self.ordered, self.inputs
         values = tuple(dict.fromkeys(v for v, _ in inputs))
-        made_by = {v: m for m in members if not m.is_copy for v in m.equation.outputs}
+        made_by = {
+            v: (m.way.of_output(i), m.fold)
+            for m in members if not m.is_copy
+            for i, v in enumerate(m.equation.outputs)
+        }  # fmt: skip
         steps = tuple((m.equation, m.way) for m in members)
-        made = tuple(Output(v, self.cut[v], made_by[v].way, made_by[v].fold) for v in outputs)
+        made = tuple(Output(v, self.cut[v], *made_by[v]) for v in outputs)
         loop = TiledLoop(steps, tuple(inputs), values, made, self.count)
         return Equation(TiledOperation(loop), values, tuple(outputs), self.segment)

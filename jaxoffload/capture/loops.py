@@ -47,6 +47,8 @@ SMALL_STEP = 2**16
 FEWEST_EQUATIONS, FEW_EQUATIONS, MAX_EQUATIONS = 300, 4_000, 50_000
 """Unrolled equations that are not too many where the least memory is wanted: in any case, of steps
 with large operations, and of layers."""
+_LITTLE = 1 / 16
+"""Of what is carried: where steps slice and stack no more, pieces of that would save nothing."""
 _LONGER = 1.3
 """A piece may be so many times as long if then all have one length."""
 _ALIGNED = 16
@@ -263,10 +265,12 @@ def _of_one_length(length: int, steps: int) -> int:
 
 
 def _is_mapped(loop: Loop) -> bool:
-    """Whether steps work on parts of what they carry, and read no rows of a larger constant: of
-    these steps of their own read theirs alone."""
+    """Whether steps work on parts of what they carry, beside which what they slice and stack is
+    little, and read no rows of a larger constant: of these steps of their own read theirs alone."""
     carried = loop.body.inputs[loop.num_consts :][: loop.num_carry]
     most = max((v.num_bytes() for v in carried), default=0)
+    if loop.length * loop.row_bytes > _LITTLE * most:
+        return False
     constants = {v for v in loop.body.inputs[: loop.num_consts] if v.num_bytes() > most}
     if any(rows_of(e) in constants for e in loop.body.equations):
         return False
@@ -277,7 +281,7 @@ def _steps(loop: Loop, piece_bytes: float) -> int:
     length, body, row_bytes = loop.length, loop.body, loop.row_bytes
     if length == 1 or body.has_collectives:
         return 1
-    if not row_bytes and _is_mapped(loop):
+    if _is_mapped(loop):
         return length  # split.py cuts it along another dimension
     if row_bytes >= LAYER_BYTES or body.seconds >= LAYER_SECONDS:
         is_worth_all = piece_bytes == 0 and length * body.size <= MAX_EQUATIONS

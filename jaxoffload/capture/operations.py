@@ -14,7 +14,7 @@ from typing import Any
 from jax import lax
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture import along, along_batches, along_loops
+from jaxoffload.capture import along, along_batches, along_loops, along_random
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value
 
 
@@ -99,6 +99,10 @@ def _convolution_copies(equation: Equation) -> int:
 
 def _elements(results: Sequence[Any]) -> float:
     return float(sum(math.prod(v.aval.shape) for v in results))
+
+
+def _flops_of_bits(_: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> float:
+    return along_random.OPERATIONS * _elements(results)
 
 
 def _polynomial_flops(_: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> float:
@@ -215,7 +219,7 @@ TABLE: dict[str, Known] = {
     "split": _along("axis", is_priced=True, has_several=True),
     "gather": Known(is_priced=True, takes_rows=True, ways=along.gather),
     "dynamic_slice": Known(is_priced=True, takes_rows=True, ways=along.dynamic_slice),
-    "random_bits": Known(is_priced=True),
+    "random_bits": Known(is_priced=True, flops=_flops_of_bits, ways=along_random.bits),
     "dynamic_update_slice": dataclasses.replace(_UPDATE, ways=along.dynamic_update_slice),
     **dict.fromkeys(
         "scatter scatter-mul scatter-min scatter-max scatter-add scatter-sub".split(),

@@ -58,3 +58,8 @@ def joined(parts: Iterable[Any], join: Callable[[Any, Any], Any], rounds: bool) 
 def converted(x: Any, dtype: Any) -> Any:
     """An array in a dtype."""
     return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
+
+
+def later(before: Any, after: Any) -> Any:
+    """Of two parts of a fold the later one, which contains the other."""
+    return after

@@ -56,8 +56,47 @@ def numbered(x):
     return plan[0]
 
 
+def means(x):
+    """Of each step, joined from all parts; one that is negative, and one after a product."""
+
+    def step(y, _):
+        y = jnp.sin(y * 1.3) + x
+        return y, (-y.mean(), jnp.max(y), 2 * jnp.sum(y * y, axis=(0, 2)).reshape(2, 3))
+
+    return lax.scan(step, x, None, length=4)
+
+
+def pairs(x):
+    """Two halves of the first dimension can be told apart, its quarters cannot."""
+
+    def step(_, y):
+        y = y.reshape(2, 2, 6, 8)
+        return jnp.sin(y + lax.broadcasted_iota(y.dtype, y.shape, 0)).reshape(4, 6, 8)
+
+    return lax.fori_loop(0, 3, step, x)
+
+
+def walk(seed, width):
+    """The mean of some random walks at each step, and of their ends."""
+
+    def step(x, key):
+        x = x + jax.random.normal(key, x.shape)
+        return x, jnp.mean(x * x)
+
+    keys = jax.random.split(jax.random.key(seed), 5)
+    x, means = lax.scan(step, jnp.zeros((width, 64)), keys)
+    return jnp.mean(jnp.exp(0.1 * x)), means
+
+
+def dropout(w, x, seed):
+    h = jax.nn.relu(x @ w)
+    h = jnp.where(jax.random.bernoulli(jax.random.key(seed), 0.9, h.shape), h / 0.9, 0)
+    return jnp.sum((h @ w.T) ** 2)
+
+
 X, Y, W = normal(4, 6, 8), normal(4, 6, 8), normal(4, 8, 12)
 IDS = RANDOM.integers(0, 8, (4, 6, 1)).astype(np.int32)
+SEED = np.uint32(7)
 OPERATIONS = {
     "add": (jnp.add, X, Y),
     "scalar": (lambda x: x * 2.0, X),
@@ -110,6 +149,16 @@ OPERATIONS = {
                              normal(8, 4), normal(6, 4)),
     "numbered steps": (numbered, X),
     "steps in steps": (lambda x: lax.fori_loop(0, 2, lambda _, y: newton(y * y + 1) + x, x), X),
+    "means of steps": (means, X),
+    "steps in pairs": (pairs, X),
+    "bits": (lambda seed: jax.random.bits(jax.random.key(seed), (4, 6, 3)), SEED),
+    "bits of a byte": (lambda seed: jax.random.bits(jax.random.key(seed), (4, 6), "uint8"), SEED),
+    "bits of keys": (
+        lambda seed: jax.vmap(lambda key: jax.random.bits(key, (6, 2)))(
+            jax.random.split(jax.random.key(seed), 4)
+        ),
+        SEED,
+    ),
     "search": (lambda x: jnp.searchsorted(jnp.linspace(-2, 2, 9), x), X),
     "pick": (lambda x, i: jnp.take_along_axis(x, i, axis=2, mode="clip"), X, IDS),
 }  # fmt: skip
@@ -152,11 +201,12 @@ def test_a_tiling_computes_the_operation_tile_by_tile(name):
                     tiles.append(tiling.apply(equation, mine, number, count))
                 for i, dim in enumerate(tiling.outputs):
                     want, parts = np.asarray(whole[i]), [t[i] for t in tiles]
-                    if dim is not None:
+                    join = tiling.of_output(i).combine
+                    if join is None:
                         got = np.concatenate([np.asarray(p) for p in parts], axis=dim)
                         assert got.dtype == want.dtype
                     else:
-                        got = functools.reduce(tiling.combine, parts)
+                        got = functools.reduce(join, parts)
                     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
         values.update(zip(equation.outputs, whole, strict=True))
     assert checked
@@ -210,6 +260,8 @@ FUNCTIONS = {
         jax.grad(square_sum(messages), argnums=(0, 2)), normal(40, 16), EDGES, normal(16, 16),
     ),
     "Newton's steps": (lambda x, y: newton(jnp.exp(x @ y)).sum(1), *FACTORS),
+    "random walks": (functools.partial(walk, width=128), SEED),
+    "dropout, backward": (jax.grad(dropout), normal(8, 512), normal(64, 8), SEED),
     "histograms": (
         lambda x, y: jax.vmap(lambda z: jnp.histogram(z, 8, range=(-2, 2))[0])(jnp.sin(x @ y)),
         *FACTORS,
