@@ -57,7 +57,9 @@ class Way:
         own output contains; None: parts do not know of one another.
       numbered: in place of the operation: (operands, number of the part, parts) to its outputs.
       combines: each output's own `combine`, where they differ.
-      inside: dimensions that it cuts within, each (dimension, size).
+      inside: sizes of dimensions that it cuts within.
+      sized: in place of `numbered`, the operation on a part of so many rows, where parts of any
+        size may be had.
       reread: bytes that each part reads again of what is whole: of a convolution the images,
         once for each place of its kernel, which a part of few features hardly repays.
     """
@@ -71,7 +73,8 @@ class Way:
     folds: int | None = None
     numbered: Callable[[Sequence[Any], Any, int], list[Any]] | None = None
     combines: tuple[Callable[[Any, Any], Any] | None, ...] = ()
-    inside: frozenset[tuple[int, int]] = frozenset()
+    inside: frozenset[int] = frozenset()
+    sized: Callable[[int], Operation] | None = None
     reread: int = 0
 
     def of_output(self, index: int) -> "Way":
@@ -82,8 +85,7 @@ class Way:
         """The dimensions that are cut, each (dimension, size)."""
         operands = (*equation.inputs, *equation.outputs)
         dims = (*self.inputs, *self.outputs)
-        found = {(d, _shape(x)[d]) for x, d in zip(operands, dims, strict=True) if d is not None}
-        return found | self.inside
+        return {(d, _shape(x)[d]) for x, d in zip(operands, dims, strict=True) if d is not None}
 
     def apply(
         self, equation: Equation, operands: Sequence[Any], number: Any, count: int

@@ -18,8 +18,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxoffload.capture.along import Rule, Way
-from jaxoffload.capture.flat import Equation, Operand, Value, is_literal
+from jaxoffload import identity
+from jaxoffload.capture.along import Rule, Way, changed
+from jaxoffload.capture.flat import Equation, Operand, Operation, Value, is_literal
 from jaxoffload.capture.sums import later, wider
 from jaxoffload.capture.turned import turn
 
@@ -44,8 +45,11 @@ def steps(ways: Callable[[Equation], Iterable[Way]]) -> Rule:
     """
 
     def rule(equation: Equation) -> Iterator[Way]:
-        if hasattr(equation.operation, "body"):  # else it is not captured yet
-            for cut in cuts(equation.operation, ways):
+        operation = equation.operation
+        if isinstance(operation, MappedScan):
+            yield from operation.ways
+        elif hasattr(operation, "body"):  # else it is not captured yet
+            for cut in cuts(operation, ways):
                 yield cut.way()
 
     return rule
@@ -219,14 +223,45 @@ class Cut:
             tuple(outputs),
             combine=combine,
             combines=tuple(joins),
-            inside=frozenset().union(
-                *(p.way.cut(p.equation) for p in self.parts.values() if p.way)
-            ),
-            numbered=self._scan(),
+            inside=frozenset(self._sizes()),
+            numbered=self.numbered(),
         )
 
-    def _scan(self) -> Callable[[Sequence[Any], Any, int], list[Any]]:
+    def _sizes(self) -> Iterator[int]:
+        for part in self.parts.values():
+            if part.way is not None:
+                yield from part.way.inside
+                yield from (size for _, size in part.way.cut(part.equation))
+
+    def has_any_rows(self) -> bool:
+        """Whether parts of any number of rows may be had."""
+        ways = (part.way for part in self.parts.values() if part.way is not None)
+        return all(way.numbered is None for way in ways) and set(self._sizes()) <= {self.size}
+
+    def numbered(self) -> Callable[[Sequence[Any], Any, int], list[Any]]:
         """One part of the scan: a function (operands, number of the part, parts) to its outputs."""
+
+        def part_of(part: _Part, read: Sequence[Any], number: Any, count: int) -> list[Any]:
+            assert part.way is not None
+            return part.way.apply(part.equation, read, number, count)
+
+        run = self._scan()
+        return lambda operands, *which: run(
+            operands, lambda part, read: part_of(part, read, *which)
+        )
+
+    def of_rows(self, rows: int) -> Callable[[Sequence[Any]], list[Any]]:
+        """A part of so many rows: a function of its operands to its outputs."""
+
+        def part_of(part: _Part, read: Sequence[Any]) -> list[Any]:
+            assert part.way is not None
+            return changed(part.equation, part.way.changes(rows)).apply(read)
+
+        run = self._scan()
+        return lambda operands: run(operands, part_of)
+
+    def _scan(self) -> Callable[[Sequence[Any], Callable[..., list[Any]]], list[Any]]:
+        """The scan: a function (operands, what computes a part of an equation) to its outputs."""
         loop, cut, copies = self.loop, dict(self.cut), self.copies
         parts = sorted(self.parts.values(), key=lambda part: part.position)
         body, first = loop.body, loop.num_consts
@@ -235,7 +270,7 @@ class Cut:
             *zip(body.outputs[loop.num_carry :], (d for d, _ in self.stacked), strict=True),
         ]
 
-        def scan(operands: Sequence[Any], number: Any, count: int) -> list[Any]:
+        def scan(operands: Sequence[Any], part_of: Callable[..., list[Any]]) -> list[Any]:
             known = {
                 (v, cut.get(v)): x for v, x in zip(body.inputs[:first], operands, strict=False)
             }
@@ -246,10 +281,10 @@ class Cut:
                 for v, x in zip(body.inputs[first:], [*carries, *rows], strict=True):
                     made[v, cut.get(v)] = x
                 for part in parts:
-                    e, way = part.equation, part.way
+                    e = part.equation
                     pairs = zip(e.inputs, part.reads, strict=True)
                     read = [x.val if is_literal(x) else made[x, d] for x, d in pairs]
-                    outs = way.apply(e, read, number, count) if way else e.operation.apply(read)
+                    outs = part_of(part, read) if part.way else e.operation.apply(read)
                     made.update(zip(zip(e.outputs, part.makes, strict=True), outs, strict=True))
                 found = [
                     jnp.asarray(x.val, x.aval.dtype) if is_literal(x) else made[x, d]
@@ -269,3 +304,56 @@ class Cut:
             return [*carries, *stacks]
 
         return scan
+
+
+class MappedScan(Operation):
+    """A scan of which one output is read, along whose first dimension its steps map.
+
+    Attributes:
+      ways: into parts; none, where it is one of them.
+
+    Args:
+      index: of the output.
+      rows: of the part; None: it is the whole.
+    """
+
+    __slots__ = ("_index", "_run", "equations", "held_bytes", "repeats", "ways")
+
+    def __init__(self, cut: Cut, index: int, rows: int | None = None):
+        loop = cut.loop
+        super().__init__(loop.eqn, {})
+        self._index, self._run = index, loop.apply if rows is None else cut.of_rows(rows)
+        self._key = identity.intern("mapped scan", loop.key, index, rows)
+        self.equations, self.held_bytes = loop.equations, loop.held_bytes
+        # Its steps are as long as the whole's, for `cost`, and so fewer.
+        self.repeats = max(1, round(loop.length * (1 if rows is None else rows / cut.size)))
+        self.ways: list[Way] = []
+        if rows is None:
+            way, numbered = cut.way().of_output(index), cut.numbered()
+            found = dataclasses.replace(
+                way,
+                outputs=(way.outputs[index],),
+                combines=(),
+                numbered=lambda xs, number, count: [numbered(xs, number, count)[index]],
+                sized=functools.partial(MappedScan, cut, index),
+            )
+            self.ways.append(found)
+
+    def apply(self, operands: Sequence[Any]) -> list[Any]:
+        """Applies it to arrays or tracers."""
+        return [self._run(operands)[self._index]]
+
+
+def as_mapped(
+    equation: Equation, ways: Callable[[Equation], Iterable[Way]], is_read: Callable[[Value], bool]
+) -> Equation:
+    """A scan as a `MappedScan`, if it can be one; else itself."""
+    found = [i for i, v in enumerate(equation.outputs) if is_read(v)]
+    if len(found) != 1:
+        return equation
+    (index,) = found
+    for cut in cuts(equation.operation, ways):
+        if cut.start[1] == 0 and cut.has_any_rows():
+            outputs = (equation.outputs[index],)
+            return dataclasses.replace(equation, operation=MappedScan(cut, index), outputs=outputs)
+    return equation

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxoffload.capture import operations
+from jaxoffload.capture.along_loops import as_mapped
 from jaxoffload.capture.flat import Equation, Operand, Value
 from jaxoffload.capture.loops import Loop
 
@@ -93,7 +94,9 @@ def _spread(ties: Ties, equations: Sequence[Equation], rows: int | None) -> None
 def large_way(equation: Equation, large: float) -> tuple[int, operations.Mapped] | None:
     """Along which leading axis, and how, an equation with large operands or a large result works
     piece by piece: on an argument, or on nothing that is large itself."""
-    if len(equation.outputs) != 1 or isinstance(equation.operation, Loop):
+    if isinstance(equation.operation, Loop):  # whatever is read of it
+        equation = as_mapped(equation, operations.ways, equation.outputs[-1:].__contains__)
+    if len(equation.outputs) != 1:
         return None
     values = [v for v in (*equation.values(), *equation.outputs) if v.num_bytes() >= large]
     for length in dict.fromkeys(v.shape[0] for v in values if v.shape and v.shape[0] > 1):

@@ -5,10 +5,11 @@ pieces that their arrays agree on (demand.py), by which scan.py unrolls them.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from jaxoffload.capture import cost
+from jaxoffload.capture import cost, operations
+from jaxoffload.capture.along_loops import as_mapped
 from jaxoffload.capture.demand import demand
 from jaxoffload.capture.distribution import distributed
 from jaxoffload.capture.flat import Equation, Value
@@ -46,13 +47,27 @@ class Levels:
         self._asks, self._distributes = asks, distributes
         self._bodies: dict[int, tuple[Body, Level | None]] = {}
 
-    def of(self, equations: Sequence[Equation], large: float = float("inf")) -> Level:
+    def of(
+        self,
+        equations: Sequence[Equation],
+        large: float = float("inf"),
+        results: Collection[Value] = (),
+    ) -> Level:
         """A level's equations, scans as `Loop`s, and into which pieces its arrays are cut.
 
         Args:
           large: see `demand`.
+          results: what is read beside; where arrays are large.
         """
         made = [self._with_loop(equation) for equation in equations]
+        if large < float("inf"):
+            read = set(results).union(*(e.values() for e in made))
+            made = [
+                as_mapped(e, operations.ways, read.__contains__)
+                if isinstance(e.operation, Loop)
+                else e
+                for e in made
+            ]
         ties = demand(made, large)
         groups: dict[Any, list[Equation]] = {}
         for equation in made:

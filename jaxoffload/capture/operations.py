@@ -293,7 +293,10 @@ def tilings(
     return [
         way
         for way in (ways(equation) if known is None else known)
-        if all(size >= count and size % count == 0 for _, size in way.cut(equation))
+        if all(
+            size >= count and size % count == 0
+            for size in (*way.inside, *(size for _, size in way.cut(equation)))
+        )
     ]
 
 
@@ -347,13 +350,15 @@ def map_over_stack(equation: Equation, length: int, rows: int | None = None) -> 
         wanted = {(0, length)}
         if dim and rows is not None and dim not in way.inputs:  # the parts stand side by side
             wanted.add((dim, length))
-        if way.numbered is not None or way.cut(equation) != wanted:
+        if way.cut(equation) != wanted:
             continue
-        changes = way.changes(rows)
-        if changes is None:
+        if rows is not None and way.sized is not None:
+            operation = way.sized(rows)
+        elif way.numbered is None and (changes := way.changes(rows)) is not None:
+            gone = changes.get("axes") == ()  # nothing is left to be reduced
+            operation = None if gone else along.changed(equation, changes)
+        else:
             continue
-        gone = changes.get("axes") == ()  # nothing is left to be reduced
-        operation = None if gone else along.changed(equation, changes)
         sliced = tuple(d == 0 for d in way.inputs)
         return Mapped(operation, sliced, way.combine, way.widened, way.folds, dim or 0)
     return None

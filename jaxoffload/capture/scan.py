@@ -81,14 +81,14 @@ def unroll(
     constants = [Constant(c) for c in jaxpr.consts]
     asks = Asks(honours, calls=honours and not rates.is_host)
     equations, results = inline(jaxpr.jaxpr, constants, arguments, asks)
+    wanted = {v for v in results if isinstance(v, Value)}
     if large < float("inf"):  # pieces of what is transposed are pieces of no leading axis
-        wanted = {v for v in results if isinstance(v, Value)}
         equations = with_parts_read(with_small_transpositions(equations, wanted), wanted)
         equations = live_equations(equations, wanted)
     levels = Levels(piece_bytes, rates, asks, distributes)
     unroller = _Unroller(arguments, known, levels)
     environment: dict[Value, Operand | Stack] = {}
-    unroller.run(levels.of(equations, large), environment, segment=0)
+    unroller.run(levels.of(equations, large, wanted), environment, segment=0)
     parts = [unroller.result_parts(unroller.look_up(environment, r)) for r in results]
     made = unroller.equations
     if large < float("inf") and len(unroller.parents) == 1:  # no scan is in steps

@@ -11,7 +11,8 @@ from jax.experimental import sparse
 
 import jaxoffload as jo
 from benchmarks import suite
-from jaxoffload.capture import cost
+from jaxoffload.capture import cost, operations
+from jaxoffload.capture.along_loops import MappedScan, as_mapped
 from jaxoffload.capture.build import build_taskgraph, order_program
 from jaxoffload.capture.flat import is_literal
 from jaxoffload.capture.operations import tilings, working_set
@@ -223,6 +224,28 @@ def vocabulary_loss(x, w, targets):
     logits = x @ w
     total = jax.nn.logsumexp(logits, axis=-1)
     return jnp.mean(total - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0])
+
+
+def places(x):
+    """Each step adds where a row is."""
+    at = lambda: lax.broadcasted_iota(jnp.float32, x.shape, 0)  # noqa: E731
+    return lax.fori_loop(0, 3, lambda _, y: jnp.sin(y + at()), x)
+
+
+def flattened(x):
+    return lax.fori_loop(0, 3, lambda _, y: jnp.sin(y.reshape(-1)).reshape(y.shape), x)
+
+
+@pytest.mark.parametrize(
+    "function, works", [(newton, True), (flattened, False), (places, False)],
+    ids=["elements", "rows in a line", "rows by their number"],
+)  # fmt: skip
+def test_pieces_are_of_any_rows_where_steps_keep_to_each_and_know_no_number(function, works):
+    _, ordered = equations_of(function, X)
+    (loop,) = (e for e in ordered.equations if e.operation.name == "scan")
+    made = as_mapped(loop, operations.ways, loop.outputs[-1:].__contains__)
+    assert isinstance(made.operation, MappedScan) == works
+    assert tilings(loop, 2)  # tiles are equal, and numbered
 
 
 def messages(x, ends, w):

@@ -35,6 +35,30 @@ def nearest(x, centers):
     return which, jnp.zeros_like(centers).at[which].add(x)
 
 
+def roots(a):
+    return lax.fori_loop(0, 6, lambda _, x: (x + a / x) / 2, jnp.ones_like(a))
+
+
+def collatz(x, until):
+    """How many of eight steps each number is above one of its row."""
+
+    def step(_, state):
+        z, times = state
+        return jnp.where(z % 2 == 0, z // 2, 3 * z + 1), times + (z > until)
+
+    return lax.fori_loop(0, 8, step, (x, jnp.zeros(x.shape, jnp.int32)))[1]
+
+
+def recurrence(x, w):
+    """Each row mapped by a matrix, and the sum of all rows at each of some steps."""
+
+    def step(h, _):
+        h = jnp.sin(h @ w @ w.T + x)
+        return h, None
+
+    return lax.scan(step, x, None, length=3)[0].sum(0)
+
+
 PROGRAMS = {
     "rows": (lambda x, w: jnp.tanh(x @ w), X, W),
     "regression": (regression, W, X, Y),
@@ -55,6 +79,17 @@ PROGRAMS = {
     "bfloat16": (lambda x, w: (x @ w, x.sum(0)), X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)),
     "integers": (lambda x: (x.sum(), jnp.bincount(x.ravel() % 7, length=7)), X.astype(np.int32)),
     "single rows": (lambda x: (jnp.cos(x) * 2, x @ x[:2].T), X[:20_000].reshape(50, -1)),
+    "Newton's steps": (roots, np.abs(X) + 1),
+    "Collatz's steps": (
+        collatz,
+        RANDOM.integers(1, 999, X.shape).astype(np.int32),
+        RANDOM.integers(1, 99, (ROWS, 1)).astype(np.int32),
+    ),
+    "histogram": (lambda x: jnp.histogram(x, 64, range=(-2, 2))[0], X),
+    "steps beside": (
+        lambda x, y: (x.sum(0), roots(y).sum(1)), X, np.abs(X[:2560]) + 1,
+    ),
+    "recurrence": (recurrence, X, W / 8),
     "one step": (lambda x, y: x - 0.1 * (x * y + jnp.abs(x).mean()), X, X[::-1].copy()),
 }  # fmt: skip
 
