@@ -40,6 +40,11 @@ def _nearest(x: Any, centers: Any) -> Any:
     return which, jnp.zeros_like(centers).at[which].add(x)
 
 
+def _roots(x: Any) -> Any:
+    """By Newton's method."""
+    return lax.fori_loop(0, 20, lambda _, y: (y + x / y) / 2, jnp.ones_like(x))
+
+
 def programs(rows: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Functions by name, each with its arguments, the matrix among them."""
     random = np.random.default_rng(0)
@@ -55,6 +60,8 @@ def programs(rows: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
             lambda x, y: jnp.linalg.solve(x.T @ x + jnp.eye(COLUMNS), x.T @ y), (x, y),
         ),
         "nearest centers": (_nearest, (x, x[:OUTPUTS])),
+        "iterations": (lambda x: _roots(1 + jnp.abs(x)).sum(1), (x,)),
+        "histogram": (lambda x: jnp.histogram(x, 64, range=(-3, 3))[0], (x,)),
         "closest rows": (lambda x, q: lax.top_k(q @ x.T, 4), (x, x[:OUTPUTS])),
     }  # fmt: skip
 
