@@ -49,6 +49,8 @@ FEWEST_EQUATIONS, FEW_EQUATIONS, MAX_EQUATIONS = 300, 4_000, 50_000
 with large operations, and of layers."""
 _LITTLE = 1 / 16
 """Of what is carried: where steps slice and stack no more, pieces of that would save nothing."""
+_MUCH = 4
+"""Times the largest array that is carried: operands and results of an elementwise operation."""
 _LONGER = 1.3
 """A piece may be so many times as long if then all have one length."""
 _ALIGNED = 16
@@ -266,13 +268,17 @@ def _of_one_length(length: int, steps: int) -> int:
 
 def _is_mapped(loop: Loop) -> bool:
     """Whether steps work on parts of what they carry, beside which what they slice and stack is
-    little, and read no rows of a larger constant: of these steps of their own read theirs alone."""
+    little. Steps of their own are better where they read rows of a larger constant, each its own
+    alone, and where they make much more than they carry: that is split within a step, then."""
+    constants = loop.body.inputs[: loop.num_consts]
     carried = loop.body.inputs[loop.num_consts :][: loop.num_carry]
     most = max((v.num_bytes() for v in carried), default=0)
     if loop.length * loop.row_bytes > _LITTLE * most:
         return False
-    constants = {v for v in loop.body.inputs[: loop.num_consts] if v.num_bytes() > most}
-    if any(rows_of(e) in constants for e in loop.body.equations):
+    if loop.body.largest_bytes > _MUCH * most + sum(v.num_bytes() for v in constants):
+        return False
+    larger = {v for v in constants if v.num_bytes() > most}
+    if any(rows_of(e) in larger for e in loop.body.equations):
         return False
     return next(cuts(loop, operations.ways), None) is not None
 

@@ -269,11 +269,21 @@ def by_layers(x, w):
     return lax.fori_loop(0, 5, lambda i, h: jnp.tanh(h @ w[i]), x)
 
 
+def attending(x):
+    """Makes a row of scores for each of many short rows."""
+
+    def step(_, x):
+        scores = jnp.einsum("bqd,bkd->bqk", x, x)
+        return jnp.einsum("bqk,bkd->bqd", jnp.tanh(scores), x)
+
+    return lax.fori_loop(0, 5, step, x)
+
+
 @pytest.mark.parametrize(
     "function, shapes, steps",
-    [(newton, [(256, 512)], 0), (by_layers, [(16, 64), (5, 64, 64)], 5),
-     (by_layers, [(1024, 64), (5, 64, 64)], 0)],
-    ids=["elements", "large layers", "small layers"],
+    [(newton, [(256, 512)], 0), (attending, [(2, 512, 16)], 5),
+     (by_layers, [(16, 64), (5, 64, 64)], 5), (by_layers, [(1024, 64), (5, 64, 64)], 0)],
+    ids=["elements", "large within", "large layers", "small layers"],
 )  # fmt: skip
 def test_steps_that_map_over_an_array_stay_together(function, shapes, steps):
     """They are split along it; not where each reads a layer of its own out of a larger stack."""
