@@ -14,7 +14,7 @@ from jaxoffload.capture.demand import demand
 from jaxoffload.capture.distribution import distributed
 from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.inline import Asks, Constant, inline
-from jaxoffload.capture.loops import Body, Loop, Rows, rows_for, rows_of_large
+from jaxoffload.capture.loops import Body, Loop, Rows, is_mapped, rows_for, rows_of_large
 from jaxoffload.capture.order import live_equations
 from jaxoffload.capture.products import with_small_transpositions
 
@@ -64,7 +64,7 @@ class Levels:
             read = set(results).union(*(e.values() for e in made))
             made = [
                 as_mapped(e, operations.ways, read.__contains__)
-                if isinstance(e.operation, Loop)
+                if isinstance(e.operation, Loop) and is_mapped(e.operation)
                 else e
                 for e in made
             ]

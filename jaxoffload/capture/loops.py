@@ -71,6 +71,7 @@ class Body:
       largest_bytes: operands and results of its largest operation.
       has_constants: whether it reads an array that is no input.
       has_effect: whether the host is called for what that does, in some step of it.
+      has_cut: whether it maps over what it carries (`along_loops.cuts`); None: not asked yet.
       has_collectives: whether devices do anything together in it: no vertex can, so that the loop
         is unrolled.
     """
@@ -85,6 +86,7 @@ class Body:
     ):
         self.closed, self.inputs = closed, inputs
         self._turned: tuple[list[Equation], dict[Value, Value]] | None = None
+        self.has_cut: bool | None = None
         self.equations, self.outputs = equations, outputs
         read = (v for e in equations for v in e.values())
         self.has_constants = any(isinstance(v, Constant) for v in (*read, *outputs))
@@ -266,7 +268,7 @@ def _of_one_length(length: int, steps: int) -> int:
     return next(even, aligned)
 
 
-def _is_mapped(loop: Loop) -> bool:
+def is_mapped(loop: Loop) -> bool:
     """Whether steps work on parts of what they carry, beside which what they slice and stack is
     little. Steps of their own are better where they read rows of a larger constant, each its own
     alone, and where they make much more than they carry: that is split within a step, then."""
@@ -280,14 +282,16 @@ def _is_mapped(loop: Loop) -> bool:
     larger = {v for v in constants if v.num_bytes() > most}
     if any(rows_of(e) in larger for e in loop.body.equations):
         return False
-    return next(cuts(loop, operations.ways), None) is not None
+    if loop.body.has_cut is None:
+        loop.body.has_cut = next(cuts(loop, operations.ways), None) is not None
+    return loop.body.has_cut
 
 
 def _steps(loop: Loop, piece_bytes: float) -> int:
     length, body, row_bytes = loop.length, loop.body, loop.row_bytes
     if length == 1 or body.has_collectives:
         return 1
-    if _is_mapped(loop):
+    if is_mapped(loop):
         return length  # split.py cuts it along another dimension
     if row_bytes >= LAYER_BYTES or body.seconds >= LAYER_SECONDS:
         is_worth_all = piece_bytes == 0 and length * body.size <= MAX_EQUATIONS
