@@ -31,7 +31,7 @@ than what is cut."""
 _JOINED = -1
 """In place of a dimension: of the value each part has a part, that joined with others gives it."""
 _LINEAR = frozenset({"div", "mul", "neg", "reshape", "squeeze"})
-"""What may be done to each part of a sum, in its first operand that is one."""
+"""What may be done to each part of a sum, where it is the first operand, or any of a product."""
 
 Key = tuple[Operand, int | None]
 """A value of a step, and the dimension along which it is cut (None: whole)."""
@@ -199,11 +199,17 @@ class Cut:
         name = equation.operation.name
         for i, x in enumerate(equation.inputs if name in _LINEAR else ()):
             reads = tuple(_JOINED if k == i else None for k in range(len(equation.inputs)))
-            rest = [key for key in self._add(value, None, reads, (_JOINED,)) if key[0] is not x]
+            asked = self._add(value, None, reads, (_JOINED,))
+            rest = [key for key in asked if key[1] != _JOINED]
             if (i == 0 or name == "mul") and self._ask(rest) and self._joined(x) is lax.add:
                 return lax.add
             self._go_back(*before)
         return None
+
+    def whole_constants(self) -> list[Value]:
+        """What all parts read whole in every step."""
+        constants = self.loop.body.inputs[: self.loop.num_consts]
+        return [v for v in constants if self.cut.get(v) is None]
 
     def way(self) -> Way:
         """The way of the scan."""

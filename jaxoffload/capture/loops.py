@@ -27,7 +27,6 @@ from jaxoffload.capture.along_loops import cuts
 from jaxoffload.capture.collectives import exchange_of
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value, is_literal
 from jaxoffload.capture.inline import Constant
-from jaxoffload.capture.rows import rows_of
 from jaxoffload.capture.turned import FEWEST_STEPS, turn, turned
 
 LAYER_BYTES = 2**20
@@ -71,7 +70,8 @@ class Body:
       largest_bytes: operands and results of its largest operation.
       has_constants: whether it reads an array that is no input.
       has_effect: whether the host is called for what that does, in some step of it.
-      has_cut: whether it maps over what it carries (`along_loops.cuts`); None: not asked yet.
+      whole_bytes: of constants that each part reads whole, where it maps over what it carries
+        (`along_loops.cuts`); infinite where it does not, None before that is asked.
       has_collectives: whether devices do anything together in it: no vertex can, so that the loop
         is unrolled.
     """
@@ -86,7 +86,7 @@ class Body:
     ):
         self.closed, self.inputs = closed, inputs
         self._turned: tuple[list[Equation], dict[Value, Value]] | None = None
-        self.has_cut: bool | None = None
+        self.whole_bytes: float | None = None
         self.equations, self.outputs = equations, outputs
         read = (v for e in equations for v in e.values())
         self.has_constants = any(isinstance(v, Constant) for v in (*read, *outputs))
@@ -269,22 +269,20 @@ def _of_one_length(length: int, steps: int) -> int:
 
 
 def is_mapped(loop: Loop) -> bool:
-    """Whether steps work on parts of what they carry, beside which what they slice and stack is
-    little. Steps of their own are better where they read rows of a larger constant, each its own
-    alone, and where they make much more than they carry: that is split within a step, then."""
-    constants = loop.body.inputs[: loop.num_consts]
-    carried = loop.body.inputs[loop.num_consts :][: loop.num_carry]
+    """Whether steps work on parts of what they carry, beside which what they slice, stack and read
+    whole is little. Steps of their own are better where they read more, as each may read another
+    part of it, and where they make much more than they carry: that is split within a step, then."""
+    body, first = loop.body, loop.num_consts
+    carried = body.inputs[first : first + loop.num_carry]
     most = max((v.num_bytes() for v in carried), default=0)
-    if loop.length * loop.row_bytes > _LITTLE * most:
+    if loop.length * loop.row_bytes > _LITTLE * most or body.largest_bytes > _MUCH * most:
         return False
-    if loop.body.largest_bytes > _MUCH * most + sum(v.num_bytes() for v in constants):
-        return False
-    larger = {v for v in constants if v.num_bytes() > most}
-    if any(rows_of(e) in larger for e in loop.body.equations):
-        return False
-    if loop.body.has_cut is None:
-        loop.body.has_cut = next(cuts(loop, operations.ways), None) is not None
-    return loop.body.has_cut
+    if body.whole_bytes is None:
+        cut = next(cuts(loop, operations.ways), None)
+        body.whole_bytes = float("inf")
+        if cut is not None:
+            body.whole_bytes = sum(v.num_bytes() for v in cut.whole_constants())
+    return body.whole_bytes <= most
 
 
 def _steps(loop: Loop, piece_bytes: float) -> int:

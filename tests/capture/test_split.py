@@ -248,6 +248,19 @@ def test_pieces_are_of_any_rows_where_steps_keep_to_each_and_know_no_number(func
     assert tilings(loop, 2)  # tiles are equal, and numbered
 
 
+@pytest.mark.parametrize(
+    "square", [lambda m: m * m, lambda m: m / m, lambda m: 1 / m, lambda m: m + 1, jnp.tanh],
+    ids=["product", "quotient", "inverse", "sum", "function"],
+)  # fmt: skip
+def test_what_is_not_linear_in_a_sum_keeps_a_loop_whole(square):
+    def function(x):
+        return lax.scan(lambda y, _: (jnp.sin(y), square(y.mean())), x, None, length=3)
+
+    _, ordered = equations_of(function, X)
+    (loop,) = (e for e in ordered.equations if e.operation.name == "scan")
+    assert not operations.ways(loop)
+
+
 def messages(x, ends, w):
     sent = jax.nn.relu(x[ends[0]] @ w)
     return x + jnp.zeros_like(x).at[ends[1]].add(sent)

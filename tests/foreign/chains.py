@@ -28,6 +28,22 @@ def _while(x, y):
     return lax.fori_loop(0, 3, lambda i, z: jnp.tanh(z + y) * 0.9, x)
 
 
+def _walk(x, y):
+    """Steps over each element for itself, of random numbers too, and the mean of each."""
+
+    def body(carry, key):
+        noise = jax.random.normal(key, x.shape, jnp.float32)
+        carry = jnp.tanh(carry * 0.7 + y) + 0.05 * noise
+        return carry, (carry.mean(), -jnp.sum(carry * carry, axis=0) / ROWS)
+
+    last, (means, squares) = lax.scan(body, x, jax.random.split(jax.random.key(1), 5))
+    return last * means.sum() + squares.sum(axis=0)
+
+
+def _dropout(x):
+    return jnp.where(jax.random.bernoulli(jax.random.key(2), np.float32(0.8), x.shape), x, 0)
+
+
 def _normalize(x, y):
     centred = x - x.mean(axis=1, keepdims=True)
     return centred * lax.rsqrt((centred**2).mean(axis=1, keepdims=True) + 1e-3) + 0.0003 * y
@@ -41,6 +57,10 @@ BINARY = {
     "normalize": _normalize,
     "scan": _scan,
     "while": _while,
+    "walk": _walk,
+    "iterations": lambda x, y: lax.fori_loop(
+        0, 4, lambda i, z: z - 0.1 * (i + 1) * (jnp.sin(z) + y), x
+    ),
     "cond": lambda x, y: lax.cond(y.shape[0] > 3, lambda z: z * 0.7, jnp.sin, x) - y,
     "switch": lambda x, y: lax.switch(1, [jnp.sin, jnp.cos, jnp.tanh], x) + 0.1 * y,
     "concatenate": lambda x, y: jnp.concatenate([x[: ROWS // 2], y[ROWS // 2 :]]),
@@ -49,6 +69,7 @@ BINARY = {
     "outer": lambda x, y: jnp.sin(x[:, :, None] * y[:, None, :]).sum(axis=2) / COLUMNS,
 }
 UNARY = {
+    "dropout": _dropout,
     "softmax": lambda x: jax.nn.softmax(x, axis=1) * 3,
     "log": lambda x: jnp.log1p(jnp.abs(x) + 0.01),
     "sum of rows": lambda x: x - x.sum(axis=0, keepdims=True) / ROWS,

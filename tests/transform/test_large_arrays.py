@@ -217,7 +217,7 @@ def random_rows(seed):
         rows, small = [x, y], []
         for kind, i, j in choices:
             u, v = rows[i % len(rows)], rows[j % len(rows)]
-            match kind % 13:
+            match kind % 16:
                 case 0:
                     rows.append(jnp.tanh(u) + v)
                 case 1:
@@ -244,6 +244,14 @@ def random_rows(seed):
                     small.append(w.T @ u.T @ jnp.cos(v) / count)
                 case 12:
                     rows.append(jnp.cumsum(u, 1) / 6 + jnp.concatenate([v[:, 3:], u[:, :3]], 1))
+                case 13:
+                    step = lambda k, z: jnp.tanh(z @ w @ w.T / 3 + u * k)  # noqa: B023, E731
+                    rows.append(lax.fori_loop(0, 3, step, v))
+                case 14:
+                    rows.append(u + jax.random.normal(jax.random.key(i), v.shape, jnp.float32) / 9)
+                case 15:
+                    step = lambda z, _: (jnp.cos(z) + v / 9, z.mean(0))  # noqa: B023, E731
+                    small.append(lax.scan(step, u, None, length=3)[1])
         return rows[-1], small
 
     def gradient(*args):
