@@ -30,6 +30,8 @@ than what is cut."""
 
 _JOINED = -1
 """In place of a dimension: of the value each part has a part, that joined with others gives it."""
+_UNREAD = -2
+"""In place of a dimension: of an output that no other part reads."""
 _LINEAR = frozenset({"div", "mul", "neg", "reshape", "squeeze"})
 """What may be done to each part of a sum, where it is the first operand, or any of a product."""
 
@@ -167,7 +169,8 @@ class Cut:
             way = next((w for w in complete if w.outputs[at] == d), None)
             if way is None:
                 return None
-            reads, makes = way.inputs, way.outputs
+            reads = way.inputs  # what it gives of others is a part, or is made whole beside it
+            makes = tuple(_UNREAD if k is None else k for k in way.outputs)
         return self._add(value, way, reads, makes)
 
     def _add(self, value: Value, way: Way | None, reads: Any, makes: Any) -> list[Key]:

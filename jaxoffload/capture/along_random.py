@@ -29,7 +29,7 @@ def bits(equation: Equation) -> Iterator[Way]:
     batch, shape = len(keys.aval.shape), tuple(params["shape"])
     for d in range(batch):
         yield Way((d,), (d,), unchanged)
-    if not _is_by_place(keys.aval.dtype) or math.prod(shape) > 2**32:
+    if not _is_by_place(keys.aval.dtype) or math.prod(shape) >= 2**32:
         return
     for d in range(len(shape)):
 

@@ -77,6 +77,16 @@ def pairs(x):
     return lax.fori_loop(0, 3, step, x)
 
 
+def both(x):
+    """Reads parts of what an inner loop carries, and the whole of its means."""
+
+    def step(_, y):
+        z, means = lax.scan(lambda z, _: (z * 0.5, z.mean()), jnp.ones_like(x), None, length=2)
+        return jnp.sin(y) + z * means.sum()
+
+    return lax.fori_loop(0, 3, step, x)
+
+
 def walk(seed, width):
     """The mean of some random walks at each step, and of their ends."""
 
@@ -152,6 +162,7 @@ OPERATIONS = {
     "steps in steps": (lambda x: lax.fori_loop(0, 2, lambda _, y: newton(y * y + 1) + x, x), X),
     "means of steps": (means, X),
     "steps in pairs": (pairs, X),
+    "parts and means of a loop": (both, X),
     "bits": (lambda seed: jax.random.bits(jax.random.key(seed), (4, 6, 3)), SEED),
     "bits of a byte": (lambda seed: jax.random.bits(jax.random.key(seed), (4, 6), "uint8"), SEED),
     "bits of keys": (
