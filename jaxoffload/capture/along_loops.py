@@ -60,10 +60,9 @@ def steps(ways: Callable[[Equation], Iterable[Way]]) -> Rule:
 def cuts(loop: Any, ways: Callable[[Equation], Iterable[Way]]) -> Iterator["Cut"]:
     """Every cut of a scan's steps."""
     body = loop.body
-    carried = body.inputs[loop.num_consts :][: loop.num_carry]
-    if not carried or body.has_constants or body.has_effect or body.has_collectives:
+    if not loop.carried or body.has_constants or body.has_effect or body.has_collectives:
         return
-    seed = max(carried, key=lambda v: v.num_bytes())
+    seed = max(loop.carried, key=lambda v: v.num_bytes())
     known = functools.cache(lambda step: list(ways(step)))
     for d in range(len(seed.shape)):
         found = Cut(loop, known, seed, d)
@@ -97,8 +96,7 @@ class Cut:
         self.turned = {copy: matrix for matrix, copy in self.copies.items()}
         self.inputs = set(loop.body.inputs)
         self.maker = {v: i for i, e in enumerate(self.equations) for v in e.outputs}
-        carried = loop.body.inputs[loop.num_consts :][: loop.num_carry]
-        self.next = dict(zip(carried, loop.body.outputs, strict=False))
+        self.next = dict(zip(loop.carried, loop.body.outputs, strict=False))
         self.cut: dict[Value, int | None] = {}  # of the inputs that are asked for
         self.parts: dict[Any, _Part] = {}
         self.stacked: list[tuple[int | None, Any]] = []  # cut, and what joins the parts
@@ -249,25 +247,19 @@ class Cut:
 
     def numbered(self) -> Callable[[Sequence[Any], Any, int], list[Any]]:
         """One part of the scan: a function (operands, number of the part, parts) to its outputs."""
-
-        def part_of(part: _Part, read: Sequence[Any], number: Any, count: int) -> list[Any]:
-            assert part.way is not None
-            return part.way.apply(part.equation, read, number, count)
-
         run = self._scan()
-        return lambda operands, *which: run(
-            operands, lambda part, read: part_of(part, read, *which)
-        )
+
+        def one(operands: Sequence[Any], number: Any, count: int) -> list[Any]:
+            return run(operands, lambda way, e, read: way.apply(e, read, number, count))
+
+        return one
 
     def of_rows(self, rows: int) -> Callable[[Sequence[Any]], list[Any]]:
         """A part of so many rows: a function of its operands to its outputs."""
-
-        def part_of(part: _Part, read: Sequence[Any]) -> list[Any]:
-            assert part.way is not None
-            return changed(part.equation, part.way.changes(rows)).apply(read)
-
         run = self._scan()
-        return lambda operands: run(operands, part_of)
+        return lambda operands: run(
+            operands, lambda way, e, read: changed(e, way.changes(rows)).apply(read)
+        )
 
     def _scan(self) -> Callable[[Sequence[Any], Callable[..., list[Any]]], list[Any]]:
         """The scan: a function (operands, what computes a part of an equation) to its outputs."""
@@ -290,10 +282,10 @@ class Cut:
                 for v, x in zip(body.inputs[first:], [*carries, *rows], strict=True):
                     made[v, cut.get(v)] = x
                 for part in parts:
-                    e = part.equation
+                    e, way = part.equation, part.way
                     pairs = zip(e.inputs, part.reads, strict=True)
                     read = [x.val if is_literal(x) else made[x, d] for x, d in pairs]
-                    outs = part_of(part, read) if part.way else e.operation.apply(read)
+                    outs = part_of(way, e, read) if way else e.operation.apply(read)
                     made.update(zip(zip(e.outputs, part.makes, strict=True), outs, strict=True))
                 found = [
                     jnp.asarray(x.val, x.aval.dtype) if is_literal(x) else made[x, d]
@@ -301,16 +293,7 @@ class Cut:
                 ]
                 return found[: loop.num_carry], found[loop.num_carry :]
 
-            given = list(operands[first:])
-            carries, stacks = lax.scan(
-                step,
-                given[: loop.num_carry],
-                given[loop.num_carry :],
-                loop.length,
-                loop.params["reverse"],
-                max(1, min(loop.params["unroll"], loop.length)),
-            )
-            return [*carries, *stacks]
+            return loop.repeated(step, operands[first:])
 
         return scan
 

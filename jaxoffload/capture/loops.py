@@ -15,7 +15,7 @@ without one everything but layers stays whole.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -184,6 +184,10 @@ class Loop(Operation):
             made = self.body.apply([*consts, *carries, *rows], equations, more)
             return made[: self.num_carry], made[self.num_carry :]
 
+        return self.repeated(step, given)
+
+    def repeated(self, step: Callable[..., Any], given: Sequence[Any]) -> list[Any]:
+        """As many steps, from what is carried and sliced: what they carry at the end and stack."""
         carries, stacks = lax.scan(
             step,
             list(given[: self.num_carry]),
@@ -193,6 +197,11 @@ class Loop(Operation):
             max(1, min(self.params["unroll"], self.length)),
         )
         return [*carries, *stacks]
+
+    @property
+    def carried(self) -> list[Value]:
+        """A step's inputs that the step before gives."""
+        return self.body.inputs[self.num_consts : self.num_consts + self.num_carry]
 
     @property
     def row_bytes(self) -> int:
@@ -272,9 +281,8 @@ def is_mapped(loop: Loop) -> bool:
     """Whether steps work on parts of what they carry, beside which what they slice, stack and read
     whole is little. Steps of their own are better where they read more, as each may read another
     part of it, and where they make much more than they carry: that is split within a step, then."""
-    body, first = loop.body, loop.num_consts
-    carried = body.inputs[first : first + loop.num_carry]
-    most = max((v.num_bytes() for v in carried), default=0)
+    body = loop.body
+    most = max((v.num_bytes() for v in loop.carried), default=0)
     if loop.length * loop.row_bytes > _LITTLE * most or body.largest_bytes > _MUCH * most:
         return False
     if body.whole_bytes is None:
