@@ -4,19 +4,21 @@ Takes kernels; gives executables. Two plans of one function, or two functions wi
 common, share what they can: kernels are told apart by their keys, then by their StableHLO.
 Executables live with the plans that have them. Of those that no plan has any more the last few
 stay, for functions that are made anew in each turn of a loop. What no plan of this process has may
-be in the store, from another one. Compilation runs in threads without the GIL, beside lowering.
+be in the store, from another one. Compilation runs in threads without the GIL, beside lowering and
+beside the search for the cut whose kernels they are.
 """
 
 import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxoffload import _jax_compat as compat
@@ -47,19 +49,22 @@ class CompileReport:
 
 
 class _Obtained(NamedTuple):
+    """An executable, and where it is from: neither, from the memory of this process."""
+
     executable: Any
     is_loaded: bool = False
     is_compiled: bool = False
 
 
 @contextlib.contextmanager
-def _threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    """Threads that load and compile; once something has failed, what waits for one is left."""
-    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+def _threads(count: int | None) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    """Threads that load and compile; at the end what has not begun is given up, and nobody waits
+    for what has."""
+    pool = concurrent.futures.ThreadPoolExecutor(count)
     try:
         yield pool
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _keys(kernels: Sequence[Kernel]) -> list[identity.Key]:
@@ -117,33 +122,15 @@ class ExecutableCache:
           RuntimeError: XLA refuses a kernel; its message says why. BackendError: the process has
           too few memory mappings left for them.
         """
-        start = time.perf_counter()
-        keys = _keys(kernels)
-        with self._lock:
-            found = {key: self._by_kernel.get(key) for key in keys}
-        digests: dict[identity.Key, bytes] = {}
-        work: dict[bytes, concurrent.futures.Future[_Obtained]] = {}
-        mappings = Mappings(self._release)
-        with compat.one_ir_context(), _threads() as pool:
-            for key, kernel in zip(keys, kernels, strict=True):
-                if found[key] is None and key not in digests:
-                    digests[key], code = self._compiler.lower(kernel)
-                    if digests[key] not in work:
-                        work[digests[key]] = pool.submit(self._obtain, digests[key], code, mappings)
-            obtained = {digest: each.result() for digest, each in work.items()}
-        made = {digest: each.executable for digest, each in obtained.items()}
-        self._add(made)
-        with self._lock:
-            for key, digest in digests.items():
-                found[key] = self._by_kernel.setdefault(key, made[digest])
-            self._note(found.values())
-        report = CompileReport(
-            len(kernels),
-            sum(each.is_compiled for each in obtained.values()),
-            time.perf_counter() - start,
-            sum(each.is_loaded for each in obtained.values()),
-        )
-        return [found[key] for key in keys], report
+        with self.batch() as batch:
+            return batch.executables(kernels)
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator["Batch"]:
+        """Within it kernels can be asked for in parts, and begun before."""
+        count = os.cpu_count() or 1
+        with _threads(count) as pool, _threads(max(1, count - 1)) as ahead:
+            yield Batch(self, self._compiler, pool, ahead)
 
     def digests(self, executables: Sequence[Any]) -> list[bytes]:
         """By which another process finds them in the store, if they are kept."""
@@ -156,23 +143,21 @@ class ExecutableCache:
         with self._lock:
             made = {digest: self._by_code.get(digest) for digest in digests}
         missing = [digest for digest, executable in made.items() if executable is None]
-        mappings = Mappings(self._release)
+        mappings = Mappings(self.release)
 
         def load(digest: bytes) -> Any:
             mappings.take()
             return self._compiler.load(digest)
 
-        with _threads() as pool:
+        with _threads(os.cpu_count()) as pool:
             made.update(zip(missing, pool.map(load, missing), strict=True))
         if None in made.values():
             return None
         self._add(made)
-        with self._lock:
-            self._note(made.values())
         report = CompileReport(len(digests), 0, time.perf_counter() - start, len(missing))
         return [made[digest] for digest in digests], report
 
-    def _obtain(self, digest: bytes, code: Any, mappings: Mappings) -> "_Obtained":
+    def obtain(self, digest: bytes, code: Any, mappings: Mappings) -> "_Obtained":
         """An executable from memory, from the store, or compiled. Any thread."""
         with self._lock:
             executable = self._by_code.get(digest)
@@ -180,9 +165,27 @@ class ExecutableCache:
             return _Obtained(executable)
         mappings.take()
         executable = self._compiler.load(digest)
-        if executable is not None:
-            return _Obtained(executable, is_loaded=True)
-        return _Obtained(self._compiler.compile(digest, code), is_compiled=True)
+        is_loaded = executable is not None
+        if not is_loaded:
+            executable = self._compiler.compile(digest, code)
+        made = {digest: executable}
+        self._add(made)
+        return _Obtained(made[digest], is_loaded, not is_loaded)
+
+    def of_kernels(self, keys: Sequence[identity.Key]) -> dict[identity.Key, Any]:
+        """The executable of each kernel that has one, by its key."""
+        with self._lock:
+            found = {key: self._by_kernel.get(key) for key in keys}
+            self._note(each for each in found.values() if each is not None)
+        return {key: each for key, each in found.items() if each is not None}
+
+    def name(self, made: dict[identity.Key, Any]) -> dict[identity.Key, Any]:
+        """Has executables found by the keys of their kernels; of two with one key the first to
+        come, which are given back."""
+        with self._lock:
+            named = {key: self._by_kernel.setdefault(key, each) for key, each in made.items()}
+            self._note(named.values())
+        return named
 
     def _add(self, made: dict[bytes, Any]) -> None:
         """Takes in executables by their digests; of two with one digest the first to come."""
@@ -190,8 +193,9 @@ class ExecutableCache:
             for digest, executable in made.items():
                 made[digest] = self._by_code.setdefault(digest, executable)
                 self._digests[made[digest]] = digest
+            self._note(made.values())
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Gives up what no plan has, and plans that nobody has."""
         with self._lock:
             self._recent.clear()
@@ -204,3 +208,121 @@ class ExecutableCache:
             self._recent.move_to_end(id(executable))
         while len(self._recent) > KEPT:
             self._recent.popitem(last=False)
+
+
+_Lowered = tuple[bytes, Any]
+"""A digest of a kernel's program, and the program."""
+
+
+class Batch:
+    """Kernels of a search on their way to executables.
+
+    The caller lowers them, threads compile them meanwhile, in the order in which they were begun.
+    What is only expected is lowered in threads, too, one fewer than there are cores. Whatever
+    threads have compiled that nobody has asked for, `ExecutableCache.known` does not know it: what
+    a search finds does not depend on how far they have come.
+    """
+
+    def __init__(
+        self,
+        cache: ExecutableCache,
+        compiler: Any,
+        pool: concurrent.futures.Executor,
+        ahead: concurrent.futures.Executor,
+    ):
+        self._compiler, self._pool, self._ahead = compiler, pool, ahead
+        self._cache = cache
+        self._obtain = functools.partial(cache.obtain, mappings=Mappings(cache.release))
+        self._found: dict[identity.Key, Any] = {}
+        self._digests: dict[identity.Key, bytes] = {}
+        self._work: dict[bytes, concurrent.futures.Future[_Obtained]] = {}
+        self._counted: set[bytes] = set()
+        self._seconds = 0.0
+        # Of what is expected: what threads lower, and compile.
+        self._lock = threading.Lock()
+        self._expected: set[identity.Key] = set()
+        self._lowered: dict[identity.Key, concurrent.futures.Future[_Lowered | None]] = {}
+        self._compiled: dict[bytes, concurrent.futures.Future[_Obtained]] = {}
+
+    def expect(
+        self,
+        kernels: Sequence[Kernel],
+        settings: Callable[[], contextlib.AbstractContextManager[Any]],
+    ) -> None:
+        """Says which kernels are probably asked for, in place of those of which that was said.
+
+        Args:
+          settings: gives a context in which a thread lowers as the caller does.
+        """
+        self._give_up_what_is_expected()
+        for key, kernel in zip(_keys(kernels), kernels, strict=True):
+            if key not in self._lowered and key not in self._digests:
+                self._expected.add(key)
+                self._lowered[key] = self._ahead.submit(self._lower, key, kernel, settings)
+
+    def begin(self, kernels: Sequence[Kernel]) -> None:
+        """Lowers kernels that have no executable, and has them compiled."""
+        start = time.perf_counter()
+        self._give_up_what_is_expected()
+        keys = _keys(kernels)
+        self._found |= self._cache.of_kernels([key for key in keys if key not in self._found])
+        with compat.one_ir_context():
+            for key, kernel in zip(keys, kernels, strict=True):
+                if key in self._found or key in self._digests:
+                    continue
+                digest, code = self._lowered_by_a_thread(key) or self._compiler.lower(kernel)
+                self._digests[key] = digest
+                if digest not in self._work:
+                    begun = self._compiled.pop(digest, None)
+                    self._work[digest] = begun or self._pool.submit(self._obtain, digest, code)
+        self._seconds += time.perf_counter() - start
+
+    def executables(self, kernels: Sequence[Kernel]) -> tuple[list[Any], CompileReport]:
+        """See `ExecutableCache.executables`. What an earlier answer has counted is not counted
+        again."""
+        self.begin(kernels)
+        start = time.perf_counter()
+        keys = _keys(kernels)
+        digests = {key: self._digests[key] for key in keys if key not in self._found}
+        obtained = {digest: self._work[digest].result() for digest in digests.values()}
+        made = {key: obtained[digest].executable for key, digest in digests.items()}
+        self._found |= self._cache.name(made)
+        new = [each for digest, each in obtained.items() if digest not in self._counted]
+        self._counted.update(obtained)
+        seconds, self._seconds = self._seconds + time.perf_counter() - start, 0.0
+        report = CompileReport(
+            len(kernels),
+            sum(each.is_compiled for each in new),
+            seconds,
+            sum(each.is_loaded for each in new),
+        )
+        return [self._found[key] for key in keys], report
+
+    def _lower(
+        self,
+        key: identity.Key,
+        kernel: Kernel,
+        settings: Callable[[], contextlib.AbstractContextManager[Any]],
+    ) -> _Lowered | None:
+        """Lowers what is expected, and has it compiled; None where this thread would lower it
+        otherwise."""
+        with settings(), compat.one_ir_context():
+            if _keys([kernel]) != [key]:
+                return None
+            digest, code = self._compiler.lower(kernel)
+        with self._lock:
+            if key in self._expected and digest not in self._compiled:
+                self._compiled[digest] = self._ahead.submit(self._obtain, digest, code)
+        return digest, code
+
+    def _lowered_by_a_thread(self, key: identity.Key) -> _Lowered | None:
+        """Of what was expected; what failed is tried again by who needs it."""
+        lowered = self._lowered.pop(key, None)
+        return None if lowered is None or lowered.exception() else lowered.result()
+
+    def _give_up_what_is_expected(self) -> None:
+        """But for what a thread is at."""
+        with self._lock:
+            self._expected.clear()
+            self._lowered = {k: work for k, work in self._lowered.items() if not work.cancel()}
+            self._compiled = {d: work for d, work in self._compiled.items() if not work.cancel()}

@@ -127,7 +127,10 @@ class Cutting:
         # Any cut needs room for the largest operand or result that cannot be split. The coarse cut
         # is looked at first: it has all of them, and is soon made.
         is_hopeless = all(least_whole(self.graph(cut)) > budget for cut in (WHOLE, FINEST))
-        return None if is_hopeless else self._best_cut(budget)
+        if is_hopeless:
+            return None
+        with self._program.compiling():  # beside the search
+            return self._best_cut(budget)
 
     def _whole(self) -> CompiledCut:
         """The program as it is cut if memory does not matter."""

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxoffload import _jax_compat as compat
@@ -22,7 +22,6 @@ from jaxoffload.capture.flat import Equation
 from jaxoffload.capture.floor import Floor, floor_of
 from jaxoffload.capture.gathers import in_parts
 from jaxoffload.capture.inline import Constant
-from jaxoffload.capture.kernel import Kernel
 from jaxoffload.capture.parts import has_loops
 from jaxoffload.capture.recompute import Recomputer
 from jaxoffload.capture.row_gradients import with_gradients_by_rows
@@ -37,6 +36,7 @@ from jaxoffload.plan.cost.machines import Machine
 from jaxoffload.runtime.backends import Backend
 from jaxoffload.runtime.request import Request
 from jaxoffload.search.cut import NOTHING, WHOLE, CompiledCut, Cut, by_workspace, least_budget
+from jaxoffload.search.kernels import Kernels
 from jaxoffload.search.loops import expected_workspace, held_inside
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,6 @@ class CutProgram:
     Attributes:
       constants: arrays that the function closes over; they follow its own arguments.
       has_estimated: whether workspace was estimated for any cut.
-      reports: of every compilation.
     """
 
     def __init__(
@@ -81,9 +80,8 @@ class CutProgram:
         self._model, self._machine, self._large = model, machine, large
         self._compiles, self._estimates = compiles, estimates
         self.has_estimated = False
-        self.reports: list[CompileReport] = []
         self.constants: list[Any] = []
-        self._settings = settings
+        self._kernels = Kernels(backend, settings)
         self._unrolled: dict[tuple[float, bool], Ordered] = {}
         # The program with every scan in single steps, and the largest pieces for which it is so.
         self._in_steps: tuple[float, Ordered] | None = None
@@ -96,7 +94,6 @@ class CutProgram:
         self._guessed: dict[tuple[Any, ...], TaskGraph] = {}
         # Limits of bytes from which to which vertices are the same.
         self._same: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
-        self._temp: dict[identity.Key, int] = {}  # workspace by kernel
         self._workspaces: dict[tuple[Any, ...], dict[Any, int]] = {}  # estimated, by kernel
         # Of kernels with loops over tiles: which operations, and their keys and estimates by that.
         self._tiles_of: dict[Any, Any] = {}
@@ -116,16 +113,21 @@ class CutProgram:
             self._workspaces.clear()
             self._known_runs.clear()
 
+    @property
+    def reports(self) -> list[CompileReport]:
+        """Of every compilation."""
+        return self._kernels.reports
+
     @contextlib.contextmanager
     def unknowing(self) -> Iterator[None]:
         """Within it nothing is known of kernels that were compiled before. Cuts that were known are
         the same after it."""
-        cuts, temp = self._cuts, self._temp
-        self._cuts, self._temp = {}, {}
+        cuts, temp = self._cuts, self._kernels.temp
+        self._cuts, self._kernels.temp = {}, {}
         try:
             yield
         finally:
-            self._cuts, self._temp = self._cuts | cuts, temp | self._temp
+            self._cuts, self._kernels.temp = self._cuts | cuts, temp | self._kernels.temp
 
     def ordered(self, cut: Cut) -> Ordered:
         """The program, with large intermediates split and values recomputed as the cut asks."""
@@ -218,25 +220,25 @@ class CutProgram:
         """What loops hold inside, of a function that is looked at only."""
         if not self._estimates or self._backend.is_elsewhere or not has_loops(self._request.jaxpr):
             return {}
-        return held_inside(self.ordered, lambda ks: self._executables(ks)[0])
+        return held_inside(self.ordered, lambda ks: self._kernels.executables(ks)[0])
 
     def expected_workspace(self, cut: Cut) -> int:
         """Bytes that any of a cut's vertices takes as workspace: estimated where its kernel has not
         been compiled."""
-        guessed = self._guessed_workspace(cut)
-        return max((self._temp.get(key, count) for key, count in guessed.items()), default=0)
+        known, guessed = self._kernels.temp, self._guessed_workspace(cut)
+        return max((known.get(key, count) for key, count in guessed.items()), default=0)
 
     def least_workspace(self, cut: Cut) -> int:
         """The same as far as it is known: of a loop over tiles, that it takes no less than the same
         operations with smaller tiles."""
         known = 0
         for key, guess in self._guessed_workspace(cut).items():
-            if key in self._temp:
-                known = max(known, self._temp[key])
+            if key in self._kernels.temp:
+                known = max(known, self._kernels.temp[key])
                 continue
             for other, count in self._tiled.get(self._tiles_of.get(key), {}).items():
                 if count <= guess:
-                    known = max(known, self._temp.get(other, 0))
+                    known = max(known, self._kernels.temp.get(other, 0))
         return known
 
     def _guessed_workspace(self, cut: Cut) -> dict[Any, int]:
@@ -328,20 +330,22 @@ class CutProgram:
             return self.within(cut, budget, needs)
         captured = self._looked_at(cut).with_kernels
         kernels = captured.kernels
-        tried = []  # stays, so that nothing is compiled twice
         waiting = by_workspace(captured) if budget is not None else []
         number = _FIRST_COMPILED
-        while budget is not None:
-            if needs(self._with_known_workspace(captured)) > budget:
-                return None
-            waiting = [i for i in waiting if kernels[i].key not in self._temp]
-            if not waiting:
-                break
-            tried.append(self._executables([kernels[i] for i in waiting[:number]]))
-            number *= 2
-        executables, report = self._executables(kernels)
+        with self.compiling():
+            while budget is not None:
+                if needs(self._kernels.with_known_workspace(captured)) > budget:
+                    return None
+                waiting = [i for i in waiting if kernels[i].key not in self._kernels.temp]
+                if not waiting:
+                    break
+                # Those after them begin, so that no core waits for the last of these.
+                self._kernels.begin([kernels[i] for i in waiting[: 3 * number]])
+                self._kernels.executables([kernels[i] for i in waiting[:number]])
+                number *= 2
+            executables, report = self._kernels.executables(kernels)
         logger.debug("%s: %s: %s", self._request.name, cut, report)
-        graph = self._with_known_workspace(captured)
+        graph = self._kernels.with_known_workspace(captured)
         self._cuts[cut] = CompiledCut(Captured(graph, kernels), executables, report)
         return self.within(cut, budget, needs)
 
@@ -354,10 +358,20 @@ class CutProgram:
         vertices = [dataclasses.replace(v, kind=kinds.get(v.kind, v.kind)) for v in graph.vertices]
         graph = dataclasses.replace(graph, vertices=tuple(vertices))
         kernels = tuple(dataclasses.replace(kernel, on_host=False) for kernel in kernels)
-        executables, report = self._executables(kernels) if self._compiles else ([], NOTHING)
-        if self._compiles:
-            graph = self._with_known_workspace(Captured(graph, kernels))
+        if not self._compiles:
+            return CompiledCut(Captured(graph, kernels), [], NOTHING)
+        executables, report = self._kernels.executables(kernels)
+        graph = self._kernels.with_known_workspace(Captured(graph, kernels))
         return CompiledCut(Captured(graph, kernels), executables, report)
+
+    def compiling(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it kernels begin before they are needed."""
+        return self._kernels.batch()
+
+    def expect(self, cut: Cut) -> None:
+        """Says that a cut will probably be compiled."""
+        if self._compiles and self._kernels.can_expect:
+            self._kernels.expect(self._looked_at(cut).with_kernels.kernels)
 
     def cut_of(self, compiled: CompiledCut) -> Cut:
         """How a program was cut, of which some order of vertices was compiled."""
@@ -373,7 +387,7 @@ class CutProgram:
             return Captured(self.estimated(cut), ())
         captured = self._captured(cut).with_kernels
         expected = expected_workspace(captured, self._held)
-        with self._settings.restored():
+        with self._kernels.settings.restored():
             known = self._backend.executables.known(captured.kernels)
         mine = [x for x, kernel in zip(known, captured.kernels, strict=True) if not kernel.on_host]
         self.has_estimated |= None in mine  # what the host's cores take is none of the device's
@@ -383,18 +397,3 @@ class CutProgram:
             for vertex, guess in zip(captured.taskgraph.vertices, expected, strict=True)
         ]
         return Captured(captured.taskgraph.with_workspace(temp), ())
-
-    def _executables(self, kernels: Sequence[Kernel]) -> tuple[list[Any], CompileReport]:
-        with self._settings.restored():
-            executables, report = self._backend.executables.executables(kernels)
-        for kernel, executable in zip(kernels, executables, strict=True):
-            if not kernel.on_host:  # it takes none of the device's
-                self._temp[kernel.key] = executable.temp_bytes
-        self.reports.append(report)
-        return executables, report
-
-    def _with_known_workspace(self, captured: Captured) -> TaskGraph:
-        """A cut's graph with the workspace of those kernels that have been compiled."""
-        temp = [*(0 if k.on_host else self._temp.get(k.key, 0) for k in captured.kernels), 0]
-        graph = captured.taskgraph
-        return graph.with_workspace([temp[v.kernel] for v in graph.vertices])

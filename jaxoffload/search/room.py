@@ -20,6 +20,10 @@ class Cutter(Protocol):
         """What such a cut holds and computes at least. Nothing is captured for it."""
         ...
 
+    def expect(self, cut: Cut) -> None:
+        """Says that a cut will probably be compiled."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Room:

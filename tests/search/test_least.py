@@ -108,9 +108,10 @@ def test_the_search_does_not_depend_on_what_was_compiled_before():
     first, second = _planner(_stacks, args), _planner(_stacks, args)
     needed, graph, vertex = first.minimum()
     known = second._program
-    known._temp = dict.fromkeys(first._program._temp, 2**20)
+    found = first._program._kernels.temp
+    known._kernels.temp = dict.fromkeys(found, 2**20)
     assert second.minimum()[0] == needed
-    assert {key: known._temp[key] for key in first._program._temp} == first._program._temp
+    assert {key: known._kernels.temp[key] for key in found} == found
     assert graph.vertices[vertex].name == second.minimum()[1].vertices[vertex].name
     assert known.cut_of(second._least) == first._program.cut_of(first._least)
 
@@ -141,7 +142,7 @@ def test_of_larger_tiles_of_the_same_operations_nothing_is_compiled():
     others = [tiles for tiles in searched._tiled.values() if len(tiles) > 1]
     assert others
     for tiles in others:
-        compiled = [guess for key, guess in tiles.items() if key in searched._temp]
+        compiled = [guess for key, guess in tiles.items() if key in searched._kernels.temp]
         assert compiled == [min(tiles.values())]
     assert needed == min_budget(planner._least.graph)[0]
     assert all(found.needs >= needed for found in searched._cuts.values())
@@ -166,5 +167,5 @@ def test_what_jax_runs_whole_is_not_compiled_as_the_only_vertex():
         assert planner._may_be_kept(149_999) == (whole_bytes is None)
         assert planner._may_be_kept(150_000)
         assert planner.minimum()[0] == min_budget(planner._program.compiled(FINEST).graph)[0]
-        compiled.append(len(planner._program._temp))
+        compiled.append(len(planner._program._kernels.temp))
     assert compiled == [3, 2]

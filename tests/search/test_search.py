@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import threading
 import types
 
 import jax
@@ -16,7 +17,7 @@ from jaxoffload.capture.build import order_program
 from jaxoffload.capture.positions import SPAN, Positions
 from jaxoffload.capture.recompute import recompute
 from jaxoffload.capture.scan import unroll
-from jaxoffload.compile.cache import ExecutableCache
+from jaxoffload.compile.compilers import PluginCompiler
 from jaxoffload.plan.alloc.limits import least_whole, min_budget
 from jaxoffload.plan.cost.machines import SMALL_SERVER
 from jaxoffload.search import cuts, cutting, one_memory, program
@@ -72,16 +73,22 @@ def _ordered(function, args):
     )
 
 
+def _cutter(**parts):
+    """What compiles nothing that is expected."""
+    return types.SimpleNamespace(expect=lambda cut: None, **parts)
+
+
 @pytest.fixture
 def work(monkeypatch):
     """Counts what a planner does."""
-    counts = collections.Counter()
+    counts, lock = collections.Counter(), threading.Lock()
 
     def count(owner, name, label):
         plain = getattr(owner, name)
 
         def counted(*args, **kwargs):
-            counts[label] += 1
+            with lock:
+                counts[label] += 1
             return plain(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, counted)
@@ -90,14 +97,7 @@ def work(monkeypatch):
     count(cutting, "build_memgraph", "memgraphs")
     count(program, "split", "splits")
     count(operations, "tilings", "tilings")
-    plain = ExecutableCache.executables
-
-    def executables(cache, kernels):
-        found, report = plain(cache, kernels)
-        counts["compiled"] += report.compiled
-        return found, report
-
-    monkeypatch.setattr(ExecutableCache, "executables", executables)
+    count(PluginCompiler, "compile", "compiled")  # in threads
     jo.clear_caches()
     return counts
 
@@ -307,7 +307,7 @@ def _ranking(monkeypatch, seconds, least=None):
     monkeypatch.setattr(cuts, "VARIANTS", range(max(map(len, seconds.values()))))
     drafts = _Drafts(seconds)
     room = Room(100, None, True, lambda graph: 0, "never")
-    ranking = cuts.Ranking(None, lambda cut: None, drafts, room)
+    ranking = cuts.Ranking(_cutter(), lambda cut: None, drafts, room)
     vars(ranking)["_enough"] = 0.0
     return ranking, drafts
 
@@ -514,7 +514,7 @@ def test_products_that_take_half_of_the_budget_fuse_with_what_follows_them(monke
 def test_a_vertex_may_have_most_of_the_budget(seconds, counts_all, largest):
     """Not of a budget of all memory, nor of a program that is to be planned at once."""
     room = Room(100, None, True, lambda graph: 0, counts_all=counts_all)
-    ranking = cuts.Ranking(None, lambda cut: None, _Drafts({}), room)
+    ranking = cuts.Ranking(_cutter(), lambda cut: None, _Drafts({}), room)
     vars(ranking)["_compute"] = seconds
     sizes = [cut.max_bytes for cut in ranking._plain()]
     assert 0.9 * largest < sizes[0] <= largest and sizes == sorted(sizes, reverse=True)
@@ -543,7 +543,7 @@ def test_runs_are_left_a_choice_where_they_may_tell_which_cut_is_faster(
 @pytest.mark.parametrize("moves", [False, True])
 def test_what_would_hold_too_much_is_recomputed_from_where_nothing_can_be_moved(monkeypatch, moves):
     room = Room(100, None, moves, lambda graph: 0)
-    cutter = types.SimpleNamespace(key=lambda cut: cut)
+    cutter = _cutter(key=lambda cut: cut)
     ranking = cuts.Ranking(cutter, lambda cut: cut, _Drafts({}), room)
     bases = []
 
