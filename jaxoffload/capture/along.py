@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 
 from jaxoffload.capture.flat import Equation, Operation, Value
@@ -60,6 +59,7 @@ class Way:
       inside: sizes of dimensions that it cuts within.
       sized: in place of `numbered`, the operation on a part of so many rows, where parts of any
         size may be had.
+      placed: the same of an operation that takes the part's first row as its last operand.
       reread: bytes that each part reads again of what is whole: of a convolution the images,
         once for each place of its kernel, which a part of few features hardly repays.
     """
@@ -75,6 +75,7 @@ class Way:
     combines: tuple[Callable[[Any, Any], Any] | None, ...] = ()
     inside: frozenset[int] = frozenset()
     sized: Callable[[int], Operation] | None = None
+    placed: Callable[[int], Operation] | None = None
     reread: int = 0
 
     def of_output(self, index: int) -> "Way":
@@ -171,23 +172,6 @@ def broadcast(equation: Equation) -> Iterator[Way]:
             return {**new, "broadcast_dimensions": _without(into, d)}
 
         yield Way((mine,), (d,), changes)
-
-
-def iota(equation: Equation) -> Iterator[Way]:
-    params, shape = equation.operation.params, _shape(equation.outputs[0])
-    if equation.inputs:
-        return
-    for d in _dims(equation.outputs[0]):
-
-        def part(_: Sequence[Any], number: Any, count: int, d: int = d) -> list[Any]:
-            size = shape[d] // count
-            whole = _with_size(shape, d, size)
-            made = lax.broadcasted_iota(params["dtype"], whole, params["dimension"])
-            if d == params["dimension"]:
-                made = made + jnp.asarray(number * size, made.dtype)
-            return [made]
-
-        yield Way((), (d,), numbered=part)
 
 
 def reshape(equation: Equation) -> Iterator[Way]:

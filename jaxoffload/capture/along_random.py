@@ -16,6 +16,7 @@ from jax.extend.random import threefry2x32_p
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.along import Way, unchanged
+from jaxoffload.capture.along_places import by_place
 from jaxoffload.capture.flat import Equation
 
 OPERATIONS = 500.0
@@ -33,12 +34,11 @@ def bits(equation: Equation) -> Iterator[Way]:
         return
     for d in range(len(shape)):
 
-        def part(operands: Sequence[Any], number: Any, count: int, d: int = d) -> list[Any]:
-            size = shape[d] // count
-            places = _places(shape, d, number * size, size)
-            return [_bits_at(jax.random.key_data(operands[0]), places, params["bit_width"])]
+        def rows(keys: Any, first: Any, size: int, d: int = d) -> list[Any]:
+            places = _places(shape, d, first, size)
+            return [_bits_at(jax.random.key_data(keys), places, params["bit_width"])]
 
-        yield Way((None,), (batch + d,), numbered=part)
+        yield by_place(equation, (None,), batch + d, rows)
 
 
 def _is_by_place(dtype: Any) -> bool:

@@ -4,13 +4,14 @@ Takes an equation and the pieces of its operands; emits the equations that work 
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture import operations, slicing, sums
+from jaxoffload.capture import slicing, sums
 from jaxoffload.capture.flat import Equation, Operand, Value
 from jaxoffload.capture.loops import Rows
+from jaxoffload.capture.mapped import Mapped, map_over_stack
 
 Emit = Callable[..., Value]
 """Emits an operation on operands, with the abstract value of its result, which it gives; and the
@@ -26,6 +27,7 @@ def parts(
     rows: Rows,
     columns: Sequence[Sequence[Operand]],
     avals: Sequence[Any],
+    at: Mapping[Operand, int] | None,
     emit: Emit,
 ) -> Iterator[Operand]:
     """The operation's result on each piece, emitted when it is asked for.
@@ -33,14 +35,15 @@ def parts(
     Args:
       columns: for each operand the pieces, or as often the whole.
       avals: of the results.
+      at: see `mapped.map_over_stack`.
     """
     by_size: dict[int, Any] = {}
     pieces = zip(rows.spans(), zip(*columns, strict=True), avals, strict=True)
     for number, ((first, stop), row, aval) in enumerate(pieces):
         size = stop - first
         if size not in by_size:
-            by_size[size] = operations.map_over_stack(
-                equation, rows.length, None if rows.are_slices else size
+            by_size[size] = map_over_stack(
+                equation, rows.length, None if rows.are_slices else size, at
             )
         operation = by_size[size].operation
         yield row[0] if operation is None else emit(operation, row, aval, piece=number)
@@ -48,15 +51,15 @@ def parts(
 
 def joined(
     equation: Equation,
-    mapped: operations.Mapped,
+    mapped: Mapped,
     rows: Rows,
     columns: Sequence[Sequence[Operand]],
+    at: Mapping[Operand, int] | None,
     emit: Emit,
 ) -> Operand:
     """The parts of a result that is no stack, joined: in a dtype wide enough for so many."""
     operation, out = equation.operation, equation.outputs[0].aval
-    if mapped.combine is None:
-        return _side_by_side(equation, mapped.dim, rows, columns, emit)
+    assert mapped.combine is not None
     if mapped.folds is not None:
         return _folded(equation, mapped.folds, rows, columns, emit)
     rounds = mapped.combine in sums.ROUNDED
@@ -66,7 +69,7 @@ def joined(
     if not is_narrow:
         columns = [[_converted(x, dtype, operation.eqn, emit) for x in c] for c in columns]
     avals = [out if is_narrow else aval] * len(columns[0])
-    made: Iterator[Operand] = parts(equation, rows, columns, avals, emit)
+    made: Iterator[Operand] = parts(equation, rows, columns, avals, at, emit)
     if is_narrow:
         made = (_converted(part, dtype, operation.eqn, emit) for part in made)
 
@@ -78,17 +81,6 @@ def joined(
         pair = join(2)
         total = sums.joined(made, lambda a, b: emit(pair, (a, b), aval), rounds)
     return _converted(total, out.dtype, operation.eqn, emit)
-
-
-def _side_by_side(
-    equation: Equation, dim: int, rows: Rows, columns: Sequence[Sequence[Operand]], emit: Emit
-) -> Operand:
-    """The parts along another dimension than the first."""
-    out = equation.outputs[0].aval
-    shapes = [(*out.shape[:dim], b - a, *out.shape[dim + 1 :]) for a, b in rows.spans()]
-    avals = [compat.ShapedArray(shape, out.dtype) for shape in shapes]
-    made = tuple(parts(equation, rows, columns, avals, emit))
-    return emit(slicing.concatenation(equation.operation.eqn, dim), made, out)
 
 
 def _folded(

@@ -85,7 +85,9 @@ class Levels:
         if large < float("inf"):
             for v, length in ties.length.items():
                 rows.setdefault(ties.leader(v), rows_of_large(length))
-        wanted = {v: rows[at] for v in ties.length if (at := ties.leader(v)) in rows}
+        wanted = {
+            v: rows[at].along(ties.dim[v]) for v in ties.length if (at := ties.leader(v)) in rows
+        }
         return Level(made, wanted, cuts)
 
     def _with_loop(self, equation: Equation) -> Equation:

@@ -219,18 +219,20 @@ class Loop(Operation):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rows:
-    """How the leading axis of an array is cut into pieces.
+    """How an axis of an array, the leading one as a rule, is cut into pieces.
 
     Attributes:
       length: of the axis.
       steps: rows of a piece, of which the last may have fewer. A piece of one row, where all are,
         is a slice: it has no such axis.
       multiplied: whether products of pieces are pieces of the product.
+      dim: where the axis is no leading one, which; of pieces that are no slices.
     """
 
     length: int
     steps: int
     multiplied: bool = False
+    dim: int = 0
 
     @property
     def are_slices(self) -> bool:
@@ -246,7 +248,12 @@ class Rows:
 
     def piece_shape(self, first: int, stop: int, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a piece of an array of some shape."""
-        return tuple(shape[1:]) if self.are_slices else (stop - first, *shape[1:])
+        size = () if self.are_slices else (stop - first,)
+        return (*shape[: self.dim], *size, *shape[self.dim + 1 :])
+
+    def along(self, dim: int) -> "Rows":
+        """The same pieces along an axis of another array."""
+        return dataclasses.replace(self, dim=dim)
 
 
 def rows_for(loops: Sequence[Loop], piece_bytes: float) -> Rows | None:

@@ -14,8 +14,8 @@ from typing import Any
 from jax import lax
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture import along, along_batches, along_loops, along_random
-from jaxoffload.capture.flat import Equation, Operand, Operation, Value
+from jaxoffload.capture import along, along_batches, along_loops, along_places, along_random
+from jaxoffload.capture.flat import Equation
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ TABLE: dict[str, Known] = {
     "reshape": dataclasses.replace(_VIEW, ways=along.reshape),
     "transpose": dataclasses.replace(_VIEW, ways=along.transpose),
     "squeeze": dataclasses.replace(_VIEW, ways=along.squeeze),
-    "iota": dataclasses.replace(_VIEW, ways=along.iota),
+    "iota": dataclasses.replace(_VIEW, ways=along_places.iota),
     "rev": dataclasses.replace(_VIEW, ways=along.along_others("dimensions")),
     **dict.fromkeys(("random_wrap", "random_unwrap"), _VIEW),
     "bitcast_convert_type": Known(ways=along.bitcast),
@@ -231,6 +231,10 @@ TABLE: dict[str, Known] = {
     "write rows": _UPDATE,
     "start": Known(is_priced=True),
     "slice[": _LIGHT,
+    "iota[": _LIGHT,
+    "random_bits[": Known(is_priced=True, flops=_flops_of_bits),
+    "gather[": Known(is_priced=True),
+    "scatter[": _UPDATE,
     "combine[": Known(is_light=True, is_priced=True, overwrites="all"),
 }
 """By the primitive's name; of a name with a bracket what stands before it, and the bracket."""
@@ -298,67 +302,3 @@ def tilings(
             for size in (*way.inside, *(size for _, size in way.cut(equation)))
         )
     ]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Mapped:
-    """How to apply an operation to a stack.
-
-    Attributes:
-      operation: the operation on one piece; None when the piece itself is the answer.
-      sliced: for each operand, whether piece i of it is passed, or the whole.
-      combine: joins the pieces' results into one array, for a reduction over the leading axis;
-        None when the results form a stack. One that rounds takes pieces in the `wider` dtype.
-      widened, folds: see `along.Way`.
-      dim: along which the pieces' results form the result, where none are joined by `combine`.
-    """
-
-    operation: Operation | None
-    sliced: tuple[bool, ...]
-    combine: Callable[[Any, Any], Any] | None = None
-    widened: str = ""
-    folds: int | None = None
-    dim: int = 0
-
-    def stacks(self, equation: Equation) -> list[Operand]:
-        """Operands and results of the equation that are stacks."""
-        found = [x for x, sliced in zip(equation.inputs, self.sliced, strict=True) if sliced]
-        return [*found, *equation.outputs] if self.stacks_results else found
-
-    @property
-    def stacks_results(self) -> bool:
-        """Whether the pieces' results are pieces of the result."""
-        return self.combine is None and self.dim == 0
-
-    def cut(self, operands: Sequence[Any]) -> list[Value]:
-        """The operands that are cut and are no stacks yet."""
-        pairs = zip(operands, self.sliced, strict=True)
-        return [x for x, sliced in pairs if sliced and isinstance(x, Value)]
-
-
-def map_over_stack(equation: Equation, length: int, rows: int | None = None) -> Mapped | None:
-    """The operation on one piece of (length, ...), or None when it cannot be had piece by piece.
-
-    Args:
-      rows: of the piece; None: it is a slice, without the leading axis.
-    """
-    rule = of(equation).ways
-    if rule is None or len(equation.outputs) != 1:
-        return None
-    for way in rule(equation):
-        (dim,) = way.outputs
-        wanted = {(0, length)}
-        if dim and rows is not None and dim not in way.inputs:  # the parts stand side by side
-            wanted.add((dim, length))
-        if way.cut(equation) != wanted:
-            continue
-        if rows is not None and way.sized is not None:
-            operation = way.sized(rows)
-        elif way.numbered is None and (changes := way.changes(rows)) is not None:
-            gone = changes.get("axes") == ()  # nothing is left to be reduced
-            operation = None if gone else along.changed(equation, changes)
-        else:
-            continue
-        sliced = tuple(d == 0 for d in way.inputs)
-        return Mapped(operation, sliced, way.combine, way.widened, way.folds, dim or 0)
-    return None

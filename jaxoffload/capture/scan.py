@@ -8,7 +8,7 @@ Takes the inlined equations and gives a `Program`. Two passes over each level of
   elementwise work ties to it: scans whose arrays meet agree on their pieces. An argument that is
   wanted as a stack is then read in pieces, straight from the caller's memory.
 - *unrolling*: an operation with a stack among its operands works piece by piece where it
-  can (`operations.map_over_stack`), which carries the stacks through gradients and optimizers;
+  can (`mapped.map_over_stack`), which carries the stacks through gradients and optimizers;
   elsewhere the stack is joined first.
 
 A scan that is not worth being cut stays one vertex, as `while` and `cond` always do.
@@ -21,11 +21,13 @@ from typing import Any
 import numpy as np
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture import cost, joining, operations, slicing
+from jaxoffload.capture import cost, joining, slicing
+from jaxoffload.capture.demand import cut_in_any_case
 from jaxoffload.capture.flat import Equation, Operand, Program, Value, is_literal
 from jaxoffload.capture.inline import Asks, Constant, inline
 from jaxoffload.capture.levels import Level, Levels
 from jaxoffload.capture.loops import Loop, Rows
+from jaxoffload.capture.mapped import map_over_stack
 from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.order import live_equations, piece_by_piece
 from jaxoffload.capture.products import with_small_transpositions
@@ -40,7 +42,7 @@ _SHARED_BYTES = 2048
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Stack:
-    """An array that is kept in pieces along its leading axis."""
+    """An array that is kept in pieces along an axis, the leading one as a rule."""
 
     pieces: list[Operand]
     rows: Rows
@@ -86,7 +88,7 @@ def unroll(
         equations = with_parts_read(with_small_transpositions(equations, wanted), wanted)
         equations = live_equations(equations, wanted)
     levels = Levels(piece_bytes, rates, asks, distributes)
-    unroller = _Unroller(arguments, known, levels)
+    unroller = _Unroller(arguments, known, levels, large)
     environment: dict[Value, Operand | Stack] = {}
     unroller.run(levels.of(equations, large, wanted), environment, segment=0)
     parts = [unroller.result_parts(unroller.look_up(environment, r)) for r in results]
@@ -112,12 +114,13 @@ class _Unroller:
         arguments: list[Value],
         known: Sequence[Any],
         levels: Levels,
+        large: float,
     ):
         self.arguments = arguments
         self.equations: list[Equation] = []
         self.parents = [0]
         self.piece_numbers: dict[int, int] = {}  # by the identity of equations
-        self._levels = levels
+        self._levels, self._large = levels, large
         self._segment = 0
         self._pieces: dict[tuple[Value, Rows], list[Operand]] = {}
         self._joined: dict[Stack, Value] = {}
@@ -159,13 +162,13 @@ class _Unroller:
             is_shared = rows.length >= _SHARED and step >= _SHARED_BYTES
             for number, (first, stop) in enumerate(rows.spans()):
                 aval = compat.ShapedArray(rows.piece_shape(first, stop, shape), dtype)
-                if operand.argument is not None:
+                if operand.argument is not None and not rows.dim:
                     span = operand.argument
                     piece = Value(aval, Span(span.index, span.offset + first * step))
                 elif rows.are_slices and not is_shared:
                     piece = self.emit(slicing.slice_operation(first, eqn), (operand,), aval)
                 else:
-                    operation = slicing.rows_operation(stop - first, rows.are_slices, eqn)
+                    operation = slicing.rows_operation(stop - first, rows.are_slices, eqn, rows.dim)
                     piece = self.emit(operation, (operand, self._first_rows(rows)[number]), aval)
                 found.append(piece)
             self._pieces[operand, rows] = found
@@ -173,6 +176,7 @@ class _Unroller:
 
     def _first_rows(self, rows: Rows) -> tuple[Value, ...]:
         """The first row of each piece, as values, so that all are taken by one executable."""
+        rows = rows.along(0)
         if rows not in self._numbers:
             operation = slicing.numbers_operation([first for first, _ in rows.spans()])
             avals = [compat.ShapedArray((), np.dtype(np.int32))] * len(rows.spans())
@@ -186,15 +190,19 @@ class _Unroller:
         found = self._joined.get(operand)
         if found is None:
             rows, head = operand.rows, operand.pieces[0].aval
-            rest = head.shape if rows.are_slices else head.shape[1:]
-            aval = compat.ShapedArray((rows.length, *rest), head.dtype)
-            operation = slicing.stack_operation(eqn, rows.are_slices)
+            dim, shape = rows.dim, head.shape
+            rest = shape if rows.are_slices else (*shape[:dim], *shape[dim + 1 :])
+            aval = compat.ShapedArray((*rest[:dim], rows.length, *rest[dim:]), head.dtype)
+            operation = slicing.stack_operation(eqn, rows.are_slices, dim)
             found = self.emit(operation, tuple(operand.pieces), aval)
             self._joined[operand] = found
         return found
 
     def result_parts(self, operand: Operand | Stack) -> list[tuple[Operand, int]]:
         """The parts of a result and their first bytes in it."""
+        if isinstance(operand, Stack) and operand.rows.dim:
+            made = {v: e for e in self.equations for v in e.outputs}[operand.pieces[0]]
+            operand = self.join(operand, made.operation.eqn)
         if not isinstance(operand, Stack):
             return [(operand, 0)]
         sizes = [Value(piece.aval).num_bytes() for piece in operand.pieces]
@@ -258,7 +266,8 @@ class _Unroller:
             if rows is None:
                 return False
         some = rows.steps if rows.multiplied else None
-        mapped = operations.map_over_stack(equation, rows.length, some)
+        at = self._along(equation, operands, rows, wanted) if rows.multiplied else None
+        mapped = map_over_stack(equation, rows.length, some, at)
         if mapped is None:
             return False
         is_there = (v.argument is not None for v in mapped.cut(operands))
@@ -267,18 +276,37 @@ class _Unroller:
         eqn = equation.operation.eqn
         spans = rows.spans()
         columns = [
-            self.pieces_of(x, rows, eqn) if sliced else [self.join(x, eqn)] * len(spans)
-            for x, sliced in zip(operands, mapped.sliced, strict=True)
+            [self.join(x, eqn)] * len(spans)
+            if dim is None
+            else self.pieces_of(x, rows.along(dim), eqn)
+            for x, dim in zip(operands, mapped.inputs, strict=True)
         ]
-        out = equation.outputs[0].aval
+        if mapped.is_placed:
+            columns.append(list(self._first_rows(rows)))
+        (result,), out = equation.outputs, equation.outputs[0].aval
         if not mapped.stacks_results:
-            made: Operand | Stack = joining.joined(equation, mapped, rows, columns, self.emit)
-        else:
-            shapes = [rows.piece_shape(first, stop, out.shape) for first, stop in spans]
-            avals = [compat.ShapedArray(shape, out.dtype) for shape in shapes]
-            made = Stack(list(joining.parts(equation, rows, columns, avals, self.emit)), rows)
-        environment[equation.outputs[0]] = made
+            environment[result] = joining.joined(equation, mapped, rows, columns, at, self.emit)
+            return True
+        rows = rows.along(mapped.dim)
+        shapes = [rows.piece_shape(first, stop, out.shape) for first, stop in spans]
+        avals = [compat.ShapedArray(shape, out.dtype) for shape in shapes]
+        made = Stack(list(joining.parts(equation, rows, columns, avals, at, self.emit)), rows)
+        is_whole = mapped.dim and result not in wanted
+        environment[result] = self.join(made, eqn) if is_whole else made
         return True
+
+    def _along(
+        self, equation: Equation, operands: list[Any], rows: Rows, wanted: dict
+    ) -> dict[Operand, int]:
+        """Of what is cut in any case, along which dimension."""
+        at = cut_in_any_case(equation, self._large)
+        for v, x in zip(
+            (*equation.inputs, *equation.outputs), (*operands, *equation.outputs), strict=True
+        ):
+            kept = x.rows if isinstance(x, Stack) else wanted.get(v)
+            if kept is not None and kept.along(0) == rows.along(0):
+                at[v] = kept.dim
+        return at
 
     def _steps(self, equation: Equation, operands: list[Any], rows: Rows) -> list[Operand | Stack]:
         """Every step of a scan for itself."""

@@ -1,7 +1,7 @@
 """The operations that stacks need beside the user's own: to take a piece, to join pieces.
 
 A stack is an array of shape (L, ...) kept as L slices of shape (...), or as pieces of some rows of
-shape (rows, ...).
+shape (rows, ...); pieces may be along another dimension than the first.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from jaxoffload.capture import sums
 from jaxoffload.capture.flat import Operation
 
 
-def stack_operation(eqn: Any, are_slices: bool) -> Operation:
+def stack_operation(eqn: Any, are_slices: bool, dim: int) -> Operation:
     """The operation that joins the pieces of a stack into one array."""
     if are_slices:
         return Operation.of_function("stack", lambda *slices: jax.numpy.stack(slices), eqn)
-    return Operation.of_function("join", lambda *pieces: lax.concatenate(pieces, 0), eqn)
+    return Operation.of_function("join", lambda *pieces: lax.concatenate(pieces, dim), eqn, dim)
 
 
 def slice_operation(index: int, eqn: Any) -> Operation:
@@ -28,14 +28,14 @@ def slice_operation(index: int, eqn: Any) -> Operation:
     )
 
 
-def rows_operation(rows: int, are_slices: bool, eqn: Any) -> Operation:
+def rows_operation(rows: int, are_slices: bool, eqn: Any, dim: int) -> Operation:
     """The operation (array, first row) that takes some rows, or a slice: one for all places."""
 
     def take(x: Any, first: Any) -> Any:
-        found = lax.dynamic_slice_in_dim(x, first, rows)
+        found = lax.dynamic_slice_in_dim(x, first, rows, dim)
         return lax.squeeze(found, (0,)) if are_slices else found
 
-    return Operation.of_function(f"slice[{rows} rows]", take, eqn, are_slices)
+    return Operation.of_function(f"slice[{rows} rows]", take, eqn, are_slices, dim)
 
 
 def numbers_operation(numbers: Sequence[int]) -> Operation:
@@ -52,13 +52,6 @@ def start_operation(aval: Any, eqn: Any) -> Operation:
         lambda x: x if isinstance(x, jax.Array) else jax.numpy.asarray(x, aval.dtype),
         eqn,
         str(aval.dtype),
-    )
-
-
-def concatenation(eqn: Any, dim: int) -> Operation:
-    """The operation that puts arrays side by side along a dimension."""
-    return Operation.of_function(
-        f"concatenate[{dim}]", lambda *parts: lax.concatenate(parts, dim), eqn, dim
     )
 
 

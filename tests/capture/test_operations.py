@@ -14,10 +14,14 @@ import jaxoffload as jo
 from jaxoffload.capture import operations
 from jaxoffload.capture.build import order_program
 from jaxoffload.capture.flat import is_literal
+from jaxoffload.capture.mapped import map_over_stack
 from jaxoffload.capture.scan import unroll
 from jaxoffload.plan.cost.machines import SMALL_SERVER
 
-OWN = {"collective", "start", "slice[", "combine[", "read rows", "write rows"}
+OWN = {
+    "collective", "start", "slice[", "combine[", "read rows", "write rows", "iota[", "random_bits[",
+    "gather[", "scatter["
+}  # fmt: skip
 UNLISTED = {
     "split", "scatter-sub", "random_wrap", "random_unwrap", "geqrf", "lu_pivots_to_permutation"
 }  # fmt: skip
@@ -137,22 +141,76 @@ def test_an_operation_works_on_a_stack_piece_by_piece(name, rows):
         read = [v.val if is_literal(v) else values[v] for v in equation.inputs]
         (whole,) = equation.operation.apply(read)
         values[equation.outputs[0]] = whole
-        mapped = operations.map_over_stack(equation, 6, rows)
+        mapped = map_over_stack(equation, 6, rows)
         if mapped is None:
             continue
         checked += 1
-        pieces = []
-        for first in range(0, 6, rows or 1):
-            mine = [
-                (v[first] if rows is None else v[first : first + rows]) if sliced else v
-                for v, sliced in zip(read, mapped.sliced, strict=True)
-            ]
-            pieces.append(mapped.operation.apply(mine)[0] if mapped.operation else mine[0])
-        if mapped.combine is not None:
-            got = list(itertools.accumulate(pieces, mapped.combine))[-1]
-        else:
-            got = np.stack(pieces) if rows is None else np.concatenate(pieces)
+        got = in_pieces(mapped, read, rows)
         np.testing.assert_allclose(got, whole, rtol=1e-6)
+    assert checked
+
+
+def in_pieces(mapped, operands, rows):
+    """The result of an operation that was applied to pieces of some rows, out of six."""
+    pieces = []
+    for first in range(0, 6, rows or 1):
+        part = first if rows is None else slice(first, first + rows)
+        mine = [
+            v if dim is None else v[(slice(None),) * dim + (part,)]
+            for v, dim in zip(operands, mapped.inputs, strict=True)
+        ]
+        mine += [jnp.int32(first)] if mapped.is_placed else []
+        if mapped.folds is not None and pieces:
+            mine[mapped.folds] = pieces[-1]
+        pieces.append(mapped.operation.apply(mine)[0] if mapped.operation else mine[0])
+    if mapped.folds is not None:
+        return pieces[-1]
+    if mapped.combine is not None:
+        return list(itertools.accumulate(pieces, mapped.combine))[-1]
+    return np.stack(pieces) if rows is None else np.concatenate(pieces, mapped.dim)
+
+
+IDS = np.array([[3], [0], [5], [3], [-1], [2]], np.int32)
+ANYWHERE = {
+    **{name: STACKED[name] for name in ("add", "broadcast", "sum of rows", "sum of all")},
+    "turned": lambda x, y: 2.0 * (x @ y.T).T,
+    "product": lambda x, y: (x + 1) @ (y.T * 2.0),
+    "summed product": lambda x, y: x.T @ y,
+    "numbers": lambda x, y: lax.broadcasted_iota(jnp.int32, (5, 6), 1) * 2,
+    "bits": lambda x, y: jax.random.normal(jax.random.key(3), (4, 6)) + x.T,
+    "entries": lambda x, y: jnp.take_along_axis(x @ y.T, IDS, 1),
+    "entries, filled": lambda x, y: jnp.take_along_axis(x @ y.T, 2 * IDS, 1, fill_value=7.0),
+    "entries, the nearest": lambda x, y: jnp.take_along_axis(x @ y.T, 2 * IDS, 1, mode="clip"),
+    "rows": lambda x, y: (2.0 * x)[IDS[:, 0]],
+    "written entries": lambda x, y: (x @ y.T).at[jnp.arange(6), IDS[:, 0]].set(5.0),
+    "added rows": lambda x, y: (2.0 * x).at[IDS[:, 0]].add(y),
+    "gradient by words": lambda x, y: jax.grad(lambda t: (t[IDS[:, 0]] * y).sum())(x),
+}
+"""Which may be cut along any dimension of six, and what they are cut along."""
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("name", ANYWHERE)
+def test_an_operation_works_on_pieces_along_any_dimension(name, rows):
+    """Of each operand and of the result; NaN where jit has it."""
+    x, y = operands_of("add", 2)
+    program = unroll(jax.make_jaxpr(ANYWHERE[name])(x, y), rates=SMALL_SERVER)
+    values, checked = {v: v.array for v in program.arguments[2:]}, 0
+    values.update(zip(program.arguments, (x, y), strict=False))
+    for equation in order_program(program).equations:
+        read = [v.val if is_literal(v) else values[v] for v in equation.inputs]
+        (whole,) = equation.operation.apply(read)
+        values[equation.outputs[0]] = whole
+        for value in (*equation.values(), *equation.outputs):
+            for dim in (d for d, size in enumerate(value.shape) if size == 6):
+                mapped = map_over_stack(equation, 6, rows, {value: dim})
+                if mapped is None:
+                    continue
+                stacks = mapped.stacks(equation)
+                assert (value, dim) in stacks or all(d == 0 for _, d in stacks)
+                checked += (value, dim) in stacks
+                got = in_pieces(mapped, read, rows)
+                np.testing.assert_allclose(got, whole, rtol=1e-6, atol=1e-6)
     assert checked
 
 

@@ -1,0 +1,113 @@
+"""How an operation works on pieces of its operands and results: which of them are cut, and along
+which dimension.
+
+Takes an equation, and what of its arrays is kept in pieces; gives the operation on one of them. By
+it demand.py chooses what is kept so, and scan.py emits the operations.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxoffload.capture import along, along_places, operations
+from jaxoffload.capture.flat import Equation, Operand, Operation, Value, is_literal
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mapped:
+    """How to apply an operation to a stack.
+
+    Attributes:
+      operation: the operation on one piece; None when the piece itself is the answer.
+      inputs: for each operand the dimension that is cut, so that piece i of it is passed, or None.
+      combine: joins the pieces' results into one array, for a reduction over the leading axis;
+        None when the results form a stack. One that rounds takes pieces in the `wider` dtype.
+      widened, folds: see `along.Way`.
+      dim: along which the pieces' results form the result, where none are joined by `combine`.
+      is_placed: whether the operation takes the piece's first row as its last operand.
+    """
+
+    operation: Operation | None
+    inputs: tuple[int | None, ...]
+    combine: Callable[[Any, Any], Any] | None = None
+    widened: str = ""
+    folds: int | None = None
+    dim: int = 0
+    is_placed: bool = False
+
+    def stacks(self, equation: Equation) -> list[tuple[Operand, int]]:
+        """Operands and results of the equation that are stacks, and along which dimension."""
+        pairs = zip(equation.inputs, self.inputs, strict=True)
+        found = [(x, dim) for x, dim in pairs if dim is not None]
+        return [*found, (equation.outputs[0], self.dim)] if self.stacks_results else found
+
+    @property
+    def stacks_results(self) -> bool:
+        """Whether the pieces' results are pieces of the result."""
+        return self.combine is None
+
+    def cut(self, operands: Sequence[Any]) -> list[Value]:
+        """The operands that are cut and are no stacks yet."""
+        pairs = zip(operands, self.inputs, strict=True)
+        return [x for x, dim in pairs if dim is not None and isinstance(x, Value)]
+
+
+def map_over_stack(
+    equation: Equation,
+    length: int,
+    rows: int | None = None,
+    at: Mapping[Operand, int] | None = None,
+) -> Mapped | None:
+    """The operation on one piece of (length, ...), or None when it cannot be had piece by piece.
+
+    Args:
+      rows: of the piece; None: it is a slice, without the leading axis.
+      at: of operands and results that are cut in any case the dimension; what else is cut may be
+        along any one then. None: only the leading axis is, but of results.
+    """
+    if len(equation.outputs) != 1:
+        return None
+    for way in _by_preference(equation, length, rows, at):
+        is_placed = rows is not None and way.placed is not None
+        if rows is not None and (of_rows := way.placed or way.sized) is not None:
+            operation = of_rows(rows)
+        elif way.numbered is None and (changes := way.changes(rows)) is not None:
+            gone = changes.get("axes") == ()  # nothing is left to be reduced
+            operation = None if gone else along.changed(equation, changes)
+        else:
+            continue
+        dim = way.outputs[0] or 0
+        return Mapped(operation, way.inputs, way.combine, way.widened, way.folds, dim, is_placed)
+    return None
+
+
+def _by_preference(
+    equation: Equation, length: int, rows: int | None, at: Mapping[Operand, int] | None
+) -> list[along.Way]:
+    """Ways along dimensions of a length: those that cut what is cut in any case as it is, leading
+    axes before others, then those along leading axes."""
+    rule = operations.of(equation).ways
+    found = [] if rule is None else list(rule(equation))
+    if rows is None:
+        return [way for way in found if way.cut(equation) == {(0, length)}]
+
+    def agrees(way: along.Way) -> bool:
+        assert at is not None
+        operands = (*equation.inputs, *equation.outputs)
+        dims = (*way.inputs, *way.outputs)
+        known = ((at.get(x), d) for x, d in zip(operands, dims, strict=True) if not is_literal(x))
+        return all(dim is None or dim == d for dim, d in known)
+
+    def leads(way: along.Way) -> bool:
+        (dim,) = way.outputs
+        # Parts of a result may stand side by side.
+        beside = {(dim, length)} if dim and dim not in way.inputs else set()
+        return way.cut(equation) == {(0, length), *beside}
+
+    leading = [way for way in found if leads(way)]
+    if at is None:
+        return leading
+    found += along_places.rows(equation)
+    alike = [way for way in found if {size for _, size in way.cut(equation)} == {length}]
+    alike = [way for way in alike if agrees(way)]
+    return [*sorted(alike, key=lambda way: way not in leading), *leading]
