@@ -59,6 +59,26 @@ def recurrence(x, w):
     return lax.scan(step, x, None, length=3)[0].sum(0)
 
 
+WORDS = RANDOM.integers(0, ROWS, (2, 64)).astype(np.int32)
+HEAD = X / 16  # of a vocabulary; 64 logits are 4.9 MiB
+
+
+def cross_entropy(logits, labels):
+    entries = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
+    return (jax.nn.logsumexp(logits, 1) - entries).mean()
+
+
+def tied_step(table, words):
+    """One of descent, of an embedding that makes the logits, too."""
+    loss = lambda table: cross_entropy(jnp.tanh(table[words[0]]) @ table.T, words[1])  # noqa: E731
+    return table - 0.1 * jax.grad(loss)(table)
+
+
+def dropped(x, seed):
+    kept = jax.random.bernoulli(jax.random.key(seed), 0.9, x.shape)
+    return jnp.where(kept, x / 0.9, 0).sum(0)
+
+
 PROGRAMS = {
     "rows": (lambda x, w: jnp.tanh(x @ w), X, W),
     "regression": (regression, W, X, Y),
@@ -90,6 +110,16 @@ PROGRAMS = {
         lambda x, y: (x.sum(0), roots(y).sum(1)), X, np.abs(X[:2560]) + 1,
     ),
     "recurrence": (recurrence, X, W / 8),
+    "softmax of logits": (lambda t, h: jax.nn.softmax(h @ t.T, 1) @ t, HEAD, X[:64]),
+    "logits' gradient": (
+        jax.value_and_grad(lambda h, t, n: cross_entropy(h @ t.T, n)), X[:64], HEAD, WORDS[0],
+    ),
+    "head's gradient": (
+        jax.grad(lambda t, h, n: cross_entropy(h @ t.T, n)), HEAD, X[:64], WORDS[0],
+    ),
+    "tied": (tied_step, HEAD, WORDS),
+    "dropout": (dropped, X, 3),
+    "counted": (lambda x: jnp.where(jnp.arange(ROWS)[:, None] % 3 == 0, x, 0).sum(0), X),
     "one step": (lambda x, y: x - 0.1 * (x * y + jnp.abs(x).mean()), X, X[::-1].copy()),
 }  # fmt: skip
 
@@ -217,7 +247,7 @@ def random_rows(seed):
         rows, small = [x, y], []
         for kind, i, j in choices:
             u, v = rows[i % len(rows)], rows[j % len(rows)]
-            match kind % 16:
+            match kind % 22:
                 case 0:
                     rows.append(jnp.tanh(u) + v)
                 case 1:
@@ -252,6 +282,20 @@ def random_rows(seed):
                 case 15:
                     step = lambda z, _: (jnp.cos(z) + v / 9, z.mean(0))  # noqa: B023, E731
                     small.append(lax.scan(step, u, None, length=3)[1])
+                case 16:
+                    small.append(jax.nn.softmax(w.T @ u.T, 1) @ v)
+                case 17:
+                    scores = jax.nn.log_softmax(w.T @ (u * v).T, 1)
+                    small.append(jnp.take_along_axis(scores, number[:5, None] * 5, 1))
+                case 18:
+                    which = jnp.arange(count)[:, None] % 3 == number[0]
+                    rows.append(jnp.where(which, u, 0.5 * v))
+                case 19:
+                    rows.append(((u.T * b[:, None]) / (1 + jnp.abs(v.T).max(1)[:, None])).T)
+                case 20:
+                    small.append((u * b[None])[number[:7] * 5])
+                case 21:
+                    rows.append((u + v).at[number[:7] * 5].multiply(b[None]))
         return rows[-1], small
 
     def gradient(*args):
