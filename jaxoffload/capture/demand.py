@@ -70,7 +70,7 @@ def demand(equations: Sequence[Equation], large: float = float("inf")) -> Ties:
             stacked = equation.inputs[loop.num_consts + loop.num_carry :]
             stacked += equation.outputs[loop.num_carry :]
             ties.want(((v, 0) for v in stacked), loop.repeats, loop)
-    todo = [e for e in equations if len(e.outputs) == 1 and not isinstance(e.operation, Loop)]
+    todo = [e for e in equations if e.outputs and not isinstance(e.operation, Loop)]
     _spread(ties, todo)
     if large < float("inf"):
         for is_read in (True, False):  # what only makes something large goes by what reads it
@@ -136,7 +136,7 @@ def large_way(equation: Equation, large: float) -> tuple[int, Mapped, bool] | No
     piece by piece: on an argument (True), or on nothing that is large itself (False)."""
     if isinstance(equation.operation, Loop):  # whatever is read of it
         equation = as_mapped(equation, operations.ways, equation.outputs[-1:].__contains__)
-    if len(equation.outputs) != 1:
+    if isinstance(equation.operation, Loop) or not equation.outputs:
         return None
     values = [v for v in (*equation.values(), *equation.outputs) if v.num_bytes() >= large]
     for length in dict.fromkeys(v.shape[0] for v in values if v.shape and v.shape[0] > 1):

@@ -26,27 +26,28 @@ def parts(
     equation: Equation,
     rows: Rows,
     columns: Sequence[Sequence[Operand]],
-    avals: Sequence[Any],
+    avals: Sequence[Sequence[Any]],
     at: Mapping[Operand, int] | None,
-    emit: Emit,
-) -> Iterator[Operand]:
-    """The operation's result on each piece, emitted when it is asked for.
+    emit: Callable[..., Sequence[Value]],
+) -> Iterator[Sequence[Operand]]:
+    """The operation's results on each piece, emitted when they are asked for.
 
     Args:
       columns: for each operand the pieces, or as often the whole.
-      avals: of the results.
+      avals: for each piece those of the results.
+      emit: as `Emit`, of all results.
       at: see `mapped.map_over_stack`.
     """
     by_size: dict[int, Any] = {}
     pieces = zip(rows.spans(), zip(*columns, strict=True), avals, strict=True)
-    for number, ((first, stop), row, aval) in enumerate(pieces):
+    for number, ((first, stop), row, made) in enumerate(pieces):
         size = stop - first
         if size not in by_size:
             by_size[size] = map_over_stack(
                 equation, rows.length, None if rows.are_slices else size, at
             )
         operation = by_size[size].operation
-        yield row[0] if operation is None else emit(operation, row, aval, piece=number)
+        yield row[:1] if operation is None else emit(operation, row, made, piece=number)
 
 
 def joined(
@@ -68,8 +69,9 @@ def joined(
     is_narrow = mapped.widened == "outputs"
     if not is_narrow:
         columns = [[_converted(x, dtype, operation.eqn, emit) for x in c] for c in columns]
-    avals = [out if is_narrow else aval] * len(columns[0])
-    made: Iterator[Operand] = parts(equation, rows, columns, avals, at, emit)
+    avals = [[out if is_narrow else aval]] * len(columns[0])
+    each = lambda operation, row, avals, **more: (emit(operation, row, *avals, **more),)  # noqa: E731
+    made: Iterator[Operand] = (x for (x,) in parts(equation, rows, columns, avals, at, each))
     if is_narrow:
         made = (_converted(part, dtype, operation.eqn, emit) for part in made)
 

@@ -23,7 +23,7 @@ class Mapped:
       combine: joins the pieces' results into one array, for a reduction over the leading axis;
         None when the results form a stack. One that rounds takes pieces in the `wider` dtype.
       widened, folds: see `along.Way`.
-      dim: along which the pieces' results form the result, where none are joined by `combine`.
+      dim: along which the pieces' results form the results, where none are joined by `combine`.
       is_placed: whether the operation takes the piece's first row as its last operand.
     """
 
@@ -39,7 +39,9 @@ class Mapped:
         """Operands and results of the equation that are stacks, and along which dimension."""
         pairs = zip(equation.inputs, self.inputs, strict=True)
         found = [(x, dim) for x, dim in pairs if dim is not None]
-        return [*found, (equation.outputs[0], self.dim)] if self.stacks_results else found
+        return (
+            [*found, *((v, self.dim) for v in equation.outputs)] if self.stacks_results else found
+        )
 
     @property
     def stacks_results(self) -> bool:
@@ -65,7 +67,7 @@ def map_over_stack(
       at: of operands and results that are cut in any case the dimension; what else is cut may be
         along any one then. None: only the leading axis is, but of results.
     """
-    if len(equation.outputs) != 1:
+    if len(equation.outputs) != 1 and (rows is None or not operations.of(equation).has_several):
         return None
     for way in _by_preference(equation, length, rows, at):
         is_placed = rows is not None and way.placed is not None
@@ -87,7 +89,7 @@ def _by_preference(
     """Ways along dimensions of a length: those that cut what is cut in any case as it is, leading
     axes before others, then those along leading axes."""
     rule = operations.of(equation).ways
-    found = [] if rule is None else list(rule(equation))
+    found = [] if rule is None else [w for w in rule(equation) if len({*w.outputs}) == 1]
     if rows is None:
         return [way for way in found if way.cut(equation) == {(0, length)}]
 
@@ -99,7 +101,7 @@ def _by_preference(
         return all(dim is None or dim == d for dim, d in known)
 
     def leads(way: along.Way) -> bool:
-        (dim,) = way.outputs
+        (dim,) = {*way.outputs}
         # Parts of a result may stand side by side.
         beside = {(dim, length)} if dim and dim not in way.inputs else set()
         return way.cut(equation) == {(0, length), *beside}

@@ -214,19 +214,23 @@ class _Unroller:
     def emit(
         self, operation: Any, inputs: tuple[Operand, ...], *avals: Any, piece: int | None = None
     ) -> Value:
-        (made, *_) = self.emit_all(operation, inputs, avals)
-        if piece is not None:
-            self.piece_numbers[id(self.equations[-1])] = piece
+        (made, *_) = self.emit_all(operation, inputs, avals, piece)
         return made
 
     def emit_all(
-        self, operation: Any, inputs: tuple[Operand, ...], avals: Sequence[Any]
+        self,
+        operation: Any,
+        inputs: tuple[Operand, ...],
+        avals: Sequence[Any],
+        piece: int | None = None,
     ) -> tuple[Value, ...]:
         outputs = tuple(Value(aval) for aval in avals)
         equation = Equation(operation, inputs, outputs, self._segment)
         if is_view(equation):
             self._views.update(outputs)
         self.equations.append(equation)
+        if piece is not None:
+            self.piece_numbers[id(equation)] = piece
         return outputs
 
     def run(self, level: Level, environment: dict[Value, Operand | Stack], segment: int) -> None:
@@ -283,16 +287,24 @@ class _Unroller:
         ]
         if mapped.is_placed:
             columns.append(list(self._first_rows(rows)))
-        (result,), out = equation.outputs, equation.outputs[0].aval
+        outputs = equation.outputs
         if not mapped.stacks_results:
+            (result,) = outputs
             environment[result] = joining.joined(equation, mapped, rows, columns, at, self.emit)
             return True
         rows = rows.along(mapped.dim)
-        shapes = [rows.piece_shape(first, stop, out.shape) for first, stop in spans]
-        avals = [compat.ShapedArray(shape, out.dtype) for shape in shapes]
-        made = Stack(list(joining.parts(equation, rows, columns, avals, at, self.emit)), rows)
-        is_whole = mapped.dim and result not in wanted
-        environment[result] = self.join(made, eqn) if is_whole else made
+        avals = [
+            [
+                compat.ShapedArray(rows.piece_shape(first, stop, v.shape), v.aval.dtype)
+                for v in outputs
+            ]
+            for first, stop in spans
+        ]
+        made = joining.parts(equation, rows, columns, avals, at, self.emit_all)
+        for result, column in zip(outputs, zip(*made, strict=True), strict=True):
+            stack = Stack(list(column), rows)
+            is_whole = mapped.dim and result not in wanted
+            environment[result] = self.join(stack, eqn) if is_whole else stack
         return True
 
     def _along(

@@ -119,6 +119,11 @@ PROGRAMS = {
     ),
     "tied": (tied_step, HEAD, WORDS),
     "dropout": (dropped, X, 3),
+    "largest two": (lambda x: tuple(v.sum(0) for v in lax.top_k(jnp.sin(x), 2)), X),
+    "eigenvalues": (
+        lambda x: [a.mean(0) for a in jnp.linalg.eigh(jnp.einsum("ni,nj->nij", x, x))],
+        X[:1024, :128].reshape(-1, 16) + 4 * np.eye(16, dtype=np.float32)[np.arange(8192) % 16],
+    ),
     "counted": (lambda x: jnp.where(jnp.arange(ROWS)[:, None] % 3 == 0, x, 0).sum(0), X),
     "one step": (lambda x, y: x - 0.1 * (x * y + jnp.abs(x).mean()), X, X[::-1].copy()),
 }  # fmt: skip
@@ -247,7 +252,7 @@ def random_rows(seed):
         rows, small = [x, y], []
         for kind, i, j in choices:
             u, v = rows[i % len(rows)], rows[j % len(rows)]
-            match kind % 22:
+            match kind % 23:
                 case 0:
                     rows.append(jnp.tanh(u) + v)
                 case 1:
@@ -296,6 +301,9 @@ def random_rows(seed):
                     small.append((u * b[None])[number[:7] * 5])
                 case 21:
                     rows.append((u + v).at[number[:7] * 5].multiply(b[None]))
+                case 22:
+                    best, which = lax.top_k(u + v, 3)
+                    rows.append(best @ w[:3] @ w.T / 4 + which.mean(1, keepdims=True))
         return rows[-1], small
 
     def gradient(*args):
