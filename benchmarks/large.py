@@ -21,6 +21,8 @@ from jaxoffload.errors import PlanError
 from jaxoffload.options import format_bytes
 
 ROWS, COLUMNS, OUTPUTS = 400_000, 256, 32
+TOKENS = 128
+"""Whose logits are half as many bytes as the matrix."""
 SHARES = (0.5, 0.125, 0.03)
 SLOW = ("rows", "regression")
 
@@ -45,12 +47,28 @@ def _roots(x: Any) -> Any:
     return lax.fori_loop(0, 20, lambda _, y: (y + x / y) / 2, jnp.ones_like(x))
 
 
+def _cross_entropy(logits: Any, labels: Any) -> Any:
+    entries = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
+    return (jax.nn.logsumexp(logits, 1) - entries).mean()
+
+
+def _tied(table: Any, words: Any, labels: Any) -> Any:
+    """A step of descent of an embedding that is the output layer, too."""
+    loss = lambda table: _cross_entropy(jnp.tanh(table[words]) @ table.T, labels)  # noqa: E731
+    return table - 0.1 * jax.grad(loss)(table)
+
+
+def _dropout(x: Any, key: Any) -> Any:
+    return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0).sum(0)
+
+
 def programs(rows: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Functions by name, each with its arguments, the matrix among them."""
     random = np.random.default_rng(0)
     x = random.standard_normal((rows, COLUMNS), dtype=np.float32)
     y = random.standard_normal((rows, OUTPUTS), dtype=np.float32)
     w = random.standard_normal((COLUMNS, OUTPUTS), dtype=np.float32) / 16
+    labels = random.integers(0, rows, TOKENS).astype(np.int32)
     return {
         "rows": (lambda x, w: jnp.tanh(x @ w), (x, w)),
         "regression": (_regression, (w, x, y)),
@@ -62,6 +80,12 @@ def programs(rows: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
         "nearest centers": (_nearest, (x, x[:OUTPUTS])),
         "iterations": (lambda x: _roots(1 + jnp.abs(x)).sum(1), (x,)),
         "histogram": (lambda x: jnp.histogram(x, 64, range=(-3, 3))[0], (x,)),
+        "output layer's gradient": (
+            jax.value_and_grad(lambda h, x, labels: _cross_entropy(h @ x.T / 16, labels)),
+            (x[:TOKENS], x, labels),
+        ),
+        "tied embedding": (_tied, (x / 16, labels[::-1], labels)),
+        "dropout": (_dropout, (x, jax.random.key(0))),
         "closest rows": (lambda x, q: lax.top_k(q @ x.T, 4), (x, x[:OUTPUTS])),
     }  # fmt: skip
 

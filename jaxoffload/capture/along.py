@@ -60,6 +60,7 @@ class Way:
       sized: in place of `numbered`, the operation on a part of so many rows, where parts of any
         size may be had.
       placed: the same of an operation that takes the part's first row as its last operand.
+      merged: where the parts' outputs are others than those of the whole, how these are had.
       reread: bytes that each part reads again of what is whole: of a convolution the images,
         once for each place of its kernel, which a part of few features hardly repays.
     """
@@ -76,6 +77,7 @@ class Way:
     inside: frozenset[int] = frozenset()
     sized: Callable[[int], Operation] | None = None
     placed: Callable[[int], Operation] | None = None
+    merged: "Merged | None" = None
     reread: int = 0
 
     def of_output(self, index: int) -> "Way":
@@ -106,6 +108,19 @@ class Way:
             operands = [converted(x, dtype) for x in operands]
         made = changed(equation, self.changes(size)).apply(operands)
         return [converted(x, dtype) for x in made] if self.widened == "outputs" else made
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Merged:
+    """What parts make, and what is made of that.
+
+    Attributes:
+      made: from a part's rows to the abstract values of its outputs.
+      join: from the number of parts to the operation on all their outputs, part by part.
+    """
+
+    made: Callable[[int], list[Any]]
+    join: Callable[[int], Operation]
 
 
 def changed(equation: Equation, changes: Changes | None) -> Operation:

@@ -1,7 +1,8 @@
 """Operations whose parts differ by where they are: numbers that count, rows of a table in pieces.
 
 Of such a table each piece has the rows that it has, zeros in place of others: entries of logits by
-labels, rows of a gradient by words.
+labels, rows of a gradient by words. Of the largest elements and their places each piece gives its
+own, among which the largest of all are: nearest neighbours, the likeliest words.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from jax import lax
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import spread_rows
-from jaxoffload.capture.along import Way
+from jaxoffload.capture.along import Merged, Way
 from jaxoffload.capture.flat import Equation, Operation
 
 
@@ -80,3 +81,82 @@ def rows(equation: Equation) -> Iterator[Way]:
 
         widened = "outputs" if way.combine else ""
         yield Way(way.inputs, way.outputs, combine=way.combine, widened=widened, placed=placed)
+
+
+def extremes(equation: Equation) -> Iterator[Way]:
+    """Along the dimension in which the largest are looked for; of equal ones the first, as of the
+    whole."""
+    name, operation = equation.operation.name, equation.operation
+    if name in ("argmax", "argmin"):
+        (axis,) = operation.params["axes"]
+        yield _with_places(equation, axis, _extreme_of_rows, _extreme_of_parts, lambda size: ())
+    elif name == "top_k":
+        (x,), k = equation.inputs, operation.params["k"]
+        axis = operation.params.get("axis", -1) % len(x.aval.shape)
+        yield _with_places(
+            equation, axis, _top_of_rows, _top_of_parts, lambda size: (min(k, size),)
+        )
+
+
+def _with_places(
+    equation: Equation,
+    axis: int,
+    of_rows: Callable[..., list[Any]],
+    of_parts: Callable[..., list[Any]],
+    left: Callable[[int], tuple[int, ...]],
+) -> Way:
+    """A way whose parts give elements and their places.
+
+    Args:
+      of_rows, of_parts: of (equation, axis, *operands).
+      left: from a part's rows to what it has of them along the axis, nothing where that goes.
+    """
+    (x,), place = equation.inputs, equation.outputs[-1].aval
+    shape = x.aval.shape
+
+    def placed(size: int) -> Operation:
+        return rows_at(equation, lambda *xs: of_rows(equation, axis, *xs), axis, size)
+
+    def made(size: int) -> list[Any]:
+        part = (*shape[:axis], *left(size), *shape[axis + 1 :])
+        return [compat.ShapedArray(part, dtype) for dtype in (x.aval.dtype, place.dtype)]
+
+    def join(count: int) -> Operation:
+        whole = lambda *xs: of_parts(equation, axis, xs[::2], xs[1::2])  # noqa: E731
+        operation = equation.operation
+        name = f"{operation.name}[parts]"
+        return Operation.of_function(name, whole, operation.eqn, operation.key, axis, count)
+
+    outputs = (None,) * len(equation.outputs)
+    return Way((axis,), outputs, placed=placed, merged=Merged(made, join))
+
+
+def _evaluated(equation: Equation, x: Any, **params: Any) -> list[Any]:
+    operation = equation.operation
+    return compat.evaluate(operation.eqn, [x], {**operation.params, **params})
+
+
+def _at(x: Any, places: Any, axis: int) -> Any:
+    return jnp.take_along_axis(x, places, axis, mode="promise_in_bounds")
+
+
+def _extreme_of_rows(equation: Equation, axis: int, x: Any, first: Any) -> list[Any]:
+    (place,) = _evaluated(equation, x)
+    found = jnp.squeeze(_at(x, jnp.expand_dims(place, axis), axis), axis)
+    return [found, place + first.astype(place.dtype)]
+
+
+def _extreme_of_parts(equation: Equation, _: int, found: Any, places: Any) -> list[Any]:
+    (which,) = _evaluated(equation, jnp.stack(found), axes=(0,))
+    return [_at(jnp.stack(places), which[None], 0)[0]]
+
+
+def _top_of_rows(equation: Equation, axis: int, x: Any, first: Any) -> list[Any]:
+    k = min(equation.operation.params["k"], x.shape[axis])
+    found, places = _evaluated(equation, x, k=k)
+    return [found, places + first.astype(places.dtype)]
+
+
+def _top_of_parts(equation: Equation, axis: int, found: Any, places: Any) -> list[Any]:
+    found, which = _evaluated(equation, jnp.concatenate(found, axis))
+    return [found, _at(jnp.concatenate(places, axis), which, axis)]

@@ -85,6 +85,26 @@ def joined(
     return _converted(total, out.dtype, operation.eqn, emit)
 
 
+def merged(
+    equation: Equation,
+    mapped: Mapped,
+    rows: Rows,
+    columns: Sequence[Sequence[Operand]],
+    at: Mapping[Operand, int] | None,
+    emit: Callable[..., Sequence[Value]],
+) -> Sequence[Operand]:
+    """What is made of what parts make instead of parts of the results.
+
+    Args:
+      emit: as of `parts`.
+    """
+    assert mapped.merged is not None
+    avals = [mapped.merged.made(stop - first) for first, stop in rows.spans()]
+    made = [x for part in parts(equation, rows, columns, avals, at, emit) for x in part]
+    join = mapped.merged.join(len(avals))
+    return emit(join, tuple(made), [v.aval for v in equation.outputs])
+
+
 def _folded(
     equation: Equation, folds: int, rows: Rows, columns: Sequence[Sequence[Operand]], emit: Emit
 ) -> Operand:

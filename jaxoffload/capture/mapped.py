@@ -25,6 +25,7 @@ class Mapped:
       widened, folds: see `along.Way`.
       dim: along which the pieces' results form the results, where none are joined by `combine`.
       is_placed: whether the operation takes the piece's first row as its last operand.
+      merged: see `along.Way`.
     """
 
     operation: Operation | None
@@ -34,6 +35,7 @@ class Mapped:
     folds: int | None = None
     dim: int = 0
     is_placed: bool = False
+    merged: along.Merged | None = None
 
     def stacks(self, equation: Equation) -> list[tuple[Operand, int]]:
         """Operands and results of the equation that are stacks, and along which dimension."""
@@ -46,7 +48,7 @@ class Mapped:
     @property
     def stacks_results(self) -> bool:
         """Whether the pieces' results are pieces of the result."""
-        return self.combine is None
+        return self.combine is None and self.merged is None
 
     def cut(self, operands: Sequence[Any]) -> list[Value]:
         """The operands that are cut and are no stacks yet."""
@@ -79,7 +81,8 @@ def map_over_stack(
         else:
             continue
         dim = way.outputs[0] or 0
-        return Mapped(operation, way.inputs, way.combine, way.widened, way.folds, dim, is_placed)
+        join = way.combine, way.widened, way.folds
+        return Mapped(operation, way.inputs, *join, dim, is_placed, way.merged)
     return None
 
 
@@ -109,7 +112,7 @@ def _by_preference(
     leading = [way for way in found if leads(way)]
     if at is None:
         return leading
-    found += along_places.rows(equation)
+    found += [*along_places.rows(equation), *along_places.extremes(equation)]
     alike = [way for way in found if {size for _, size in way.cut(equation)} == {length}]
     alike = [way for way in alike if agrees(way)]
     return [*sorted(alike, key=lambda way: way not in leading), *leading]

@@ -288,6 +288,10 @@ class _Unroller:
         if mapped.is_placed:
             columns.append(list(self._first_rows(rows)))
         outputs = equation.outputs
+        if mapped.merged is not None:
+            made = joining.merged(equation, mapped, rows, columns, at, self.emit_all)
+            environment.update(zip(outputs, made, strict=True))
+            return True
         if not mapped.stacks_results:
             (result,) = outputs
             environment[result] = joining.joined(equation, mapped, rows, columns, at, self.emit)

@@ -152,7 +152,7 @@ def test_an_operation_works_on_a_stack_piece_by_piece(name, rows):
 
 def in_pieces(mapped, operands, rows):
     """The result of an operation that was applied to pieces of some rows, out of six."""
-    pieces = []
+    pieces, several = [], []
     for first in range(0, 6, rows or 1):
         part = first if rows is None else slice(first, first + rows)
         mine = [
@@ -162,9 +162,14 @@ def in_pieces(mapped, operands, rows):
         mine += [jnp.int32(first)] if mapped.is_placed else []
         if mapped.folds is not None and pieces:
             mine[mapped.folds] = pieces[-1]
-        pieces.append(mapped.operation.apply(mine)[0] if mapped.operation else mine[0])
+        several += (made := mapped.operation.apply(mine) if mapped.operation else mine)
+        pieces.append(made[0])
     if mapped.folds is not None:
         return pieces[-1]
+    if mapped.merged is not None:
+        made = [(v.shape, v.dtype) for v in mapped.merged.made(rows)]
+        assert [(v.shape, v.dtype) for v in several] == len(pieces) * made
+        return mapped.merged.join(len(pieces)).apply(several)[0]
     if mapped.combine is not None:
         return list(itertools.accumulate(pieces, mapped.combine))[-1]
     return np.stack(pieces) if rows is None else np.concatenate(pieces, mapped.dim)
@@ -184,6 +189,9 @@ ANYWHERE = {
     "rows": lambda x, y: (2.0 * x)[IDS[:, 0]],
     "written entries": lambda x, y: (x @ y.T).at[jnp.arange(6), IDS[:, 0]].set(5.0),
     "added rows": lambda x, y: (2.0 * x).at[IDS[:, 0]].add(y),
+    "largest": lambda x, y: lax.top_k(jnp.round(x @ y.T), 2)[1] + lax.top_k(x.T @ x, 2)[1][:1, :1],
+    "place of the largest": lambda x, y: jnp.argmax(jnp.round(x), 0),
+    "place of the first NaN": lambda x, y: jnp.argmin(jnp.where(jnp.round(x) > 1, x, jnp.nan), 0),
     "gradient by words": lambda x, y: jax.grad(lambda t: (t[IDS[:, 0]] * y).sum())(x),
 }
 """Which may be cut along any dimension of six, and what they are cut along."""
@@ -199,8 +207,8 @@ def test_an_operation_works_on_pieces_along_any_dimension(name, rows):
     values.update(zip(program.arguments, (x, y), strict=False))
     for equation in order_program(program).equations:
         read = [v.val if is_literal(v) else values[v] for v in equation.inputs]
-        (whole,) = equation.operation.apply(read)
-        values[equation.outputs[0]] = whole
+        whole, *_ = made = equation.operation.apply(read)
+        values.update(zip(equation.outputs, made, strict=True))
         for value in (*equation.values(), *equation.outputs):
             for dim in (d for d, size in enumerate(value.shape) if size == 6):
                 mapped = map_over_stack(equation, 6, rows, {value: dim})

@@ -119,6 +119,11 @@ PROGRAMS = {
     ),
     "tied": (tied_step, HEAD, WORDS),
     "dropout": (dropped, X, 3),
+    "nearest rows": (
+        lambda x, q: lax.top_k(2 * q @ x.T - (x**2).sum(1)[None], 5), X, X[:64] + 1,
+    ),
+    "likeliest": (lambda t, h: (jnp.argmax(h @ t.T, 1), jnp.argmin(t @ h.T, 0)), HEAD, X[:64]),
+    "extreme rows": (lambda x: (jnp.argmax(x, 0), jnp.argmin(jnp.round(x), 0)), X),
     "largest two": (lambda x: tuple(v.sum(0) for v in lax.top_k(jnp.sin(x), 2)), X),
     "eigenvalues": (
         lambda x: [a.mean(0) for a in jnp.linalg.eigh(jnp.einsum("ni,nj->nij", x, x))],
@@ -252,7 +257,7 @@ def random_rows(seed):
         rows, small = [x, y], []
         for kind, i, j in choices:
             u, v = rows[i % len(rows)], rows[j % len(rows)]
-            match kind % 23:
+            match kind % 25:
                 case 0:
                     rows.append(jnp.tanh(u) + v)
                 case 1:
@@ -288,9 +293,9 @@ def random_rows(seed):
                     step = lambda z, _: (jnp.cos(z) + v / 9, z.mean(0))  # noqa: B023, E731
                     small.append(lax.scan(step, u, None, length=3)[1])
                 case 16:
-                    small.append(jax.nn.softmax(w.T @ u.T, 1) @ v)
+                    small.append(jax.nn.softmax(w.T @ jnp.tanh(u).T, 1) @ v)
                 case 17:
-                    scores = jax.nn.log_softmax(w.T @ (u * v).T, 1)
+                    scores = jax.nn.log_softmax(w.T @ jnp.sin(u * v).T, 1)
                     small.append(jnp.take_along_axis(scores, number[:5, None] * 5, 1))
                 case 18:
                     which = jnp.arange(count)[:, None] % 3 == number[0]
@@ -304,6 +309,10 @@ def random_rows(seed):
                 case 22:
                     best, which = lax.top_k(u + v, 3)
                     rows.append(best @ w[:3] @ w.T / 4 + which.mean(1, keepdims=True))
+                case 23:
+                    small.append(lax.top_k(jnp.round(w.T @ u.T), 6)[0] + lax.top_k(v.T[:5], 6)[0])
+                case 24:
+                    small.append(u[jnp.argmax(u * v, 0)] + jnp.argmin(jnp.round(v), 0)[None])
         return rows[-1], small
 
     def gradient(*args):
