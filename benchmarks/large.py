@@ -1,23 +1,28 @@
 """Arrays that are larger than the budget: what reads them works piece by piece.
 
-Programs over one matrix of many rows, at shares of its bytes, against `jax.jit` with all of it at
-hand: seconds, bytes that are brought up over those of the matrix, and what the least budget is.
+Programs over one matrix of many rows, and steps of a model whose vocabulary is most of it, at shares
+of the largest array's bytes, against `jax.jit` with all of it at hand: seconds, bytes that are
+brought up over those of the array, and what the least budget is.
 Then behind the slow link (throttled.py), over what the matrix takes to cross it once.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 import jaxoffload as jo
 from benchmarks.measure import interleaved, machine, save
 from benchmarks.ratios import difference
 from benchmarks.throttled import RATE, slow_link
+from benchmarks.workloads import LORA, RECIPE, as_batch, full_step, in_training
 from jaxoffload.errors import PlanError
+from jaxoffload.finetune import lora, model, train
 from jaxoffload.options import format_bytes
 
 ROWS, COLUMNS, OUTPUTS = 400_000, 256, 32
@@ -90,9 +95,29 @@ def programs(rows: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
     }  # fmt: skip
 
 
+def steps(vocabulary: int, layers: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Steps of training of a model that has SmolLM2's width and few of its layers."""
+    config = dataclasses.replace(model.Config(vocabulary, 576, layers, 9, 3, 1536), is_tied=True)
+    base = model.init(config, jax.random.key(0))
+    adapters = lora.init(base, LORA, jax.random.key(1))
+    step, optimizer = train.make_step(config, LORA, RECIPE), optax.adamw(1e-3)
+    random = np.random.default_rng(0)
+    tokens = jnp.asarray(random.integers(0, vocabulary, (1, TOKENS + 1)), jnp.int32)
+    state = in_training(RECIPE.optimizer().init(adapters))
+    return {
+        "LoRA step": (
+            lambda adapters, state, base, batch: step(base, adapters, state, batch),
+            (adapters, state, base, as_batch(tokens)),
+        ),
+        "AdamW step": (
+            full_step(config, optimizer), (base, in_training(optimizer.init(base)), tokens),
+        ),
+    }  # fmt: skip
+
+
 def measure(name: str, function: Any, args: Any, share: float, rounds: int) -> dict[str, Any]:
     """One program at one share of its matrix."""
-    large = max(x.nbytes for x in args)
+    large = max(x.nbytes for x in jax.tree.leaves(args))
     step, jitted = jo.offload(function, device_memory=int(share * large)), jax.jit(function)
     args = jax.device_put(args)
     try:
@@ -132,7 +157,7 @@ def measure(name: str, function: Any, args: Any, share: float, rounds: int) -> d
 
 def behind_a_slow_link(name: str, function: Any, args: Any, share: float, rounds: int) -> Any:
     """One program's seconds over those of the link or the kernels."""
-    large = max(x.nbytes for x in args)
+    large = max(x.nbytes for x in jax.tree.leaves(args))
     with slow_link():
         step = jo.offload(function, device_memory=int(share * large))
         args = jax.device_put(args)
@@ -152,6 +177,7 @@ def run(small: bool = False, out: str | None = None) -> list[dict[str, Any]]:
     """Measures and prints."""
     print(machine())
     found = programs(ROWS // 16 if small else ROWS)
+    found |= steps(8192, 1) if small else steps(49_152, 4)
     rows = [
         measure(name, function, args, share, 1 if small else 7)
         for name, (function, args) in found.items()

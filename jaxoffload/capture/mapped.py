@@ -12,6 +12,9 @@ from typing import Any
 from jaxoffload.capture import along, along_places, operations
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value, is_literal
 
+_MOST_ROWS = 2**31 - 1
+"""Rows of which each can be told by the scalar that says where a piece begins."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mapped:
@@ -73,6 +76,8 @@ def map_over_stack(
         return None
     for way in _by_preference(equation, length, rows, at):
         is_placed = rows is not None and way.placed is not None
+        if is_placed and length > _MOST_ROWS:
+            continue
         if rows is not None and (of_rows := way.placed or way.sized) is not None:
             operation = of_rows(rows)
         elif way.numbered is None and (changes := way.changes(rows)) is not None:

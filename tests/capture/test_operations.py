@@ -222,6 +222,15 @@ def test_an_operation_works_on_pieces_along_any_dimension(name, rows):
     assert checked
 
 
+def test_what_no_number_of_a_row_can_tell_is_not_in_pieces():
+    """An int32 that is more is another row."""
+    for length, is_cut in ((2**31 - 1, True), (2**31, False)):
+        closed = jax.make_jaxpr(lambda: lax.iota(jnp.uint8, length))  # noqa: B023
+        (equation,) = unroll(closed(), rates=SMALL_SERVER).equations
+        at = {equation.outputs[0]: 0}
+        assert (map_over_stack(equation, length, 2, at) is not None) == is_cut
+
+
 SQUARES = np.random.default_rng(1).uniform(1, 2, (6, 2, 3, 3)).astype(np.float32)
 SQUARES += SQUARES.swapaxes(-1, -2) + 4 * np.eye(3, dtype=np.float32)
 MATRICES = {
