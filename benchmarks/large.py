@@ -1,8 +1,8 @@
 """Arrays that are larger than the budget: what reads them works piece by piece.
 
-Programs over one matrix of many rows, and steps of a model whose vocabulary is most of it, at shares
-of the largest array's bytes, against `jax.jit` with all of it at hand: seconds, bytes that are
-brought up over those of the array, and what the least budget is.
+Programs over one matrix of many rows, and steps of a model whose vocabulary is most of it, at
+shares of the largest array's bytes, against `jax.jit` with all of it at hand: seconds, bytes that
+are brought up over those of the array, and what the least budget is.
 Then behind the slow link (throttled.py), over what the matrix takes to cross it once.
 """
 
