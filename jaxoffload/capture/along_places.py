@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxoffload import _jax_compat as compat
@@ -51,10 +52,11 @@ def iota(equation: Equation) -> Iterator[Way]:
 
         def rows(first: Any, size: int, d: int = d) -> list[Any]:
             whole = (*shape[:d], size, *shape[d + 1 :])
-            made = lax.broadcasted_iota(params["dtype"], whole, params["dimension"])
-            if d == params["dimension"]:
-                made = made + jnp.asarray(first, made.dtype)
-            return [made]
+            if d != params["dimension"]:
+                return [lax.broadcasted_iota(params["dtype"], whole, params["dimension"])]
+            # Counted in integers: of narrow floats a first row is rounded.
+            made = lax.broadcasted_iota(np.int32, whole, d) + jnp.asarray(first, np.int32)
+            return [lax.convert_element_type(made, params["dtype"])]
 
         yield by_place(equation, (), d, rows)
 

@@ -222,6 +222,21 @@ def test_an_operation_works_on_pieces_along_any_dimension(name, rows):
     assert checked
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "uint8", "int8", "float32", "complex64"])
+def test_numbers_are_counted_in_integers(dtype):
+    """A first row is none of a narrow float's numbers, or more than a narrow integer can be."""
+    closed = jax.make_jaxpr(lambda: lax.iota(jnp.dtype(dtype), 6011))()
+    (equation,) = unroll(closed, rates=SMALL_SERVER).equations
+    (whole,) = equation.operation.apply([])
+    mapped = map_over_stack(equation, 6011, 2, {equation.outputs[0]: 0})
+    for first in (0, 255, 2047, 4097, 6009):
+        (part,) = mapped.operation.apply([jnp.int32(first)])
+        np.testing.assert_array_equal(part, whole[first : first + 2])
+    (way,) = operations.tilings(equation, 6011)
+    (tile,) = way.apply(equation, [], 2047, 6011)
+    np.testing.assert_array_equal(tile, whole[2047:2048])
+
+
 def test_what_no_number_of_a_row_can_tell_is_not_in_pieces():
     """An int32 that is more is another row."""
     for length, is_cut in ((2**31 - 1, True), (2**31, False)):
