@@ -31,7 +31,7 @@ from jaxoffload.capture.mapped import map_over_stack
 from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.order import live_equations, piece_by_piece
 from jaxoffload.capture.products import with_small_transpositions
-from jaxoffload.capture.views import parts_of_argument, with_parts_read
+from jaxoffload.capture.views import parts_of_argument, with_arguments_sliced, with_parts_read
 from jaxoffload.graphs.taskgraph import Span
 
 _SHARED = 3
@@ -84,6 +84,7 @@ def unroll(
     asks = Asks(honours, calls=honours and not rates.is_host)
     equations, results = inline(jaxpr.jaxpr, constants, arguments, asks)
     wanted = {v for v in results if isinstance(v, Value)}
+    equations = with_arguments_sliced(equations, wanted)
     if large < float("inf"):  # pieces of what is transposed are pieces of no leading axis
         equations = with_parts_read(with_small_transpositions(equations, wanted), wanted)
         equations = live_equations(equations, wanted)

@@ -15,6 +15,10 @@ from jaxoffload.capture.flat import Equation, Operand, Value, is_literal
 from jaxoffload.capture.operations import is_view
 from jaxoffload.graphs.taskgraph import Span
 
+_RESHAPES = ("reshape", "squeeze", "broadcast_in_dim")
+_PARTS = ("slice", *_RESHAPES)
+"""Of an array, one after the other, its part in another shape."""
+
 
 def apart(
     equations: Sequence[Equation], results: Set[Value]
@@ -109,10 +113,39 @@ def with_parts_read(equations: Sequence[Equation], results: Set[Value]) -> list[
     return kept
 
 
+def with_arguments_sliced(equations: Sequence[Equation], results: Set[Value]) -> list[Equation]:
+    """The same equations; what scans slice of an argument in another shape, as of a data set in
+    batches, they slice of its own bytes, where nothing else reads it.
+
+    Args:
+      results: values that are read beside.
+    """
+    others: set[Operand] = set(results)
+    for equation in reversed(equations):
+        if equation.operation.name == "scan":
+            others.update(equation.inputs[: sum(compat.scan_counts(equation.operation.eqn))])
+        elif equation.operation.name not in _PARTS or equation.outputs[0] in others:
+            others.update(equation.values())
+    parts: dict[Operand, Value] = {}
+    kept = []
+    for equation in equations:
+        inputs = tuple(parts.get(x, x) for x in equation.inputs)
+        made = None
+        if others.isdisjoint((*equation.values(), *equation.outputs)):
+            read = dataclasses.replace(equation, inputs=inputs)
+            made = parts_of_argument(read, inputs) or _in_another_shape(read)
+        if made is not None:
+            parts.update(zip(equation.outputs, made, strict=True))
+        else:
+            is_same = inputs == equation.inputs
+            kept.append(equation if is_same else dataclasses.replace(equation, inputs=inputs))
+    return kept
+
+
 def _in_another_shape(equation: Equation) -> list[Value] | None:
     """An argument's bytes as an array of another shape."""
     operation = equation.operation
-    if operation.name not in ("reshape", "squeeze", "broadcast_in_dim"):
+    if operation.name not in _RESHAPES:
         return None
     (value, *others), (output,) = equation.inputs, equation.outputs
     if others or is_literal(value) or value.argument is None or compat.is_extended(output.aval):

@@ -244,6 +244,36 @@ def test_where_the_budget_is_ram_what_is_made_of_them_is_never_there_whole(name)
     assert step.explain(*args).min_device_memory == least
 
 
+def epoch(w, x, y):
+    """Steps of descent over a data set in batches; the rest of it is left."""
+    batches = x[:20_000].reshape(40, 500, COLUMNS), y[:20_000].reshape(40, 500, 8)
+    loss = lambda w, x, y: jnp.mean((jnp.tanh(x @ w) - y) ** 2)  # noqa: E731
+    return lax.scan(lambda w, b: (w - 0.1 * jax.grad(loss)(w, *b), loss(w, *b)), w, batches)
+
+
+def test_of_a_data_set_in_batches_each_is_read_where_it_is():
+    step = jo.offload(epoch, device_memory="1700KiB")  # three batches
+    got, want, exact = step(W, X, Y), jax.jit(epoch)(W, X, Y), in_float64(epoch, (W, X, Y))
+    for g, w, e in zip(*map(jax.tree.leaves, (got, want, exact)), strict=True):
+        assert not disagreement(np.asarray(w), np.asarray(g), e, ulps=4)
+    assert step.last_run.bytes_reloaded < 1.01 * 20_000 * (X.nbytes + Y.nbytes) / ROWS
+
+
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+@pytest.mark.parametrize("way", ["read", "result", "carried"])
+def test_what_is_read_beside_its_batches_is_still_read(way):
+    def f(x):
+        batches = x.reshape(8, 32, 16)
+        total, sums = lax.scan(lambda c, b: (c + b.sum(), b.sum(0)), 0.0, batches)
+        if way == "carried":
+            return lax.scan(lambda c, b: (c * 0.5 + b, None), batches[0], batches)[0], sums
+        return total, sums, (batches if way == "result" else jnp.sin(batches).sum() + x.max())
+
+    x = X[:256, :16].copy()
+    for got, want in zip(jo.offload(f, device_memory="40KiB")(x), jax.jit(f)(x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 def random_rows(seed):
     """A program over arrays of as many rows each, and the arrays that it takes."""
     random = np.random.default_rng(seed)
