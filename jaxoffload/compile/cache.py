@@ -238,9 +238,9 @@ class Batch:
         self._work: dict[bytes, concurrent.futures.Future[_Obtained]] = {}
         self._counted: set[bytes] = set()
         self._seconds = 0.0
-        # Of what is expected: what threads lower, and compile.
+        # Of what is expected: the threads' tasks, and what they lower and compile.
         self._lock = threading.Lock()
-        self._expected: set[identity.Key] = set()
+        self._tasks: dict[identity.Key, concurrent.futures.Future[None]] = {}
         self._lowered: dict[identity.Key, concurrent.futures.Future[_Lowered | None]] = {}
         self._compiled: dict[bytes, concurrent.futures.Future[_Obtained]] = {}
 
@@ -257,8 +257,8 @@ class Batch:
         self._give_up_what_is_expected()
         for key, kernel in zip(_keys(kernels), kernels, strict=True):
             if key not in self._lowered and key not in self._digests:
-                self._expected.add(key)
-                self._lowered[key] = self._ahead.submit(self._lower, key, kernel, settings)
+                self._lowered[key] = lowered = concurrent.futures.Future()
+                self._tasks[key] = self._ahead.submit(self._make, key, kernel, settings, lowered)
 
     def begin(self, kernels: Sequence[Kernel]) -> None:
         """Lowers kernels that have no executable, and has them compiled."""
@@ -298,22 +298,26 @@ class Batch:
         )
         return [self._found[key] for key in keys], report
 
-    def _lower(
+    def _make(
         self,
         key: identity.Key,
         kernel: Kernel,
         settings: Callable[[], contextlib.AbstractContextManager[Any]],
-    ) -> _Lowered | None:
-        """Lowers what is expected, and has it compiled; None where this thread would lower it
-        otherwise."""
-        with settings(), compat.one_ir_context():
-            if _keys([kernel]) != [key]:
-                return None
-            digest, code = self._compiler.lower(kernel)
+        lowered: "concurrent.futures.Future[_Lowered | None]",
+    ) -> None:
+        """Lowers what is expected, and compiles it; nothing where this thread would lower it
+        otherwise. Any thread."""
+        with _answering(lowered), settings(), compat.one_ir_context():
+            is_same = _keys([kernel]) == [key]
+            lowered.set_result(self._compiler.lower(kernel) if is_same else None)
+        if lowered.exception() is not None or (made := lowered.result()) is None:
+            return
         with self._lock:
-            if key in self._expected and digest not in self._compiled:
-                self._compiled[digest] = self._ahead.submit(self._obtain, digest, code)
-        return digest, code
+            if key not in self._tasks or made[0] in self._compiled:
+                return  # it is given up, or another's
+            self._compiled[made[0]] = compiled = concurrent.futures.Future()
+        with _answering(compiled):
+            compiled.set_result(self._obtain(*made))
 
     def _lowered_by_a_thread(self, key: identity.Key) -> _Lowered | None:
         """Of what was expected; what failed is tried again by who needs it."""
@@ -323,6 +327,16 @@ class Batch:
     def _give_up_what_is_expected(self) -> None:
         """But for what a thread is at."""
         with self._lock:
-            self._expected.clear()
-            self._lowered = {k: work for k, work in self._lowered.items() if not work.cancel()}
-            self._compiled = {d: work for d, work in self._compiled.items() if not work.cancel()}
+            given_up = [key for key, task in self._tasks.items() if task.cancel()]
+            self._tasks.clear()
+        for key in given_up:
+            del self._lowered[key]
+
+
+@contextlib.contextmanager
+def _answering(future: "concurrent.futures.Future[Any]") -> Iterator[None]:
+    """Whoever waits for it is told what goes wrong."""
+    try:
+        yield
+    except BaseException as error:
+        future.set_exception(error)

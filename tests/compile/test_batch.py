@@ -120,6 +120,20 @@ def test_what_is_no_longer_expected_is_given_up(cache, compiler):
     assert len(compiler.compiled) <= len(threads) + 1 < len(kernels)
 
 
+def test_what_is_still_expected_goes_on(cache, compiler):
+    """As what the best cut so far and the next best have in common."""
+    kernels = _kernels(12)
+    compiler.may_compile.clear()
+    with cache.batch() as batch:
+        for expected in (kernels, kernels[::-1], kernels):
+            batch.expect(expected, compat.LoweringSettings().restored)
+            _until(lambda: compiler.lowered)
+        compiler.may_compile.set()
+        _until(lambda: len(compiler.compiled) == len(kernels))
+        assert batch.executables(kernels)[1].compiled == len(kernels)
+    assert len(compiler.compiled) == len(compiler.lowered) == len(kernels)
+
+
 def test_a_thread_that_would_lower_something_else_leaves_it(cache, compiler):
     """JAX's settings are a thread's own."""
     kernels = _kernels()
