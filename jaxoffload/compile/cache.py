@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxoffload import _jax_compat as compat
@@ -254,11 +254,14 @@ class Batch:
         Args:
           settings: gives a context in which a thread lowers as the caller does.
         """
-        self._give_up_what_is_expected()
-        for key, kernel in zip(_keys(kernels), kernels, strict=True):
+        keys = _keys(kernels)
+        self._give_up_what_is_expected(keys)
+        for key, kernel in zip(keys, kernels, strict=True):
             if key not in self._lowered and key not in self._digests:
                 self._lowered[key] = lowered = concurrent.futures.Future()
-                self._tasks[key] = self._ahead.submit(self._make, key, kernel, settings, lowered)
+                with self._lock:  # the thread looks whether it is there
+                    task = self._ahead.submit(self._make, key, kernel, settings, lowered)
+                    self._tasks[key] = task
 
     def begin(self, kernels: Sequence[Kernel]) -> None:
         """Lowers kernels that have no executable, and has them compiled."""
@@ -324,13 +327,12 @@ class Batch:
         lowered = self._lowered.pop(key, None)
         return None if lowered is None or lowered.exception() else lowered.result()
 
-    def _give_up_what_is_expected(self) -> None:
-        """But for what a thread is at."""
+    def _give_up_what_is_expected(self, but: Collection[identity.Key] = ()) -> None:
+        """But for what a thread is at, and what still is."""
         with self._lock:
-            given_up = [key for key, task in self._tasks.items() if task.cancel()]
-            self._tasks.clear()
-        for key in given_up:
-            del self._lowered[key]
+            for key in self._tasks.keys() - but:
+                if self._tasks.pop(key).cancel():
+                    del self._lowered[key]
 
 
 @contextlib.contextmanager
