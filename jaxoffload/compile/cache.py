@@ -256,8 +256,8 @@ class Batch:
         """
         keys = _keys(kernels)
         self._give_up_what_is_expected(keys)
-        for key, kernel in zip(keys, kernels, strict=True):
-            if key not in self._lowered and key not in self._digests:
+        for key, kernel, known in zip(keys, kernels, self._cache.known(kernels), strict=True):
+            if known is None and key not in self._lowered and key not in self._digests:
                 self._lowered[key] = lowered = concurrent.futures.Future()
                 with self._lock:  # the thread looks whether it is there
                     task = self._ahead.submit(self._make, key, kernel, settings, lowered)

@@ -102,6 +102,10 @@ def test_what_is_expected_is_compiled_meanwhile_and_known_once_it_is_asked_for(c
         assert report.compiled == len(kernels)
     assert len(compiler.compiled) == len(compiler.lowered) == len(kernels)
     assert cache.known(kernels) == found
+    with cache.batch() as batch:
+        batch.expect(kernels, compat.LoweringSettings().restored)
+        assert batch.executables(kernels)[0] == found
+    assert len(compiler.lowered) == len(kernels)
 
 
 def test_what_is_no_longer_expected_is_given_up(cache, compiler):
