@@ -50,6 +50,18 @@ def parts(
         yield row[:1] if operation is None else emit(operation, row, made, piece=number)
 
 
+def avals_of_parts(equation: Equation, mapped: Mapped, rows: Rows) -> list[list[Any]]:
+    """Abstract values of what is made of each piece: pieces of the results, or what those are made
+    of."""
+    if mapped.merged is not None:
+        return [mapped.merged.made(stop - first) for first, stop in rows.spans()]
+    along, outputs = rows.along(mapped.dim), [v.aval for v in equation.outputs]
+    return [
+        [compat.ShapedArray(along.piece_shape(first, stop, v.shape), v.dtype) for v in outputs]
+        for first, stop in rows.spans()
+    ]
+
+
 def joined(
     equation: Equation,
     mapped: Mapped,
@@ -83,26 +95,6 @@ def joined(
         pair = join(2)
         total = sums.joined(made, lambda a, b: emit(pair, (a, b), aval), rounds)
     return _converted(total, out.dtype, operation.eqn, emit)
-
-
-def merged(
-    equation: Equation,
-    mapped: Mapped,
-    rows: Rows,
-    columns: Sequence[Sequence[Operand]],
-    at: Mapping[Operand, int] | None,
-    emit: Callable[..., Sequence[Value]],
-) -> Sequence[Operand]:
-    """What is made of what parts make instead of parts of the results.
-
-    Args:
-      emit: as of `parts`.
-    """
-    assert mapped.merged is not None
-    avals = [mapped.merged.made(stop - first) for first, stop in rows.spans()]
-    made = [x for part in parts(equation, rows, columns, avals, at, emit) for x in part]
-    join = mapped.merged.join(len(avals))
-    return emit(join, tuple(made), [v.aval for v in equation.outputs])
 
 
 def _folded(

@@ -15,6 +15,7 @@ A scan that is not worth being cut stays one vertex, as `while` and `cond` alway
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -289,23 +290,19 @@ class _Unroller:
         if mapped.is_placed:
             columns.append(list(self._first_rows(rows)))
         outputs = equation.outputs
-        if mapped.merged is not None:
-            made = joining.merged(equation, mapped, rows, columns, at, self.emit_all)
-            environment.update(zip(outputs, made, strict=True))
-            return True
-        if not mapped.stacks_results:
+        if mapped.combine is not None:
             (result,) = outputs
             environment[result] = joining.joined(equation, mapped, rows, columns, at, self.emit)
             return True
-        rows = rows.along(mapped.dim)
-        avals = [
-            [
-                compat.ShapedArray(rows.piece_shape(first, stop, v.shape), v.aval.dtype)
-                for v in outputs
-            ]
-            for first, stop in spans
-        ]
+        avals = joining.avals_of_parts(equation, mapped, rows)
         made = joining.parts(equation, rows, columns, avals, at, self.emit_all)
+        if mapped.merged is not None:
+            together = tuple(itertools.chain.from_iterable(made))
+            join = mapped.merged.join(len(spans))
+            whole = self.emit_all(join, together, [v.aval for v in outputs])
+            environment.update(zip(outputs, whole, strict=True))
+            return True
+        rows = rows.along(mapped.dim)
         for result, column in zip(outputs, zip(*made, strict=True), strict=True):
             stack = Stack(list(column), rows)
             is_whole = mapped.dim and result not in wanted

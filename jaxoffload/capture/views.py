@@ -7,7 +7,7 @@ information than its operand, and XLA fuses it into whatever reads it.
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from jaxoffload import _jax_compat as compat
@@ -99,18 +99,7 @@ def with_parts_read(equations: Sequence[Equation], results: Set[Value]) -> list[
     Args:
       results: values that are made in any case.
     """
-    parts: dict[Value, Value] = {}
-    kept = []
-    for equation in equations:
-        if not parts.keys().isdisjoint(equation.values()):
-            inputs = tuple(x if is_literal(x) else parts.get(x, x) for x in equation.inputs)
-            equation = dataclasses.replace(equation, inputs=inputs)
-        made = parts_of_argument(equation, equation.inputs) or _in_another_shape(equation)
-        if made is None or not results.isdisjoint(equation.outputs):
-            kept.append(equation)
-        else:
-            parts.update(zip(equation.outputs, made, strict=True))
-    return kept
+    return _reading_parts(equations, lambda e: results.isdisjoint(e.outputs))
 
 
 def with_arguments_sliced(equations: Sequence[Equation], results: Set[Value]) -> list[Equation]:
@@ -126,19 +115,29 @@ def with_arguments_sliced(equations: Sequence[Equation], results: Set[Value]) ->
             others.update(equation.inputs[: sum(compat.scan_counts(equation.operation.eqn))])
         elif equation.operation.name not in _PARTS or equation.outputs[0] in others:
             others.update(equation.values())
-    parts: dict[Operand, Value] = {}
+    is_apart = lambda e: others.isdisjoint((*e.values(), *e.outputs))  # noqa: E731
+    return _reading_parts(equations, is_apart)
+
+
+def _reading_parts(
+    equations: Sequence[Equation], may_be: Callable[[Equation], bool]
+) -> list[Equation]:
+    """The same equations without those that give parts of arguments, or all of one in another
+    shape, where they may be left out: others read the arguments' own bytes."""
+    parts: dict[Value, Value] = {}
     kept = []
     for equation in equations:
-        inputs = tuple(parts.get(x, x) for x in equation.inputs)
-        made = None
-        if others.isdisjoint((*equation.values(), *equation.outputs)):
+        read = equation
+        if not parts.keys().isdisjoint(equation.values()):
+            inputs = tuple(x if is_literal(x) else parts.get(x, x) for x in equation.inputs)
             read = dataclasses.replace(equation, inputs=inputs)
-            made = parts_of_argument(read, inputs) or _in_another_shape(read)
-        if made is not None:
-            parts.update(zip(equation.outputs, made, strict=True))
+        made = None
+        if may_be(equation):
+            made = parts_of_argument(read, read.inputs) or _in_another_shape(read)
+        if made is None:
+            kept.append(read)
         else:
-            is_same = inputs == equation.inputs
-            kept.append(equation if is_same else dataclasses.replace(equation, inputs=inputs))
+            parts.update(zip(equation.outputs, made, strict=True))
     return kept
 
 

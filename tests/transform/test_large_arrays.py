@@ -244,6 +244,21 @@ def test_where_the_budget_is_ram_what_is_made_of_them_is_never_there_whole(name)
     assert step.explain(*args).min_device_memory == least
 
 
+@pytest.mark.parametrize("special", [np.inf, -np.inf, np.nan])
+def test_entries_that_are_no_numbers_are_those_of_jit(special):
+    """Beside zeros of 63 other pieces."""
+
+    def f(t, h, n):
+        logits = jnp.where(jnp.arange(ROWS)[None] % 5 == 0, special, h @ t.T)
+        return jnp.take_along_axis(logits, n[:, None], 1)[:, 0]
+
+    words = np.arange(64, dtype=np.int32) * 311
+    got = jo.offload(f, device_memory=BUDGET)(HEAD, X[:64], words)
+    want = jax.jit(f)(HEAD, X[:64], words)
+    assert not np.isfinite(want).all()
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 def epoch(w, x, y):
     """Steps of descent over a data set in batches; the rest of it is left."""
     batches = x[:20_000].reshape(40, 500, COLUMNS), y[:20_000].reshape(40, 500, 8)
