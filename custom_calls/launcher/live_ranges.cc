@@ -90,7 +90,7 @@ bool LiveRanges::CheckWrite(int32_t vertex_id, int64_t output, std::string* erro
     if (Begin(other) >= End(version)) break;
     if (!Overlap(other, version)) continue;
     const bool in_place = other == overwritten && Begin(other) == Begin(version) &&
-                          readers_left_[other] == 1 && plan_.space(other) != Space::kResult;
+                          readers_left_[other] == 1;
     if (in_place) continue;
     *error = "race: " + plan_.Describe(vertex_id) + " writes " + DescribeVersion(version) +
              ", which overlaps " + DescribeVersion(other);

@@ -39,6 +39,27 @@ CallersMemory::CallersMemory(const TaskTable& table, bool in_place_io)
       written_in_place_[e] = table.on_host(v) || (writes && ReachesResult(v, e));
     }
   }
+  FindGrowing();
+}
+
+void CallersMemory::FindGrowing() {
+  const TaskColumns& columns = table_.columns();
+  grows_into_.resize(columns.num_tensors, -1);
+  for (int64_t v = columns.num_vertices - 1; v >= 0; --v) {
+    if (!table_.on_host(v) || table_.moves_rows(v)) continue;
+    for (int64_t k = 0; k < table_.num_overwrites(v); ++k) {
+      const auto [read, write] = table_.overwrite(v, k);
+      const int32_t operand = table_.inputs(v)[read], output = table_.outputs(v)[write];
+      if (table_.is_argument(operand)) continue;
+      grows_into_[operand] = grows_into_[output];
+      const int64_t part = columns.result_offsets[output];
+      if (part == columns.result_offsets[output + 1]) continue;
+      // What takes an argument's memory may do so once nobody reads that any more.
+      const bool is_free = ArgumentOf(columns.result[part]) == kNone;
+      const int64_t entry = columns.output_offsets[v] + write;
+      if (is_free && ReachesResult(v, entry)) grows_into_[operand] = part;
+    }
+  }
 }
 
 int32_t CallersMemory::ArgumentOf(int32_t result) const {

@@ -24,6 +24,9 @@ class CallersMemory {
   bool IsAlias(int64_t part, int32_t tensor) const;
   // The result part of an output that is the memory of an operand's argument part.
   int64_t AliasOf(int32_t output, int32_t operand) const;
+  // The result part in whose memory a tensor is made on the host's cores that they go on to
+  // overwrite in place until it is that part; or -1.
+  int64_t GrowsInto(int32_t tensor) const { return grows_into_[tensor]; }
   // Argument tensors whose memory a result part of a tensor takes.
   void Overwritten(int64_t part, int32_t tensor, std::vector<int32_t>* found) const;
 
@@ -50,6 +53,7 @@ class CallersMemory {
   bool IsNearArgument(int64_t entry) const;
   bool IsNearResult(int64_t entry) const;
   // Whether a kernel may write there while it reads its inputs.
+  void FindGrowing();
   bool MayWrite(int64_t part, int32_t tensor, int64_t vertex, int32_t except_for) const;
   int32_t ArgumentOf(int32_t result) const;
 
@@ -59,6 +63,7 @@ class CallersMemory {
   std::unordered_map<int32_t, Parts> parts_;          // by argument
   std::unordered_map<int32_t, int32_t> overwriter_;   // of an operand, the output over it
   std::vector<uint8_t> read_in_place_, written_in_place_;
+  std::vector<int64_t> grows_into_;
 };
 
 }  // namespace jaxoffload

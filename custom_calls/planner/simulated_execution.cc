@@ -80,9 +80,13 @@ void SimulatedMemory::ExecuteOnHost(int64_t vertex) {
   for (int64_t k = 0; k < table_.num_overwrites(vertex); ++k) {
     const auto [operand, output] = table_.overwrite(vertex, k);
     const int32_t t = written[output], old = inputs[operand];
+    const int64_t part = callers_.GrowsInto(emitter_.tensor(old));
     if (emitter_.space(old) == Space::kHost) {
       if (size(t) > 0) emitter_.AppendReaders(&after, old);
       outputs[output] = lower_.Inherit(t, old);
+    } else if (part >= 0) {
+      if (size(t) > 0) emitter_.AppendReaders(&after, old);
+      outputs[output] = WriteResult(t, part, &after);
     } else {
       outputs[output] = WriteResult(t, callers_.AliasOf(t, emitter_.tensor(old)), &after);
     }
@@ -107,6 +111,8 @@ bool SimulatedMemory::ReadsCallers(int64_t vertex, int64_t k, int32_t version) c
 
 int32_t SimulatedMemory::MakeOnHost(int64_t vertex, int64_t entry, std::vector<int32_t>* after) {
   const int32_t tensor = table_.columns().outputs[entry];
+  const int64_t part = callers_.GrowsInto(tensor);
+  if (part >= 0) return WriteResult(tensor, part, after);
   if (!callers_.ReachesResult(vertex, entry)) return lower_.Make(tensor, vertex, after);
   return WriteResult(tensor, table_.columns().result_offsets[tensor], after);
 }

@@ -20,7 +20,7 @@ from jaxoffload.capture.alike import make_alike
 from jaxoffload.capture.cluster import Cluster, Known, cut
 from jaxoffload.capture.devices import collective_of, of_all_devices
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
-from jaxoffload.capture.in_place import elementwise_ancestors, is_like
+from jaxoffload.capture.in_place import InPlace
 from jaxoffload.capture.kernel import Kernel, kernel_of, main_source, sized
 from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.order import live_equations, serial_order
@@ -229,13 +229,12 @@ class _Builder:
 
     def build(self, donated: tuple[tuple[int, int], ...]) -> TaskGraph:
         donated = self._safe_pairs(donated)
-        partner = {result: argument for argument, result in donated}
+        in_place = InPlace(self._identity, self.last_reader, self.results, donated)
         vertices = []
         for i, cluster in enumerate(self.clusters):
             self._merge(cluster)
             kind = self._kind(cluster)
-            keeps = kind is not VertexKind.KERNEL
-            cluster.outputs, overwrites = self._overwrites(i, cluster, partner, keeps)
+            cluster.outputs, overwrites = in_place.of(i, cluster, kind is not VertexKind.KERNEL)
             seconds = [cost.seconds(e, self.program.rates) for e in cluster.equations]
             dearest = seconds.index(max(seconds))
             read = bytes_read(cluster.inputs, cluster.equations)
@@ -341,53 +340,6 @@ class _Builder:
             if ok:
                 safe.append((argument, result))
         return tuple(safe)
-
-    def _dies(self, value: Value, i: int) -> bool:
-        """Whether nobody needs a value after some cluster has read it."""
-        identity = self._identity(value)
-        is_last = self.last_reader[identity] == i and identity not in self.results
-        return is_last and value.num_bytes() > 0
-
-    def _overwrites(
-        self, i: int, cluster: Cluster, partner: dict[int, int], keeps_results: bool
-    ) -> tuple[list[Value], tuple[tuple[int, int], ...]]:
-        """A cluster's outputs, and which overwrite which inputs.
-
-        Args:
-          keeps_results: whether results are written where the caller wants them, over nothing but
-            the argument there.
-        """
-        taken: dict[Value, Value] = {}
-        dying = [v for v in cluster.inputs if self._dies(v, i)]
-        # The argument that the result takes the place of first: it may stay where it is, call after
-        # call.
-        dying.sort(key=lambda v: v.argument is None)
-        made: dict[Value, Equation] = {}
-        for out in cluster.outputs if dying else ():
-            alike = [v for v in dying if v not in taken and is_like(v, out)]
-            if not alike:
-                continue
-            made = made or {v: e for e in cluster.equations for v in e.outputs}
-            reached = elementwise_ancestors(made, out)
-            for v in alike:
-                if v not in reached:
-                    continue
-                if v.argument is None and keeps_results and out in self.results:
-                    continue
-                if v.argument is not None:
-                    spans = [
-                        s for s in self.results.get(out, ()) if partner.get(s.index) is not None
-                    ]
-                    # Nobody reads those bytes later through another tensor: see `_safe_pairs`.
-                    if not any(Span(partner[s.index], s.offset) == v.argument for s in spans):
-                        continue
-                taken[v] = out
-                break
-        position = {v: k for k, v in enumerate(cluster.inputs)}
-        over = sorted(taken, key=position.__getitem__)
-        outputs = [taken[v] for v in over]
-        outputs += [v for v in cluster.outputs if v not in set(outputs)]
-        return outputs, tuple((position[v], k) for k, v in enumerate(over))
 
 
 @functools.lru_cache(maxsize=4096)

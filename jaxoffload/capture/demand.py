@@ -5,21 +5,64 @@ A value that a scan slices or stacks is one, and so is every value that elementw
 Where no budget does otherwise, large arrays are, with what products and sums make of their rows.
 """
 
+import dataclasses
+import enum
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxoffload.capture import operations
 from jaxoffload.capture.along_loops import as_mapped
 from jaxoffload.capture.flat import Equation, Operand, Value
-from jaxoffload.capture.loops import Loop
+from jaxoffload.capture.loops import MOST_PIECES, Loop
 from jaxoffload.capture.mapped import Mapped, map_over_stack
 
 LARGE_ARRAY = 2**24
 """Bytes of an array whose pieces (`loops.MOST_PIECES`) take longer to move than a vertex costs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Large:
+    """Which arrays are to be in pieces though no scan slices them.
+
+    Attributes:
+      bytes: of an array, from which on.
+      by_columns: whether arguments are read along another axis than the leading one where parts of
+        a large result would be added up otherwise. Their pieces are many short runs of bytes.
+      or_columns: whether that is worth a try where budgets do not do without.
+    """
+
+    bytes: float = LARGE_ARRAY
+    by_columns: bool = False
+    or_columns: bool = False
+
+    @classmethod
+    def of(cls, equations: Sequence[Equation]) -> "Large | None":
+        """Those of a program, if it has operations that work on them piece by piece."""
+        found = cls()
+        by_rows = [large_way(e, found) for e in equations]
+        or_columns = any(
+            (way is None or _adds_up_much(e, way[1], found))
+            and any(True for _ in _columns(e, found))
+            for e, way in zip(equations, by_rows, strict=True)
+        )
+        return cls(or_columns=or_columns) if or_columns or any(by_rows) else None
+
+
 _LITTLE = 1 / 16
 """Of that."""
 _SOME = 2
 """Rows of a piece, where it matters only that there are several."""
+_SHORTEST_RUN = 512
+"""Bytes that lie together in the pieces of an argument along another axis than the leading one."""
+
+
+class Reason(enum.Enum):
+    """Why an operation is to work piece by piece."""
+
+    COLUMNS = "it reads a large argument along another axis than the leading one"
+    ROWS = "it reads one along the leading axis"
+    MADE = "it makes something large of what is not"
 
 
 class Ties:
@@ -54,14 +97,14 @@ class Ties:
         return {v: self.dim[v] for v in touched if self.length.get(v) == length}
 
 
-def demand(equations: Sequence[Equation], large: float = float("inf")) -> Ties:
+def demand(equations: Sequence[Equation], large: Large | None = None) -> Ties:
     """The values that are to be kept as stacks, where that costs nothing.
 
     Scans make and want stacks; operations that work piece by piece spread them both ways.
 
     Args:
-      large: bytes of an operand or a result from which on operations work piece by piece where
-        that makes less of them (`large_way`).
+      large: arrays on which operations work piece by piece where that makes less of them
+        (`large_way`).
     """
     ties = Ties()
     for equation in equations:
@@ -72,42 +115,43 @@ def demand(equations: Sequence[Equation], large: float = float("inf")) -> Ties:
             ties.want(((v, 0) for v in stacked), loop.repeats, loop)
     todo = [e for e in equations if e.outputs and not isinstance(e.operation, Loop)]
     _spread(ties, todo)
-    if large < float("inf"):
-        for is_read in (True, False):  # what only makes something large goes by what reads it
-            _want_large(ties, todo, large, is_read)
+    if large is not None:
+        for reason in Reason:  # what has less of a choice before what may go by that
+            _want_large(ties, todo, large, reason)
     return ties
 
 
-def _want_large(ties: Ties, equations: Sequence[Equation], large: float, is_read: bool) -> None:
-    """Wants what large arguments are read for, or else what is large of what is not wanted yet."""
+def _want_large(ties: Ties, equations: Sequence[Equation], large: Large, reason: Reason) -> None:
+    """Wants what there is a reason for, of what is not wanted yet."""
     known = len(ties.length)
+    by_columns = {v for v, dim in ties.dim.items() if dim}
     for equation in equations:
         touched = (*equation.values(), *equation.outputs)
-        if not is_read and not ties.length.keys().isdisjoint(touched):
+        wanted = ties.length.keys() if reason is Reason.MADE else by_columns
+        if not wanted.isdisjoint(touched):
             continue
         found = large_way(equation, large)
-        if found is not None and found[2] == is_read:
+        if found is not None and found[2] is reason:
             length, mapped, _ = found
             ties.want(_worth_it(mapped.stacks(equation), large), length)
     if len(ties.length) > known:
         _spread(ties, equations, large)
 
 
-def _worth_it(stacks: Iterable[tuple[Operand, int]], large: float) -> Iterator[tuple[Operand, int]]:
+def _worth_it(stacks: Iterable[tuple[Operand, int]], large: Large) -> Iterator[tuple[Operand, int]]:
     """Those that are to be stacks: along another axis than the leading one pieces of what is small
     are rather taken of the whole."""
-    return ((x, dim) for x, dim in stacks if not dim or x.num_bytes() >= _LITTLE * large)
+    return ((x, dim) for x, dim in stacks if not dim or x.num_bytes() >= _LITTLE * large.bytes)
 
 
-def cut_in_any_case(equation: Equation, large: float) -> dict[Operand, int]:
+def cut_in_any_case(equation: Equation, large: Large) -> dict[Operand, int]:
     """Large arguments: they can be read in pieces along the leading axis, and so they are."""
     values = equation.values()
-    return {v: 0 for v in values if v.argument is not None and v.num_bytes() >= large}
+    return {v: 0 for v in values if v.argument is not None and v.num_bytes() >= large.bytes}
 
 
-def _spread(ties: Ties, equations: Sequence[Equation], large: float | None = None) -> None:
+def _spread(ties: Ties, equations: Sequence[Equation], large: Large | None = None) -> None:
     """Wants what is tied to values that are wanted; see `mapped.map_over_stack`."""
-    rows = None if large is None else _SOME
     wanted = ties.length
     before = -1
     done: set[int] = set()
@@ -120,10 +164,7 @@ def _spread(ties: Ties, equations: Sequence[Equation], large: float | None = Non
             length = next((wanted[v] for v in touched if v in wanted), 0)
             if not length:
                 continue
-            at = None
-            if large is not None:
-                at = cut_in_any_case(equation, large) | ties.along(equation, length)
-            mapped = map_over_stack(equation, length, rows, at)
+            mapped = _mapped(equation, length, ties, large)
             if mapped is None:
                 continue
             done.add(id(equation))
@@ -131,14 +172,27 @@ def _spread(ties: Ties, equations: Sequence[Equation], large: float | None = Non
             ties.want(stacks if large is None else _worth_it(stacks, large), length)
 
 
-def large_way(equation: Equation, large: float) -> tuple[int, Mapped, bool] | None:
-    """Along which leading axis, and how, an equation with large operands or a large result works
-    piece by piece: on an argument (True), or on nothing that is large itself (False)."""
+def _mapped(equation: Equation, length: int, ties: Ties, large: Large | None) -> Mapped | None:
+    """How an equation works on pieces of some of what it reads and makes."""
+    if large is None:
+        return map_over_stack(equation, length)
+    known = ties.along(equation, length)
+    at = cut_in_any_case(equation, large) | known
+    mapped = map_over_stack(equation, length, _SOME, at)
+    if mapped is None and large.by_columns:  # of arguments of which nothing is known yet
+        return map_over_stack(equation, length, _SOME, known)
+    return mapped
+
+
+def large_way(equation: Equation, large: Large) -> tuple[int, Mapped, Reason] | None:
+    """Along an axis of which length, how, and why an equation with large operands or a large result
+    works piece by piece."""
     if isinstance(equation.operation, Loop):  # whatever is read of it
         equation = as_mapped(equation, operations.ways, equation.outputs[-1:].__contains__)
     if isinstance(equation.operation, Loop) or not equation.outputs:
         return None
-    values = [v for v in (*equation.values(), *equation.outputs) if v.num_bytes() >= large]
+    values = [v for v in (*equation.values(), *equation.outputs) if v.num_bytes() >= large.bytes]
+    found = None
     for length in dict.fromkeys(v.shape[0] for v in values if v.shape and v.shape[0] > 1):
         at = cut_in_any_case(equation, large)
         mapped = map_over_stack(equation, length, _SOME, at)
@@ -146,7 +200,31 @@ def large_way(equation: Equation, large: float) -> tuple[int, Mapped, bool] | No
             continue
         cut = mapped.cut(equation.inputs)
         is_read = any(v in at for v in cut)
-        is_made = mapped.stacks_results and all(v.num_bytes() < large for v in cut)
+        is_made = mapped.stacks_results and all(v.num_bytes() < large.bytes for v in cut)
         if cut and (is_read or is_made):
-            return length, mapped, is_read
-    return None
+            found = length, mapped, Reason.ROWS if is_read else Reason.MADE
+            break
+    if large.by_columns and (found is None or _adds_up_much(equation, found[1], large)):
+        return next(_columns(equation, large), found)
+    return found
+
+
+def _adds_up_much(equation: Equation, mapped: Mapped, large: Large) -> bool:
+    """Whether to add up parts of a result takes longer than to read what they are made of."""
+    made = sum(v.num_bytes() for v in equation.outputs)
+    read = max(v.num_bytes() for v in mapped.cut(equation.inputs))
+    is_much = made >= _LITTLE * large.bytes and made * MOST_PIECES > read
+    return mapped.combine is not None and mapped.folds is None and is_much
+
+
+def _columns(equation: Equation, large: Large) -> Iterator[tuple[int, Mapped, Reason]]:
+    """Ways along another axis of a large argument than the leading one, by which the result is in
+    pieces, too; where those are of long runs of bytes."""
+    for v in cut_in_any_case(equation, large):
+        for dim in range(1, len(v.shape)):
+            run = v.num_bytes() // math.prod(v.shape[:dim]) / MOST_PIECES
+            if run < _SHORTEST_RUN:
+                continue
+            mapped = map_over_stack(equation, v.shape[dim], _SOME, {v: dim})
+            if mapped is not None and mapped.stacks_results and (v, dim) in mapped.stacks(equation):
+                yield v.shape[dim], mapped, Reason.COLUMNS

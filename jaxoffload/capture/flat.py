@@ -123,6 +123,16 @@ class Operation:
         return compat.evaluate(self.eqn, operands, self.params) or [_NOTHING]
 
 
+class OnHost(Operation):
+    """An operation that runs on the host's cores, as if the user had asked for it."""
+
+    __slots__ = ()
+
+    @property
+    def on_host(self) -> bool:
+        return True
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Equation:
     """One operation applied to operands.

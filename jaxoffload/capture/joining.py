@@ -116,3 +116,22 @@ def _converted(operand: Operand, dtype: Any, eqn: Any, emit: Emit) -> Operand:
         return operand
     conversion = slicing.conversion(operand.aval.dtype, dtype, eqn)
     return emit(conversion, (operand,), compat.ShapedArray(operand.aval.shape, dtype))
+
+
+def put_together(
+    pieces: Sequence[Operand], firsts: Sequence[Operand], rows: Rows, eqn: Any, emit: Emit
+) -> Operand:
+    """An array in host memory, where its pieces are not one after the other.
+
+    Args:
+      firsts: first row of each piece.
+    """
+    shape, dtype = pieces[0].aval.shape, pieces[0].aval.dtype
+    dim = rows.dim
+    whole = compat.ShapedArray((*shape[:dim], rows.length, *shape[dim + 1 :]), dtype)
+    made = emit(slicing.begin_operation(whole, eqn), (pieces[0],), whole, piece=0)
+    write = slicing.write_operation(dim, eqn)
+    for number, (piece, first) in enumerate(zip(pieces, firsts, strict=True)):
+        if number:
+            made = emit(write, (made, piece, first), whole, piece=number)
+    return made

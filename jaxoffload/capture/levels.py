@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxoffload.capture import cost, operations
 from jaxoffload.capture.along_loops import as_mapped
-from jaxoffload.capture.demand import demand
+from jaxoffload.capture.demand import Large, demand
 from jaxoffload.capture.distribution import distributed
 from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.inline import Asks, Constant, inline
@@ -50,7 +50,7 @@ class Levels:
     def of(
         self,
         equations: Sequence[Equation],
-        large: float = float("inf"),
+        large: Large | None = None,
         results: Collection[Value] = (),
     ) -> Level:
         """A level's equations, scans as `Loop`s, and into which pieces its arrays are cut.
@@ -60,7 +60,7 @@ class Levels:
           results: what is read beside; where arrays are large.
         """
         made = [self._with_loop(equation) for equation in equations]
-        if large < float("inf"):
+        if large is not None:
             read = set(results).union(*(e.values() for e in made))
             made = [
                 as_mapped(e, operations.ways, read.__contains__)
@@ -82,7 +82,7 @@ class Levels:
             if found is not None:
                 rows[leader] = found
                 cuts.update((id(equation), found) for equation in group)
-        if large < float("inf"):
+        if large is not None:
             for v, length in ties.length.items():
                 rows.setdefault(ties.leader(v), rows_of_large(length))
         wanted = {

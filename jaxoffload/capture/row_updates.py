@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
+from jaxoffload.capture.flat import Equation, OnHost, Program, Value, is_literal
 from jaxoffload.capture.rows import MAX_SHARE, MIN_BYTES, takes_few_rows
 from jaxoffload.capture.rows_on_disk import (
     RowsWritten,
@@ -59,23 +59,13 @@ def with_rows_updated(
         if readers is None:
             continue
         if argument not in on_disk:
-            operation = _OnHost(equation.operation.eqn, equation.operation.params)
+            operation = OnHost(equation.operation.eqn, equation.operation.params)
             new = [Equation(operation, equation.inputs, equation.outputs, equation.segment)]
         elif is_of_whole_rows(equation):
             new = _on_disk(equation, readers, maker)
         else:
             continue
         program.equations[:] = [e for e in program.equations if e is not equation] + new
-
-
-class _OnHost(Operation):
-    """An operation that runs on the host's cores, as if the user had asked for it."""
-
-    __slots__ = ()
-
-    @property
-    def on_host(self) -> bool:
-        return True
 
 
 def updates_few_rows(equation: Equation, argument: int) -> bool:

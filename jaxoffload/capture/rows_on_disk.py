@@ -3,7 +3,8 @@
 Takes a Program and which arguments are on disk; changes its equations. `table[ids]` becomes the
 numbers of the rows, within bounds; then the rows, which a vertex of its own reads into host memory
 (`VertexKind.LOAD_ROWS`), each once; and where rows out of bounds are filled, those put in. A
-`dynamic_slice` of rows becomes numbers and rows, likewise.
+`dynamic_slice` of rows becomes numbers and rows, likewise; and so do pieces along another dimension
+(`slicing.columns_operation`), of an array with as many more rows that are as much shorter.
 
 It is right because a row within bounds is taken as it is, whatever stands in the others; and what
 is out of bounds is clipped or filled as JAX says for the mode.
@@ -11,6 +12,7 @@ is out of bounds is clipped or filled as JAX says for the mode.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
@@ -21,6 +23,7 @@ from jax import lax
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
 from jaxoffload.capture.rows import takes_few_rows
+from jaxoffload.capture.slicing import COLUMNS
 from jaxoffload.graphs.taskgraph import VertexKind
 
 _BLOCK = 16384
@@ -114,6 +117,8 @@ def _instead(equation: Equation, table: Value) -> list[Equation]:
     """What reads rows in place of an equation; nothing where it does not take a few whole rows."""
     if not takes_few_rows(equation) or not has_whole_rows(table):
         return []
+    if equation.operation.name.startswith(COLUMNS):
+        return list(_rows_of_columns(equation, table))
     if equation.operation.name == "gather":
         return list(_rows_of_gather(equation, table))
     return list(_rows_of_slice(equation, table))
@@ -169,6 +174,26 @@ def _rows_of_slice(equation: Equation, table: Value) -> Iterator[Equation]:
     yield reading(equation, table, made, equation.outputs[0])
 
 
+def _rows_of_columns(equation: Equation, table: Value) -> Iterator[Equation]:
+    """Of a piece's columns as many as divide all of the table's are one row."""
+    out, shape = equation.outputs[0], table.shape
+    dim = next(d for d, size in enumerate(out.shape) if size != shape[d])
+    together = math.gcd(out.shape[dim], shape[dim])
+    per, count, before = shape[dim] // together, out.shape[dim] // together, math.prod(shape[:dim])
+    row = compat.ShapedArray((together, *shape[dim + 1 :]), out.aval.dtype)
+    narrow = Value(compat.ShapedArray((before * per, *row.shape), row.dtype), table.argument)
+    if not has_whole_rows(narrow):
+        return
+    numbers = Value(compat.ShapedArray((before * count,), np.dtype(np.int32)))
+    rows = Value(compat.ShapedArray((before * count, *row.shape), row.dtype))
+    sizes = before, per, count, together
+    function = functools.partial(_numbers_of_columns, sizes=sizes)
+    yield equation_of("row numbers", function, equation, equation.inputs[1:], numbers, *sizes)
+    yield reading(equation, narrow, numbers, rows)
+    reshaped = functools.partial(lax.reshape, new_sizes=out.shape)
+    yield equation_of("columns of rows", reshaped, equation, (rows,), out, out.shape)
+
+
 def equation_of(
     name: str, function: Any, at: Equation, inputs: tuple[Any, ...], out: Value, *parts: Any
 ) -> Equation:
@@ -201,6 +226,12 @@ def numbers_of(index: Any, most: int, column: int, run: int) -> Any:
 
 def _numbers_from(start: Any, most: int, run: int) -> Any:
     return numbers_of(jnp.asarray(start).reshape(1), most, 0, run)
+
+
+def _numbers_of_columns(first: Any, sizes: tuple[int, ...]) -> Any:
+    before, per, count, together = sizes
+    numbers = lax.broadcasted_iota(np.int32, (before, count), 0) * np.int32(per) + first // together
+    return (numbers + lax.broadcasted_iota(np.int32, (before, count), 1)).reshape(-1)
 
 
 def _filled(index: Any, rows: Any, most: int, column: int, fill: Any) -> Any:

@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import cost, joining, slicing
-from jaxoffload.capture.demand import cut_in_any_case
+from jaxoffload.capture.demand import Large, cut_in_any_case
 from jaxoffload.capture.flat import Equation, Operand, Program, Value, is_literal
 from jaxoffload.capture.inline import Asks, Constant, inline
 from jaxoffload.capture.levels import Level, Levels
@@ -57,7 +57,7 @@ def unroll(
     rates: cost.Rates,
     honours: bool = True,
     distributes: bool = True,
-    large: float = float("inf"),
+    large: Large | None = None,
 ) -> Program:
     """A closed jaxpr, flat and with its scans cut.
 
@@ -68,7 +68,7 @@ def unroll(
       rates: of the device, by which it is judged what a step is worth.
       honours: see `Asks`.
       distributes: whether products for which no step waits leave their loops (distribution.py).
-      large: bytes of an array from which on what no scan slices is cut, too; see `demand`.
+      large: what no scan slices and is cut, too; see `demand`.
 
     Returns:
       The Program; its arguments are the jaxpr's own, then one for each array that it closes over
@@ -86,7 +86,7 @@ def unroll(
     equations, results = inline(jaxpr.jaxpr, constants, arguments, asks)
     wanted = {v for v in results if isinstance(v, Value)}
     equations = with_arguments_sliced(equations, wanted)
-    if large < float("inf"):  # pieces of what is transposed are pieces of no leading axis
+    if large is not None:  # pieces of what is transposed are pieces of no leading axis
         equations = with_parts_read(with_small_transpositions(equations, wanted), wanted)
         equations = live_equations(equations, wanted)
     levels = Levels(piece_bytes, rates, asks, distributes)
@@ -95,7 +95,7 @@ def unroll(
     unroller.run(levels.of(equations, large, wanted), environment, segment=0)
     parts = [unroller.result_parts(unroller.look_up(environment, r)) for r in results]
     made = unroller.equations
-    if large < float("inf") and len(unroller.parents) == 1:  # no scan is in steps
+    if large is not None and len(unroller.parents) == 1:  # no scan is in steps
         made = piece_by_piece(made, unroller.piece_numbers)
     return Program(
         unroller.arguments,
@@ -116,7 +116,7 @@ class _Unroller:
         arguments: list[Value],
         known: Sequence[Any],
         levels: Levels,
-        large: float,
+        large: Large | None,
     ):
         self.arguments = arguments
         self.equations: list[Equation] = []
@@ -171,6 +171,8 @@ class _Unroller:
                     piece = self.emit(slicing.slice_operation(first, eqn), (operand,), aval)
                 else:
                     operation = slicing.rows_operation(stop - first, rows.are_slices, eqn, rows.dim)
+                    if operand.argument is not None:
+                        operation = slicing.columns_operation(stop - first, eqn, rows.dim)
                     piece = self.emit(operation, (operand, self._first_rows(rows)[number]), aval)
                 found.append(piece)
             self._pieces[operand, rows] = found
@@ -202,9 +204,10 @@ class _Unroller:
 
     def result_parts(self, operand: Operand | Stack) -> list[tuple[Operand, int]]:
         """The parts of a result and their first bytes in it."""
-        if isinstance(operand, Stack) and operand.rows.dim:
+        if isinstance(operand, Stack) and (rows := operand.rows).dim:
             made = {v: e for e in self.equations for v in e.outputs}[operand.pieces[0]]
-            operand = self.join(operand, made.operation.eqn)
+            firsts, eqn = self._first_rows(rows), made.operation.eqn
+            operand = joining.put_together(operand.pieces, firsts, rows, eqn, self.emit)
         if not isinstance(operand, Stack):
             return [(operand, 0)]
         sizes = [Value(piece.aval).num_bytes() for piece in operand.pieces]
@@ -313,7 +316,7 @@ class _Unroller:
         self, equation: Equation, operands: list[Any], rows: Rows, wanted: dict
     ) -> dict[Operand, int]:
         """Of what is cut in any case, along which dimension."""
-        at = cut_in_any_case(equation, self._large)
+        at = {} if self._large is None else cut_in_any_case(equation, self._large)
         for v, x in zip(
             (*equation.inputs, *equation.outputs), (*operands, *equation.outputs), strict=True
         ):

@@ -11,7 +11,10 @@ import jax
 from jax import lax
 
 from jaxoffload.capture import sums
-from jaxoffload.capture.flat import Operation
+from jaxoffload.capture.flat import OnHost, Operation
+
+COLUMNS = "columns["
+"""Of operations that take pieces of arguments along another dimension."""
 
 
 def stack_operation(eqn: Any, are_slices: bool, dim: int) -> Operation:
@@ -36,6 +39,15 @@ def rows_operation(rows: int, are_slices: bool, eqn: Any, dim: int) -> Operation
         return lax.squeeze(found, (0,)) if are_slices else found
 
     return Operation.of_function(f"slice[{rows} rows]", take, eqn, are_slices, dim)
+
+
+def columns_operation(rows: int, eqn: Any, dim: int) -> Operation:
+    """The same along another dimension of an argument, which it reads where the caller has it."""
+
+    def take(x: Any, first: Any) -> Any:
+        return lax.dynamic_slice_in_dim(x, first, rows, dim)
+
+    return Operation.of_function(f"{COLUMNS}{rows}]", take, eqn, dim)
 
 
 def numbers_operation(numbers: Sequence[int]) -> Operation:
@@ -72,3 +84,23 @@ def conversion(dtype: Any, new: Any, eqn: Any) -> Operation:
         jax.ShapeDtypeStruct((), dtype)
     )
     return Operation(made.eqns[0].replace(source_info=eqn.source_info))
+
+
+def begin_operation(aval: Any, eqn: Any) -> Operation:
+    """The operation on the host's cores that begins an array with its first piece."""
+
+    def begin(piece: Any) -> Any:
+        after = [(0, n - m, 0) for n, m in zip(aval.shape, piece.shape, strict=True)]
+        return lax.pad(piece, jax.numpy.zeros((), piece.dtype), after)
+
+    return OnHost.of_function("begin", begin, eqn, aval.shape)
+
+
+def write_operation(dim: int, eqn: Any) -> Operation:
+    """The operation on the host's cores (array, piece, first row) that writes another piece of it,
+    where it is."""
+
+    def write(x: Any, piece: Any, first: Any) -> Any:
+        return lax.dynamic_update_slice_in_dim(x, piece, first, dim)
+
+    return OnHost.of_function("write rows", write, eqn, dim)

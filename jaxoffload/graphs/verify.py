@@ -228,7 +228,10 @@ class _Check:
         is_away = (argument < 0) | (argument != graph.index) | (first != graph.offset)
         for version in np.flatnonzero((graph.space == Space.ARGUMENT) & is_away).tolist():
             self.broken(Law.BYTES, f"{self.name(version)} is not where its argument is")
-        mine = graph.space == Space.RESULT
+        # Of what is overwritten in place, in a result's memory, the last is the result.
+        on_the_way = np.zeros(graph.num_versions, dtype=bool)
+        on_the_way[graph.overwritten[graph.overwritten >= 0]] = True
+        mine = (graph.space == Space.RESULT) & ~on_the_way
         at = (graph.tensor[mine], graph.index[mine], graph.offset[mine])
         written = collections.Counter(zip(*(a.tolist() for a in at), strict=True))
         wanted = {
@@ -360,10 +363,10 @@ class _Check:
         carries = np.flatnonzero(writer[graph.inputs] >= 0)
         # The numbering is a topological order of the edges: `edges` has seen to that.
         old, new = next_writers(self.memory, graph.offset, self.end, writer)
-        never = (writer[new] < 0) | (graph.space[old] == Space.RESULT)
-        user, pair = self._users(old)
         over = np.full(graph.num_versions, -1, dtype=np.int64)
         over[graph.outputs] = graph.overwritten
+        never = (writer[new] < 0) | ((graph.space[old] == Space.RESULT) & (over[new] != old))
+        user, pair = self._users(old)
         mine = user == writer[new[pair]]
         never[pair[mine & (over[new[pair]] != old[pair])]] = True
         user, pair = user[~mine], pair[~mine]

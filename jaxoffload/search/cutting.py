@@ -13,6 +13,7 @@ from typing import Any
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture.build import Captured
 from jaxoffload.capture.cost import products
+from jaxoffload.capture.demand import Large
 from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.platforms import for_platform
 from jaxoffload.errors import PlanError
@@ -75,7 +76,7 @@ class Cutting:
         compiles: bool = True,
         estimates: bool = False,
         whole_bytes: Callable[[], int] | None = None,
-        large: float = float("inf"),
+        large: Large | None = None,
         settings: compat.LoweringSettings | None = None,
     ):
         self.request, self._whole_bytes, self._large = request, whole_bytes, large

@@ -26,7 +26,7 @@ from typing import Any
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload import garbage
-from jaxoffload.capture.demand import LARGE_ARRAY, large_way
+from jaxoffload.capture.demand import Large
 from jaxoffload.capture.views import with_parts_read
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.errors import PlanError
@@ -177,12 +177,13 @@ class Planner(Cutting):
     @functools.cached_property
     def _in_pieces(self) -> "Planner | None":
         """The planner of that program; None where no operation is worth being in pieces."""
-        if self._large < float("inf") or self.has_fixed_cut or self.request.num_devices > 1:
+        if self.has_fixed_cut or self.request.num_devices > 1:
             return None
+        if self._large is not None:
+            return self._in_pieces_of(Large(by_columns=True)) if self._large.or_columns else None
         equations = with_parts_read(self._program.ordered(FINEST).equations, frozenset())
-        if all(large_way(equation, LARGE_ARRAY) is None for equation in equations):
-            return None
-        return self._in_pieces_of(LARGE_ARRAY)
+        large = Large.of(equations)
+        return None if large is None else self._in_pieces_of(large)
 
     @functools.cached_property
     def _must_have_host(self) -> bool:

@@ -18,6 +18,7 @@ from jaxoffload.capture import cost
 from jaxoffload.capture.build import Captured, Ordered, build_taskgraph, order_program
 from jaxoffload.capture.cluster import Known
 from jaxoffload.capture.collectives import received_bytes
+from jaxoffload.capture.demand import Large
 from jaxoffload.capture.flat import Equation
 from jaxoffload.capture.floor import Floor, floor_of
 from jaxoffload.capture.gathers import in_parts
@@ -74,7 +75,7 @@ class CutProgram:
         estimates: bool,
         settings: compat.LoweringSettings,
         honours: bool = True,
-        large: float = float("inf"),
+        large: Large | None = None,
     ):
         self._request, self._backend, self._honours = request, backend, honours
         self._model, self._machine, self._large = model, machine, large

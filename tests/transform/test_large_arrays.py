@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jaxoffload as jo
-from jaxoffload.capture import loops
+from jaxoffload.capture import demand, loops
 from jaxoffload.search import program
 from tests.foreign.judge import disagreement, in_float64
 
@@ -290,19 +290,20 @@ def test_what_is_read_beside_its_batches_is_still_read(way):
 
 
 def random_rows(seed):
-    """A program over arrays of as many rows each, and the arrays that it takes."""
+    """A program over arrays of as many rows each, or columns, and the arrays that it takes."""
     random = np.random.default_rng(seed)
     count = int(random.choice([24, 37, 130]))
-    made = [(count, 6), (count, 6), (6, 5), (6,)]
+    made = [(count, 6), (count, 6), (6, 5), (6,), (6, count)]
     args = [random.standard_normal(shape).astype(np.float32) for shape in made]
     args.append(random.integers(0, 4, count).astype(np.int32))
     choices = random.integers(0, 1 << 30, (9, 3))
 
-    def function(x, y, w, b, number):
-        rows, small = [x, y], []
+    def function(x, y, w, b, t, number):
+        rows, wide, small = [x, y], [t], []
         for kind, i, j in choices:
             u, v = rows[i % len(rows)], rows[j % len(rows)]
-            match kind % 25:
+            p, q = wide[i % len(wide)], wide[j % len(wide)]
+            match kind % 31:
                 case 0:
                     rows.append(jnp.tanh(u) + v)
                 case 1:
@@ -358,14 +359,27 @@ def random_rows(seed):
                     small.append(lax.top_k(jnp.round(w.T @ u.T), 6)[0] + lax.top_k(v.T[:5], 6)[0])
                 case 24:
                     small.append(u[jnp.argmax(u * v, 0)] + jnp.argmin(jnp.round(v), 0)[None])
-        return rows[-1], small
+                case 25:
+                    wide.append(jnp.tanh(p) * b[:, None] + q)
+                case 26:
+                    wide.append(w @ jax.nn.softmax(w.T @ p, 1) + q)
+                case 27:
+                    small.append(p @ jnp.sin(q).T / count)
+                case 28:
+                    rows.append(p.T * b[None] + u)
+                case 29:
+                    scores = jax.nn.log_softmax(w.T @ jnp.sin(p), 1)
+                    small.append(jnp.take_along_axis(scores, number[:5, None] * 5, 1))
+                case 30:
+                    wide.append(q - 0.1 * p * (v * u).T)
+        return rows[-1], wide[-1], small
 
     def gradient(*args):
-        def total(x, w):
-            rows, small = function(x, args[1], w, *args[3:])
-            return jnp.mean(jnp.sin(rows)) + sum(jnp.mean(s**2) for s in small)
+        def total(x, w, t):
+            rows, wide, small = function(x, args[1], w, args[3], t, args[5])
+            return jnp.mean(jnp.sin(rows) + wide.T) + sum(jnp.mean(s**2) for s in small)
 
-        return jax.value_and_grad(total, (0, 1))(args[0], args[2])
+        return jax.value_and_grad(total, (0, 1, 2))(args[0], args[2], args[4])
 
     return gradient if seed % 2 else function, args
 
@@ -375,9 +389,10 @@ def random_rows(seed):
 def test_random_programs_in_pieces_are_those_of_jit(seed, monkeypatch):
     """Although they would fit otherwise, and whatever is large."""
     monkeypatch.setattr(loops, "MOST_PIECES", 5)
-    plain = program.CutProgram.__init__
+    monkeypatch.setattr(demand, "_SHORTEST_RUN", 4)
+    large, plain = demand.Large(64, by_columns=seed % 3 > 0), program.CutProgram.__init__
     monkeypatch.setattr(
-        program.CutProgram, "__init__", lambda self, *args: plain(self, *args[:-1], 64)
+        program.CutProgram, "__init__", lambda self, *args: plain(self, *args[:-1], large)
     )
     function, args = random_rows(seed)
     want, exact = jax.jit(function)(*args), in_float64(function, args)
