@@ -231,7 +231,7 @@ TABLE: dict[str, Known] = {
     "write rows": _UPDATE,
     "start": Known(is_priced=True),
     "slice[": _LIGHT,
-    "columns[": Known(is_light=True, is_priced=True, takes_rows=True),
+    "columns[": Known(is_view=True, is_light=True, is_priced=True, takes_rows=True),
     "iota[": _LIGHT,
     "random_bits[": Known(is_priced=True, flops=_flops_of_bits),
     "gather[": Known(is_priced=True),

@@ -250,3 +250,51 @@ def test_state_on_disk_streams_through_host_memory():
     )
     # Read, worked on and written back at the same time: 12 s each way, and one update at the end.
     assert simulate(memgraph, machine=machine).seconds < 15
+
+
+def growing(is_donated=False):
+    """Four pieces are made on the device and put together on the host's cores, in place; another
+    vertex reads an argument last, whose memory may be the result's."""
+    tensors = [Tensor(4 * MIB, "argument", argument=Span(0, 0))]
+    vertices, whole = [], None
+    for k in range(4):
+        piece, new = len(tensors), len(tensors) + 1
+        tensors.append(Tensor(MIB, f"piece {k}"))
+        tensors.append(Tensor(4 * MIB, f"whole {k}", results=(Span(0, 0),) if k == 3 else ()))
+        vertices.append(Vertex(VertexKind.KERNEL, (0,), (piece,), f"make {k}"))
+        reads = (piece,) if whole is None else (whole, piece)
+        over = () if whole is None else ((0, 0),)
+        vertices.append(
+            Vertex(VertexKind.HOST_KERNEL, reads, (new,), f"write {k}", overwrites=over)
+        )
+        whole = new
+    if not is_donated:
+        tensors.append(Tensor(64, "last", results=(Span(1, 0),)))
+        vertices.append(Vertex(VertexKind.KERNEL, (0,), (len(tensors) - 1,), "last"))
+    return TaskGraph(tuple(tensors), tuple(vertices), donated=((0, 0),) if is_donated else ())
+
+
+@pytest.mark.parametrize("in_place", ["never", "always"])
+def test_what_grows_on_the_host_is_where_the_result_is_to_be_from_the_start(in_place):
+    graph = growing()
+    graph.check()
+    memgraph = build_memgraph(graph, min_budget(graph)[0], in_place_io=in_place)
+    check(graph, memgraph)
+    names = np.array([graph.tensors[t].name for t in memgraph.tensor])
+    wholes = np.char.startswith(names, "whole")
+    assert set(memgraph.space[wholes]) == {Space.RESULT}
+    assert memgraph.host_bytes() <= 4 * MIB  # of pieces, which rest
+    # Without a word of what is in place, results are written over one another.
+    told = dataclasses.replace(memgraph, overwritten=np.full_like(memgraph.overwritten, -1))
+    with pytest.raises(VerifyError, match="reaches result 0"):
+        verify(told)
+
+
+def test_what_takes_an_arguments_memory_grows_elsewhere():
+    """For that is read until the last piece is made."""
+    graph = growing(is_donated=True)
+    graph.check()
+    memgraph = build_memgraph(graph, min_budget(graph)[0], in_place_io="always")
+    check(graph, memgraph)
+    names = np.array([graph.tensors[t].name for t in memgraph.tensor])
+    assert set(memgraph.space[names == "whole 0"]) == {Space.HOST}

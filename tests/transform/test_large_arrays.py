@@ -8,6 +8,7 @@ from jax import lax
 
 import jaxoffload as jo
 from jaxoffload.capture import demand, loops
+from jaxoffload.capture import rows as rows_taken
 from jaxoffload.search import program
 from tests.foreign.judge import disagreement, in_float64
 
@@ -390,6 +391,7 @@ def test_random_programs_in_pieces_are_those_of_jit(seed, monkeypatch):
     """Although they would fit otherwise, and whatever is large."""
     monkeypatch.setattr(loops, "MOST_PIECES", 5)
     monkeypatch.setattr(demand, "_SHORTEST_RUN", 4)
+    monkeypatch.setattr(rows_taken, "MIN_BYTES", 64)
     large, plain = demand.Large(64, by_columns=seed % 3 > 0), program.CutProgram.__init__
     monkeypatch.setattr(
         program.CutProgram, "__init__", lambda self, *args: plain(self, *args[:-1], large)
