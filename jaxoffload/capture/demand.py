@@ -16,6 +16,7 @@ from jaxoffload.capture.along_loops import as_mapped
 from jaxoffload.capture.flat import Equation, Operand, Value
 from jaxoffload.capture.loops import MOST_PIECES, Loop
 from jaxoffload.capture.mapped import Mapped, map_over_stack
+from jaxoffload.capture.row_updates import updated_table
 
 LARGE_ARRAY = 2**24
 """Bytes of an array whose pieces (`loops.MOST_PIECES`) take longer to move than a vertex costs."""
@@ -46,7 +47,8 @@ class Large:
             and any(True for _ in _columns(e, found))
             for e, way in zip(equations, by_rows, strict=True)
         )
-        return cls(or_columns=or_columns) if or_columns or any(by_rows) else None
+        changes = any(updated_table(e, found.bytes) is not None for e in equations)
+        return cls(or_columns=or_columns) if or_columns or changes or any(by_rows) else None
 
 
 _LITTLE = 1 / 16

@@ -14,6 +14,7 @@ the scatter may come last; what else reads rows of the old one comes before, as 
 operands.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -66,6 +67,34 @@ def with_rows_updated(
         else:
             continue
         program.equations[:] = [e for e in program.equations if e is not equation] + new
+
+
+def with_rows_updated_in_copies(
+    program: Program, donated: Sequence[tuple[int, int]], on_disk: Set[int], least_bytes: float
+) -> None:
+    """Has scatters into tables that are not donated change rows of a copy in host memory, where the
+    result is to be.
+
+    Args:
+      least_bytes: of a table that has no room on the device.
+    """
+    kept = [j for j in range(len(program.results)) if all(j != result for _, result in donated)]
+    returned = {part for j in kept for part, _ in program.results[j] if isinstance(part, Value)}
+    for k, equation in enumerate(program.equations):
+        if returned.isdisjoint(equation.outputs) or equation.operation.on_host:
+            continue
+        table = updated_table(equation, least_bytes)
+        if table is not None and table.argument.index not in on_disk:
+            operation = OnHost(equation.operation.eqn, equation.operation.params)
+            program.equations[k] = dataclasses.replace(equation, operation=operation)
+
+
+def updated_table(equation: Equation, least_bytes: float) -> Any:
+    """The argument of so many bytes that an equation updates few rows of, or None."""
+    table = equation.inputs[0] if equation.inputs else None
+    if not isinstance(table, Value) or table.argument is None or table.num_bytes() < least_bytes:
+        return None
+    return table if updates_few_rows(equation, table.argument.index) else None
 
 
 def updates_few_rows(equation: Equation, argument: int) -> bool:

@@ -25,11 +25,9 @@ from jaxoffload.capture.gathers import in_parts
 from jaxoffload.capture.inline import Constant
 from jaxoffload.capture.parts import has_loops
 from jaxoffload.capture.recompute import Recomputer
-from jaxoffload.capture.row_gradients import with_gradients_by_rows
-from jaxoffload.capture.row_updates import with_rows_updated
-from jaxoffload.capture.rows_on_disk import with_rows_read
 from jaxoffload.capture.scan import unroll
 from jaxoffload.capture.split import Tilings, split
+from jaxoffload.capture.tables import with_rows_alone
 from jaxoffload.capture.tiled import tiles_of
 from jaxoffload.compile.cache import CompileReport
 from jaxoffload.graphs.taskgraph import TaskGraph, TensorKind, VertexKind
@@ -175,14 +173,16 @@ class CutProgram:
                 large=self._large,
             )
             if (request := self._request).num_devices == 1:
-                with_rows_read(program, request.disk_arguments)
                 in_host = request.lasting if self._honours else frozenset()
-                below = request.disk_arguments | in_host
-                if request.options.memory is not None:  # then all arguments are in host memory
-                    below |= {i for i, _ in request.donated}
-                any_rate = "reorder" in request.options.rewrites
-                with_gradients_by_rows(program, request.donated, below, any_rate)
-                with_rows_updated(program, request.donated, request.disk_arguments, in_host)
+                with_rows_alone(
+                    program,
+                    request.donated,
+                    request.disk_arguments,
+                    in_host,
+                    all_in_host=request.options.memory is not None,
+                    any_rate="reorder" in request.options.rewrites,
+                    large=self._large,
+                )
             extra = program.arguments[len(self._request.jaxpr.in_avals) :]
             self.constants = [v.array for v in extra if isinstance(v, Constant)]
             if program.has_loops:

@@ -208,6 +208,19 @@ def test_arrays_on_disk_and_results_that_go_there(tmp_path):
     np.testing.assert_allclose(np.asarray(step(x)), centered(X), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("way", ["add", "set", "max", "multiply"])
+def test_rows_of_a_copy_are_changed_in_host_memory(way):
+    function = lambda x, n, y: getattr(x.at[n], way)(y)  # noqa: E731
+    args = X, RANDOM.integers(-3, ROWS + 3, 96).astype(np.int32), X[100:196]
+    if way == "set":  # of a row that is named twice either value may be there
+        args = X, RANDOM.permutation(ROWS)[:96].astype(np.int32), X[100:196]
+    kept = X.copy()
+    step = jo.offload(function, device_memory="1MiB", check=True)
+    np.testing.assert_allclose(step(*args), jax.jit(function)(*args), rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(X, kept)
+    assert step.last_run.bytes_reloaded < 1 << 20
+
+
 def test_a_donated_array_is_written_in_place():
     step = jo.offload(lambda x, w: x - 0.1 * (x @ w) @ w.T, device_memory=BUDGET, donate_argnums=0)
     x = jo.host_put(X.copy())
