@@ -2,7 +2,7 @@
 
 Programs over one matrix of many rows, and steps of a model whose vocabulary is most of it, at
 shares of the largest array's bytes, against `jax.jit` with all of it at hand: seconds, bytes that
-are brought up over those of the array, and what the least budget is.
+are brought up, or read where they are, over those of the array, and what the least budget is.
 Then behind the slow link (throttled.py), over what the matrix takes to cross it once.
 """
 
@@ -63,6 +63,13 @@ def _tied(table: Any, words: Any, labels: Any) -> Any:
     return table - 0.1 * jax.grad(loss)(table)
 
 
+def _adamw(head: Any, state: Any, states: Any, labels: Any) -> Any:
+    """A step of an output layer by itself."""
+    loss = lambda head: _cross_entropy(states @ head, labels)  # noqa: E731
+    updates, state = optax.adamw(1e-3).update(jax.grad(loss)(head), state, head)
+    return optax.apply_updates(head, updates), state
+
+
 def _dropout(x: Any, key: Any) -> Any:
     return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0).sum(0)
 
@@ -74,6 +81,7 @@ def programs(rows: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
     y = random.standard_normal((rows, OUTPUTS), dtype=np.float32)
     w = random.standard_normal((COLUMNS, OUTPUTS), dtype=np.float32) / 16
     labels = random.integers(0, rows, TOKENS).astype(np.int32)
+    turned = np.ascontiguousarray(x.T) / 16  # an output layer of as many words
     return {
         "rows": (lambda x, w: jnp.tanh(x @ w), (x, w)),
         "regression": (_regression, (w, x, y)),
@@ -92,6 +100,16 @@ def programs(rows: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
         "tied embedding": (_tied, (x / 16, labels[::-1], labels)),
         "dropout": (_dropout, (x, jax.random.key(0))),
         "closest rows": (lambda x, q: lax.top_k(q @ x.T, 4), (x, x[:OUTPUTS])),
+        "logits by columns": (lambda x, h: h @ x, (turned, x[:TOKENS])),
+        "gradients by columns": (
+            jax.value_and_grad(lambda x, h, labels: _cross_entropy(h @ x, labels), (0, 1)),
+            (turned, x[:TOKENS], labels),
+        ),
+        "AdamW by columns": (
+            _adamw,
+            (turned, in_training(optax.adamw(1e-3).init(turned)), x[:TOKENS], labels),
+        ),
+        "rows of a copy": (lambda x, n: x.at[n].add(1.0), (x, labels)),
     }  # fmt: skip
 
 
@@ -134,6 +152,12 @@ def measure(name: str, function: Any, args: Any, share: float, rounds: int) -> d
         rounds,
     )
     run, plan = step.last_run, step.plan(*args)
+    graph = plan.taskgraph
+    gathered = sum(
+        v.gathered_bytes
+        for v in graph.vertices
+        if any(map(graph.gathers, [v] * len(v.inputs), v.inputs))
+    )
     row = {
         "program": name,
         "share": share,
@@ -141,7 +165,7 @@ def measure(name: str, function: Any, args: Any, share: float, rounds: int) -> d
         "budget": int(share * large),
         "least": plan.min_device_memory,
         "vertices": len(plan.taskgraph.vertices),
-        "up": int(run.bytes_reloaded),
+        "up": int(run.bytes_reloaded + gathered),
         "error": error,
         **{f"seconds {way}": t.median for way, t in times.items()},
     }

@@ -52,8 +52,8 @@ class CallersMemory {
   // Whether an entry is of an argument, or of outputs goes to a result, in a device's own memory.
   bool IsNearArgument(int64_t entry) const;
   bool IsNearResult(int64_t entry) const;
-  // Whether a kernel may write there while it reads its inputs.
   void FindGrowing();
+  // Whether a kernel may write there while it reads its inputs.
   bool MayWrite(int64_t part, int32_t tensor, int64_t vertex, int32_t except_for) const;
   int32_t ArgumentOf(int32_t result) const;
 

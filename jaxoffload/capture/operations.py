@@ -229,6 +229,7 @@ TABLE: dict[str, Known] = {
     "collective": Known(is_priced=True),  # and by what comes from other devices (search/program.py)
     "read rows": Known(takes_rows=True),
     "write rows": _UPDATE,
+    "write piece": _UPDATE,
     "start": Known(is_priced=True),
     "slice[": _LIGHT,
     "columns[": Known(is_view=True, is_light=True, is_priced=True, takes_rows=True),

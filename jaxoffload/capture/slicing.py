@@ -93,7 +93,7 @@ def begin_operation(aval: Any, eqn: Any) -> Operation:
         after = [(0, n - m, 0) for n, m in zip(aval.shape, piece.shape, strict=True)]
         return lax.pad(piece, jax.numpy.zeros((), piece.dtype), after)
 
-    return OnHost.of_function("begin", begin, eqn, aval.shape)
+    return OnHost.of_function("first piece", begin, eqn, aval.shape)
 
 
 def write_operation(dim: int, eqn: Any) -> Operation:
@@ -103,4 +103,4 @@ def write_operation(dim: int, eqn: Any) -> Operation:
     def write(x: Any, piece: Any, first: Any) -> Any:
         return lax.dynamic_update_slice_in_dim(x, piece, first, dim)
 
-    return OnHost.of_function("write rows", write, eqn, dim)
+    return OnHost.of_function("write piece", write, eqn, dim)

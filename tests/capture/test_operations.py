@@ -19,8 +19,8 @@ from jaxoffload.capture.scan import unroll
 from jaxoffload.plan.cost.machines import SMALL_SERVER
 
 OWN = {
-    "collective", "start", "slice[", "columns[", "combine[", "read rows", "write rows", "iota[",
-    "random_bits[", "gather[", "scatter["
+    "collective", "start", "slice[", "columns[", "combine[", "read rows", "write rows",
+    "write piece", "iota[", "random_bits[", "gather[", "scatter["
 }  # fmt: skip
 UNLISTED = {
     "split", "scatter-sub", "random_wrap", "random_unwrap", "geqrf", "lu_pivots_to_permutation"
