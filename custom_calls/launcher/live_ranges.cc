@@ -89,8 +89,8 @@ bool LiveRanges::CheckWrite(int32_t vertex_id, int64_t output, std::string* erro
     const int32_t other = it->second;
     if (Begin(other) >= End(version)) break;
     if (!Overlap(other, version)) continue;
-    const bool in_place = other == overwritten && Begin(other) == Begin(version) &&
-                          readers_left_[other] == 1;
+    const bool in_place =
+        other == overwritten && Begin(other) == Begin(version) && readers_left_[other] == 1;
     if (in_place) continue;
     *error = "race: " + plan_.Describe(vertex_id) + " writes " + DescribeVersion(version) +
              ", which overlaps " + DescribeVersion(other);
