@@ -109,6 +109,8 @@ def programs(rows: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
             _adamw,
             (turned, in_training(optax.adamw(1e-3).init(turned)), x[:TOKENS], labels),
         ),
+        "running sums": (lambda x: jnp.cumsum(x, 0), (x,)),
+        "drawdown": (lambda x: (lax.cummax(jnp.cumsum(x, 0), 0) - jnp.cumsum(x, 0)).max(0), (x,)),
         "rows of a copy": (lambda x, n: x.at[n].add(1.0), (x, labels)),
     }  # fmt: skip
 

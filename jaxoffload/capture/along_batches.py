@@ -7,8 +7,8 @@ neighbours, and nothing that is done with one matrix of a batch is of another.
 
 from collections.abc import Iterator
 
-from jaxoffload.capture.along import Changes, Rule, Way, unchanged
 from jaxoffload.capture.flat import Equation
+from jaxoffload.capture.way import Changes, Rule, Way, unchanged
 
 _OF_WINDOWS = "window_dimensions window_strides padding base_dilation window_dilation".split()
 _ALONE = {"window_dimensions": 1, "window_strides": 1, "base_dilation": 1}

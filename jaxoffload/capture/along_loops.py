@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxoffload import identity
-from jaxoffload.capture.along import Rule, Way, changed
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value, is_literal
 from jaxoffload.capture.sums import later, wider
 from jaxoffload.capture.turned import turn
+from jaxoffload.capture.way import Rule, Way, changed
 
 _SMALL = 64
 """What is carried and not cut, as a counter, is computed by each part: it is so many times smaller

@@ -2,7 +2,8 @@
 
 Of such a table each piece has the rows that it has, zeros in place of others: entries of logits by
 labels, rows of a gradient by words. Of the largest elements and their places each piece gives its
-own, among which the largest of all are: nearest neighbours, the likeliest words.
+own, among which the largest of all are: nearest neighbours, the likeliest words. A running sum goes
+on with the last of the part before.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,8 @@ from jax import lax
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import spread_rows
-from jaxoffload.capture.along import Merged, Way
 from jaxoffload.capture.flat import Equation, Operation
+from jaxoffload.capture.way import Followed, Merged, Way
 
 
 def by_place(
@@ -131,6 +132,38 @@ def _with_places(
 
     outputs = (None,) * len(equation.outputs)
     return Way((axis,), outputs, placed=placed, merged=Merged(made, join))
+
+
+_RUNNING = {
+    "cumsum": lax.add,
+    "cumprod": lax.mul,
+    "cummax": lax.max,
+    "cummin": lax.min,
+    "cumlogsumexp": jnp.logaddexp,
+}
+_ROUNDS = ("cumsum", "cumprod", "cumlogsumexp")
+
+
+def running(equation: Equation) -> Iterator[Way]:
+    """Along the dimension along which something is summed up, as far as what is handed on loses
+    nothing to a narrow dtype."""
+    name, operation = equation.operation.name, equation.operation
+    if name not in _RUNNING:
+        return
+    aval = equation.outputs[0].aval
+    if name in _ROUNDS and jnp.issubdtype(aval.dtype, jnp.inexact) and aval.dtype.itemsize < 4:
+        return
+    axis, backwards = operation.params["axis"], operation.params["reverse"]
+
+    def go_on(x: Any, before: Any) -> list[Any]:
+        size = before.shape[axis]
+        last = lax.slice_in_dim(before, *((0, 1) if backwards else (size - 1, size)), axis=axis)
+        (made,) = _evaluated(equation, x)
+        return [_RUNNING[name](made, jnp.broadcast_to(last, made.shape))]
+
+    further = Operation.of_function(f"{name}[on]", go_on, operation.eqn, operation.key)
+    follows = Followed(further, backwards)
+    yield Way((axis,), (axis,), sized=lambda size: operation, followed=follows)
 
 
 def _evaluated(equation: Equation, x: Any, **params: Any) -> list[Any]:

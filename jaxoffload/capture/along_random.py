@@ -15,9 +15,9 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture.along import Way, unchanged
 from jaxoffload.capture.along_places import by_place
 from jaxoffload.capture.flat import Equation
+from jaxoffload.capture.way import Way, unchanged
 
 OPERATIONS = 500.0
 """Of floating point in whose time bits are made for one element: of integers it takes 110, 20

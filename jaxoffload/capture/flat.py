@@ -64,7 +64,7 @@ class Operation:
       has_effect: whether it, or something in it, calls a function of the host's for what that
         does (`jax.debug.print`): it is done although nothing reads it, and once.
       held_bytes: what it holds in any case while it runs, beside operands and results.
-      reread_bytes: what it reads beside them, as its parts read the same (`along.Way`).
+      reread_bytes: what it reads beside them, as its parts read the same (`Way`).
     """
 
     __slots__ = ("_function", "_key", "_on_host", "_source", "eqn", "has_effect", "name", "params")

@@ -20,11 +20,11 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxoffload.capture.along import Way
 from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.operations import working_set
 from jaxoffload.capture.positions import SPAN, Positions
 from jaxoffload.capture.tiled import Key, Output, TiledLoop, TiledOperation, accumulator_bytes
+from jaxoffload.capture.way import Way
 
 
 @dataclasses.dataclass(slots=True)

@@ -12,6 +12,7 @@ from jaxoffload.capture import slicing, sums
 from jaxoffload.capture.flat import Equation, Operand, Value
 from jaxoffload.capture.loops import Rows
 from jaxoffload.capture.mapped import Mapped, map_over_stack
+from jaxoffload.capture.way import Followed
 
 Emit = Callable[..., Value]
 """Emits an operation on operands, with the abstract value of its result, which it gives; and the
@@ -24,6 +25,7 @@ clips by a norm has one for each slice of each parameter."""
 
 def parts(
     equation: Equation,
+    mapped: Mapped,
     rows: Rows,
     columns: Sequence[Sequence[Operand]],
     avals: Sequence[Sequence[Any]],
@@ -38,6 +40,9 @@ def parts(
       emit: as `Emit`, of all results.
       at: see `mapped.map_over_stack`.
     """
+    if (followed := mapped.followed) is not None:
+        yield from _followed(equation, followed, rows, columns, avals, emit)
+        return
     by_size: dict[int, Any] = {}
     pieces = zip(rows.spans(), zip(*columns, strict=True), avals, strict=True)
     for number, ((first, stop), row, made) in enumerate(pieces):
@@ -48,6 +53,24 @@ def parts(
             )
         operation = by_size[size].operation
         yield row[:1] if operation is None else emit(operation, row, made, piece=number)
+
+
+def _followed(
+    equation: Equation,
+    followed: Followed,
+    rows: Rows,
+    columns: Sequence[Sequence[Operand]],
+    avals: Sequence[Sequence[Any]],
+    emit: Callable[..., Sequence[Value]],
+) -> list[Sequence[Operand]]:
+    """The same where each piece goes on with the result of the one before."""
+    made: list[Sequence[Operand]] = [()] * len(rows.spans())
+    operation, before = equation.operation, ()
+    for number in sorted(range(len(made)), reverse=followed.backwards):
+        row = (*(column[number] for column in columns), *before)
+        before = made[number] = tuple(emit(operation, row, avals[number], piece=number))
+        operation = followed.next
+    return made
 
 
 def avals_of_parts(equation: Equation, mapped: Mapped, rows: Rows) -> list[list[Any]]:
@@ -83,7 +106,9 @@ def joined(
         columns = [[_converted(x, dtype, operation.eqn, emit) for x in c] for c in columns]
     avals = [[out if is_narrow else aval]] * len(columns[0])
     each = lambda operation, row, avals, **more: (emit(operation, row, *avals, **more),)  # noqa: E731
-    made: Iterator[Operand] = (x for (x,) in parts(equation, rows, columns, avals, at, each))
+    made: Iterator[Operand] = (
+        x for (x,) in parts(equation, mapped, rows, columns, avals, at, each)
+    )
     if is_narrow:
         made = (_converted(part, dtype, operation.eqn, emit) for part in made)
 

@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxoffload.capture import along, along_places, operations
+from jaxoffload.capture import along_places, operations
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value, is_literal
+from jaxoffload.capture.way import Followed, Merged, Way, changed
 
 _MOST_ROWS = 2**31 - 1
 """Rows of which each can be told by the scalar that says where a piece begins."""
@@ -25,10 +26,10 @@ class Mapped:
       inputs: for each operand the dimension that is cut, so that piece i of it is passed, or None.
       combine: joins the pieces' results into one array, for a reduction over the leading axis;
         None when the results form a stack. One that rounds takes pieces in the `wider` dtype.
-      widened, folds: see `along.Way`.
+      widened, folds: see `Way`.
       dim: along which the pieces' results form the results, where none are joined by `combine`.
       is_placed: whether the operation takes the piece's first row as its last operand.
-      merged: see `along.Way`.
+      merged, followed: see `Way`.
     """
 
     operation: Operation | None
@@ -38,7 +39,8 @@ class Mapped:
     folds: int | None = None
     dim: int = 0
     is_placed: bool = False
-    merged: along.Merged | None = None
+    merged: Merged | None = None
+    followed: Followed | None = None
 
     def stacks(self, equation: Equation) -> list[tuple[Operand, int]]:
         """Operands and results of the equation that are stacks, and along which dimension."""
@@ -82,18 +84,18 @@ def map_over_stack(
             operation = of_rows(rows)
         elif way.numbered is None and (changes := way.changes(rows)) is not None:
             gone = changes.get("axes") == ()  # nothing is left to be reduced
-            operation = None if gone else along.changed(equation, changes)
+            operation = None if gone else changed(equation, changes)
         else:
             continue
         dim = way.outputs[0] or 0
         join = way.combine, way.widened, way.folds
-        return Mapped(operation, way.inputs, *join, dim, is_placed, way.merged)
+        return Mapped(operation, way.inputs, *join, dim, is_placed, way.merged, way.followed)
     return None
 
 
 def _by_preference(
     equation: Equation, length: int, rows: int | None, at: Mapping[Operand, int] | None
-) -> list[along.Way]:
+) -> list[Way]:
     """Ways along dimensions of a length: those that cut what is cut in any case as it is, leading
     axes before others, then those along leading axes."""
     rule = operations.of(equation).ways
@@ -101,14 +103,14 @@ def _by_preference(
     if rows is None:
         return [way for way in found if way.cut(equation) == {(0, length)}]
 
-    def agrees(way: along.Way) -> bool:
+    def agrees(way: Way) -> bool:
         assert at is not None
         operands = (*equation.inputs, *equation.outputs)
         dims = (*way.inputs, *way.outputs)
         known = ((at.get(x), d) for x, d in zip(operands, dims, strict=True) if not is_literal(x))
         return all(dim is None or dim == d for dim, d in known)
 
-    def leads(way: along.Way) -> bool:
+    def leads(way: Way) -> bool:
         (dim,) = {*way.outputs}
         # Parts of a result may stand side by side.
         beside = {(dim, length)} if dim and dim not in way.inputs else set()
@@ -118,6 +120,7 @@ def _by_preference(
     if at is None:
         return leading
     found += [*along_places.rows(equation), *along_places.extremes(equation)]
+    found += along_places.running(equation)
     alike = [way for way in found if {size for _, size in way.cut(equation)} == {length}]
     alike = [way for way in alike if agrees(way)]
     return [*sorted(alike, key=lambda way: way not in leading), *leading]

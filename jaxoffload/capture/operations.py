@@ -16,6 +16,7 @@ from jax import lax
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import along, along_batches, along_loops, along_places, along_random
 from jaxoffload.capture.flat import Equation
+from jaxoffload.capture.way import Rule, Way
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Known:
     flops: Callable[[dict[str, Any], Sequence[Any], Sequence[Any]], float] | None = None
     multiplies: bool = False
     copies: Callable[[Equation], int] | None = None
-    ways: along.Rule | None = None
+    ways: Rule | None = None
 
 
 def _widens(equation: Equation) -> bool:
@@ -280,7 +281,7 @@ def flops(
     return _elements(results) if rule is None else rule(params, operands, results)
 
 
-def ways(equation: Equation) -> list[along.Way]:
+def ways(equation: Equation) -> list[Way]:
     """Every way that is known here to compute an equation part by part."""
     known = of(equation)
     if known.ways is None or len(equation.outputs) != 1 and not known.has_several:
@@ -288,9 +289,7 @@ def ways(equation: Equation) -> list[along.Way]:
     return list(known.ways(equation))
 
 
-def tilings(
-    equation: Equation, count: int, known: Sequence[along.Way] | None = None
-) -> list[along.Way]:
+def tilings(equation: Equation, count: int, known: Sequence[Way] | None = None) -> list[Way]:
     """Those that give `count` equal tiles.
 
     Args:

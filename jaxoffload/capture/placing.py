@@ -14,10 +14,11 @@ import numpy as np
 from jax import lax
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture import along, operations, spread_rows
+from jaxoffload.capture import operations, spread_rows
 from jaxoffload.capture.collectives import Axes
 from jaxoffload.capture.flat import Equation, Operation, Value
 from jaxoffload.capture.spread_steps import Step
+from jaxoffload.capture.way import Way, changed
 
 Spec = tuple[tuple[Any, ...], ...]
 """For each dimension the axes along which it is cut, the first of them outermost."""
@@ -158,7 +159,7 @@ def _best(
     is_wanted: bool,
     is_strict: bool,
     count: int,
-) -> along.Way | None:
+) -> Way | None:
     """The way that brings the fewest bytes from device to device; None: every device does all.
 
     Args:
@@ -195,7 +196,7 @@ def _own_rows(part: Equation, count: int) -> Iterator[spread_rows.OfOwnRows]:
             yield way
 
 
-def _is_joined(way: along.Way, part: Equation) -> bool:
+def _is_joined(way: Way, part: Equation) -> bool:
     """Whether there is a collective that joins what devices make."""
     if way.combine is None or way.folds is not None:
         return True
@@ -204,11 +205,11 @@ def _is_joined(way: along.Way, part: Equation) -> bool:
     return way.combine in _KINDS
 
 
-def _of_one(equation: Equation, way: along.Way, count: int) -> Equation:
+def _of_one(equation: Equation, way: Way, count: int) -> Equation:
     """The equation on what one device has."""
     (dim, *_), shape = way.outputs, equation.outputs[0].shape
     size = shape[dim] // count if dim is not None else 1
-    operation = along.changed(equation, way.changes(size))
+    operation = changed(equation, way.changes(size))
     inputs = [_cut(x, d, count) for x, d in zip(equation.inputs, way.inputs, strict=True)]
     outputs = [_cut(v, d, count) for v, d in zip(equation.outputs, way.outputs, strict=True)]
     return Equation(operation, tuple(inputs), tuple(outputs))

@@ -298,7 +298,7 @@ class _Unroller:
             environment[result] = joining.joined(equation, mapped, rows, columns, at, self.emit)
             return True
         avals = joining.avals_of_parts(equation, mapped, rows)
-        made = joining.parts(equation, rows, columns, avals, at, self.emit_all)
+        made = joining.parts(equation, mapped, rows, columns, avals, at, self.emit_all)
         if mapped.merged is not None:
             together = tuple(itertools.chain.from_iterable(made))
             join = mapped.merged.join(len(spans))

@@ -17,13 +17,13 @@ import heapq
 from typing import Any
 
 from jaxoffload.capture import operations
-from jaxoffload.capture.along import Way
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.flat import Equation
 from jaxoffload.capture.group import Group, Search
 from jaxoffload.capture.operations import working_set
 from jaxoffload.capture.positions import Positions
 from jaxoffload.capture.rows import takes_few_rows
+from jaxoffload.capture.way import Way
 
 MAX_TILES = 4096
 _LARGE = 0.25

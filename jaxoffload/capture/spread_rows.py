@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxoffload.capture.along import Way
 from jaxoffload.capture.flat import Equation
+from jaxoffload.capture.way import Way
 
 _CLIP = lax.GatherScatterMode.CLIP
 _DROP = lax.GatherScatterMode.FILL_OR_DROP

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxoffload import identity
-from jaxoffload.capture.along import Way
 from jaxoffload.capture.flat import Equation, Operation, Value, is_literal
 from jaxoffload.capture.sums import ROUNDED, wider
+from jaxoffload.capture.way import Way
 
 Key = tuple[Value, int | None]
 """A value, and the dimension along which the loop cuts it (None: it is there whole)."""

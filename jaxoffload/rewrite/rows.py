@@ -20,8 +20,9 @@ import jax
 from jax import lax
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture import along, cost, operations
+from jaxoffload.capture import cost, operations
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value, is_literal
+from jaxoffload.capture.way import changed
 from jaxoffload.rewrite.level import Level, live
 
 
@@ -152,7 +153,7 @@ def _on_rows(equation: Equation, repeat: Repeat, found: _Found) -> Equation | No
         changes = way.changes(repeat.size)
         if len(inputs) < len(equation.inputs) or changes is None:
             continue
-        operation = along.changed(equation, changes)
+        operation = changed(equation, changes)
         out = equation.outputs[0].aval
         aval = compat.ShapedArray((repeat.size, *out.shape[1:]), out.dtype)
         return Equation(operation, tuple(inputs), (Value(aval),))

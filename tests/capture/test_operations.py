@@ -153,6 +153,9 @@ def test_an_operation_works_on_a_stack_piece_by_piece(name, rows):
 def in_pieces(mapped, operands, rows):
     """The result of an operation that was applied to pieces of some rows, out of six."""
     pieces, several = [], []
+    followed = mapped.followed
+    if followed is not None and followed.backwards:
+        return _backwards(mapped, operands, rows)
     for first in range(0, 6, rows or 1):
         part = first if rows is None else slice(first, first + rows)
         mine = [
@@ -162,7 +165,10 @@ def in_pieces(mapped, operands, rows):
         mine += [jnp.int32(first)] if mapped.is_placed else []
         if mapped.folds is not None and pieces:
             mine[mapped.folds] = pieces[-1]
-        several += (made := mapped.operation.apply(mine) if mapped.operation else mine)
+        operation = mapped.operation
+        if followed is not None and pieces:
+            operation, mine = followed.next, [*mine, pieces[-1]]
+        several += (made := operation.apply(mine) if operation else mine)
         pieces.append(made[0])
     if mapped.folds is not None:
         return pieces[-1]
@@ -175,12 +181,27 @@ def in_pieces(mapped, operands, rows):
     return np.stack(pieces) if rows is None else np.concatenate(pieces, mapped.dim)
 
 
+def _backwards(mapped, operands, rows):
+    """The same of an operation that begins with the last piece."""
+    (x,), (dim,) = operands, mapped.inputs
+    pieces = []
+    for first in reversed(range(0, 6, rows)):
+        part = x[(slice(None),) * dim + (slice(first, first + rows),)]
+        operation = mapped.followed.next if pieces else mapped.operation
+        pieces += operation.apply([part, *pieces[-1:]])
+    return np.concatenate(pieces[::-1], mapped.dim)
+
+
 IDS = np.array([[3], [0], [5], [3], [-1], [2]], np.int32)
 ANYWHERE = {
     **{name: STACKED[name] for name in ("add", "broadcast", "sum of rows", "sum of all")},
     "turned": lambda x, y: 2.0 * (x @ y.T).T,
     "product": lambda x, y: (x + 1) @ (y.T * 2.0),
     "summed product": lambda x, y: x.T @ y,
+    "running sums": lambda x, y: lax.cumsum(x, 0) + lax.cumsum(y, 0, reverse=True),
+    "running products": lambda x, y: lax.cumprod(jnp.cos(x), 0).T + lax.cumprod(y.T, 1),
+    "running extremes": lambda x, y: lax.cummax(x, 0) + lax.cummin(y, 0, reverse=True),
+    "running logarithms": lambda x, y: lax.cumlogsumexp(x.T, 1, reverse=True) + y.T,
     "numbers": lambda x, y: lax.broadcasted_iota(jnp.int32, (5, 6), 1) * 2,
     "bits": lambda x, y: jax.random.normal(jax.random.key(3), (4, 6)) + x.T,
     "entries": lambda x, y: jnp.take_along_axis(x @ y.T, IDS, 1),
@@ -220,6 +241,16 @@ def test_an_operation_works_on_pieces_along_any_dimension(name, rows):
                 got = in_pieces(mapped, read, rows)
                 np.testing.assert_allclose(got, whole, rtol=1e-6, atol=1e-6)
     assert checked
+
+
+@pytest.mark.parametrize("name", ["cumsum", "cumprod", "cumlogsumexp", "cummax"])
+def test_running_sums_of_narrow_floats_are_not_handed_on(name):
+    """From piece to piece they would be rounded."""
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        closed = jax.make_jaxpr(lambda x: getattr(lax, name)(x, 0))(jnp.ones((6, 2), dtype))
+        (equation,) = unroll(closed, rates=SMALL_SERVER).equations
+        is_cut = map_over_stack(equation, 6, 2, {equation.outputs[0]: 0}) is not None
+        assert is_cut == (dtype == jnp.float32 or name == "cummax")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "uint8", "int8", "float32", "complex64"])

@@ -130,6 +130,16 @@ PROGRAMS = {
         lambda x: [a.mean(0) for a in jnp.linalg.eigh(jnp.einsum("ni,nj->nij", x, x))],
         X[:1024, :128].reshape(-1, 16) + 4 * np.eye(16, dtype=np.float32)[np.arange(8192) % 16],
     ),
+    "running sums": (
+        lambda x: (jnp.cumsum(x, 0), lax.cumlogsumexp(x, 0, reverse=True).mean(0)), X,
+    ),
+    "drawdown": (
+        lambda x: (lax.cummax(jnp.cumsum(x, 0), 0) - jnp.cumsum(x, 0)).max(0), X,
+    ),
+    "running integers": (
+        lambda x: jnp.cumsum(x.ravel()) % 1000 + lax.cummin(x.ravel(), reverse=True),
+        X.astype(np.int32),
+    ),
     "counted": (lambda x: jnp.where(jnp.arange(ROWS)[:, None] % 3 == 0, x, 0).sum(0), X),
     "one step": (lambda x, y: x - 0.1 * (x * y + jnp.abs(x).mean()), X, X[::-1].copy()),
 }  # fmt: skip
@@ -317,7 +327,7 @@ def random_rows(seed):
         for kind, i, j in choices:
             u, v = rows[i % len(rows)], rows[j % len(rows)]
             p, q = wide[i % len(wide)], wide[j % len(wide)]
-            match kind % 31:
+            match kind % 34:
                 case 0:
                     rows.append(jnp.tanh(u) + v)
                 case 1:
@@ -386,6 +396,12 @@ def random_rows(seed):
                     small.append(jnp.take_along_axis(scores, number[:5, None] * 5, 1))
                 case 30:
                     wide.append(q - 0.1 * p * (v * u).T)
+                case 31:
+                    rows.append(jnp.cumsum(u, 0) / 9 + lax.cummax(v, 0, reverse=True))
+                case 32:
+                    wide.append(lax.cumlogsumexp(p, 1) + lax.cummin(q, 1) / 3)
+                case 33:
+                    small.append(jnp.cumprod(1 + jnp.sin(u) / count, 0, dtype=jnp.float32).sum(0))
         return rows[-1], wide[-1], small
 
     def gradient(*args):
