@@ -63,6 +63,12 @@ def _tied(table: Any, words: Any, labels: Any) -> Any:
     return table - 0.1 * jax.grad(loss)(table)
 
 
+def _drawdown(x: Any) -> Any:
+    """How far each column's running sum has been below what it was at best."""
+    total = jnp.cumsum(x, 0)
+    return (lax.cummax(total, 0) - total).max(0)
+
+
 def _adamw(head: Any, state: Any, states: Any, labels: Any) -> Any:
     """A step of an output layer by itself."""
     loss = lambda head: _cross_entropy(states @ head, labels)  # noqa: E731
@@ -110,7 +116,7 @@ def programs(rows: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
             (turned, in_training(optax.adamw(1e-3).init(turned)), x[:TOKENS], labels),
         ),
         "running sums": (lambda x: jnp.cumsum(x, 0), (x,)),
-        "drawdown": (lambda x: (lax.cummax(jnp.cumsum(x, 0), 0) - jnp.cumsum(x, 0)).max(0), (x,)),
+        "drawdown": (_drawdown, (x,)),
         "rows of a copy": (lambda x, n: x.at[n].add(1.0), (x, labels)),
     }  # fmt: skip
 
