@@ -20,7 +20,7 @@ from jaxoffload.capture.alike import make_alike
 from jaxoffload.capture.cluster import Cluster, Known, cut
 from jaxoffload.capture.devices import collective_of, of_all_devices
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
-from jaxoffload.capture.in_place import InPlace
+from jaxoffload.capture.in_place import InPlace, updated_shares
 from jaxoffload.capture.kernel import Kernel, kernel_of, main_source, sized
 from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.order import live_equations, serial_order
@@ -240,6 +240,11 @@ class _Builder:
             read = bytes_read(cluster.inputs, cluster.equations)
             gathered = few_rows(cluster.inputs, read)
             source = main_source(cluster.equations, seconds)
+            # Of what is updated in place only that part is read and written.
+            kept = [
+                (cost.flops(e) * (1 - share), 2 * v.num_bytes() * (1 - share))
+                for v, (e, share) in updated_shares(cluster, overwrites).items()
+            ]
             vertices.append(
                 Vertex(
                     kind,
@@ -251,8 +256,9 @@ class _Builder:
                     source=source,
                     gathered=gathered,
                     gathered_bytes=float(sum(read[i] for i in gathered)),
-                    flops=sum(cost.flops(e) for e in cluster.equations),
-                    traffic=traffic_of(cluster.equations, read, cluster.outputs),
+                    flops=sum(cost.flops(e) for e in cluster.equations) - sum(k[0] for k in kept),
+                    traffic=traffic_of(cluster.equations, read, cluster.outputs)
+                    - sum(k[1] for k in kept),
                     recomputed=cost.share_recomputed(cluster.equations, seconds),
                 )
             )

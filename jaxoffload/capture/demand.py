@@ -118,26 +118,24 @@ def demand(equations: Sequence[Equation], large: Large | None = None) -> Ties:
     todo = [e for e in equations if e.outputs and not isinstance(e.operation, Loop)]
     _spread(ties, todo)
     if large is not None:
-        for reason in Reason:  # what has less of a choice before what may go by that
-            _want_large(ties, todo, large, reason)
+        _want_large(ties, todo, large)
     return ties
 
 
-def _want_large(ties: Ties, equations: Sequence[Equation], large: Large, reason: Reason) -> None:
-    """Wants what there is a reason for, of what is not wanted yet."""
-    known = len(ties.length)
-    by_columns = {v for v, dim in ties.dim.items() if dim}
-    for equation in equations:
-        touched = (*equation.values(), *equation.outputs)
-        wanted = ties.length.keys() if reason is Reason.MADE else by_columns
-        if not wanted.isdisjoint(touched):
-            continue
-        found = large_way(equation, large)
-        if found is not None and found[2] is reason:
-            length, mapped, _ = found
-            ties.want(_worth_it(mapped.stacks(equation), large), length)
-    if len(ties.length) > known:
-        _spread(ties, equations, large)
+def _want_large(ties: Ties, equations: Sequence[Equation], large: Large) -> None:
+    """Wants what there is a reason for, of what is not wanted yet: what has less of a choice before
+    what may go by that."""
+    ways = [(e, found) for e in equations if (found := large_way(e, large)) is not None]
+    for reason in Reason:
+        known = len(ties.length)
+        by_columns = {v for v, dim in ties.dim.items() if dim}
+        for equation, (length, mapped, why) in ways:
+            wanted = ties.length.keys() if reason is Reason.MADE else by_columns
+            touched = (*equation.values(), *equation.outputs)
+            if why is reason and wanted.isdisjoint(touched):
+                ties.want(_worth_it(mapped.stacks(equation), large), length)
+        if len(ties.length) > known:
+            _spread(ties, equations, large)
 
 
 def _worth_it(stacks: Iterable[tuple[Operand, int]], large: Large) -> Iterator[tuple[Operand, int]]:

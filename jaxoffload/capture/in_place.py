@@ -60,6 +60,25 @@ def elementwise_ancestors(made: Mapping[Value, Equation], out: Value) -> set[Val
     return found
 
 
+def updated_shares(
+    cluster: Cluster, overwrites: Sequence[tuple[int, int]]
+) -> dict[Value, tuple[Equation, float]]:
+    """Of outputs that are operands with a part updated in place the equation that does so, and
+    which share of it that part is."""
+    made = {v: e for e in cluster.equations for v in e.outputs} if overwrites else {}
+    found = {}
+    for read, write in overwrites:
+        out = cluster.outputs[write]
+        equation = made.get(out)
+        if equation is None or operations.of(equation).overwrites != "first":
+            continue
+        old, *others = equation.inputs
+        if old is cluster.inputs[read]:
+            part = max((x.num_bytes() for x in others if isinstance(x, Value)), default=0)
+            found[out] = equation, min(1.0, part / out.num_bytes())
+    return found
+
+
 class InPlace:
     """Which outputs of a program's clusters are written over which of their operands.
 

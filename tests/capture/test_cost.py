@@ -1,4 +1,4 @@
-"""Operations of a program's products, by the rates that a GPU has for them."""
+"""What operations cost: products by the rates that a GPU has for them, updates in place."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxoffload.capture.build import build_taskgraph, order_program
 from jaxoffload.capture.cost import products
+from jaxoffload.capture.scan import unroll
+from jaxoffload.graphs.taskgraph import TensorKind
+from jaxoffload.plan.cost.machines import SMALL_SERVER
 
 F32, BF16 = np.float32, jnp.bfloat16
 
@@ -82,3 +86,26 @@ def test_convolutions_and_branches():
         lambda x, k: lax.cond(x.sum() > 0, convolve, lambda x, k: 2 * convolve(x, k), x, k), *shapes
     )
     assert either == {"float32_flops": 2 * once}
+
+
+@pytest.mark.parametrize("is_donated", [True, False])
+@pytest.mark.parametrize("way", ["slice", "rows"])
+def test_of_what_is_updated_in_place_the_part_counts(way, is_donated):
+    def function(x, part, at):
+        if way == "slice":
+            return lax.dynamic_update_slice_in_dim(x, part, at[0], 0)
+        return x.at[at].add(part, mode="promise_in_bounds")
+
+    x, part, at = np.zeros((512, 64), F32), np.ones((4, 64), F32), np.zeros(4, np.int32)
+    program = unroll(jax.make_jaxpr(function)(x, part, at), rates=SMALL_SERVER)
+    graph = build_taskgraph(
+        order_program(program),
+        kinds=[TensorKind.WEIGHT] * 3,
+        donated=((0, 0),) if is_donated else (),
+        kernels=False,
+    ).taskgraph
+    traffic, flops = sum(v.traffic for v in graph.vertices), sum(v.flops for v in graph.vertices)
+    if is_donated:  # the part is read, and what it replaces read and written
+        assert 3 * part.nbytes <= traffic <= 3 * part.nbytes + 256 and flops <= part.size + 32
+    else:
+        assert traffic >= 2 * x.nbytes and flops >= x.size
