@@ -77,7 +77,7 @@ class OneMemoryPlanner(Planner):
         memory = self.request.options.memory
         assert memory is not None
         plan = self._kept(memory) or self._shared(memory) or self._smallest(memory)
-        plan = plan or self._plan_in_pieces()
+        plan = plan or self._plan_in_pieces(memory)
         if plan is not None:
             return plan
 

@@ -149,7 +149,7 @@ class Planner(Cutting):
         def cut() -> Plan:
             best = found
             if best is None or best.needs > budget:
-                if (plan := self._plan_in_pieces()) is not None:
+                if (plan := self._plan_in_pieces(budget)) is not None:
                     return plan
                 best = best or self._least
             if best.needs > budget:
@@ -165,13 +165,19 @@ class Planner(Cutting):
             raise NoCutFound(cut)
         return cut()
 
-    def _plan_in_pieces(self) -> Plan | None:
-        """The plan of the same program with large arguments and results in pieces, if any."""
+    def _plan_in_pieces(self, budget: int) -> Plan | None:
+        """The plan of the same program with large arguments and results in pieces, if any.
+
+        Raises:
+          PlanError: that needs no more than the budget, but what another limit does not allow.
+        """
         if self._in_pieces is None:
             return None
         try:
             return self._in_pieces.plan()
         except PlanError:
+            if self._in_pieces.minimum()[0] <= budget:
+                raise
             return None
 
     @functools.cached_property

@@ -284,6 +284,10 @@ def test_what_grows_on_the_host_is_where_the_result_is_to_be_from_the_start(in_p
     wholes = np.char.startswith(names, "whole")
     assert set(memgraph.space[wholes]) == {Space.RESULT}
     assert memgraph.host_bytes() <= 4 * MIB  # of pieces, which rest
+    small = build_memgraph(
+        graph, min_budget(graph)[0], host_memory=MIB + HOST_PAGE, disk=True, in_place_io=in_place
+    )
+    check(graph, small)
     # Without a word of what is in place, results are written over one another.
     told = dataclasses.replace(memgraph, overwritten=np.full_like(memgraph.overwritten, -1))
     with pytest.raises(VerifyError, match="reaches result 0"):

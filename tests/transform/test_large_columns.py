@@ -133,6 +133,16 @@ def test_columns_on_disk(tmp_path, words):
     agrees(lambda *args: momentum(*args)[1:], args, got)
 
 
+def test_little_host_memory_is_enough_and_too_little_is_refused_by_its_name(tmp_path):
+    """A budget that works with more of it is not blamed."""
+    options = {"device_memory": BUDGET, "disk": str(tmp_path)}
+    args = PROGRAMS["momentum"][1:]
+    with pytest.raises(jo.PlanError, match="host_memory=65536 bytes is below") as refused:
+        jo.offload(momentum, host_memory="64KiB", **options)(*args)
+    assert "device_memory=" not in str(refused.value)
+    agrees(momentum, args, jo.offload(momentum, host_memory="4MiB", **options)(*args))
+
+
 def test_where_the_budget_is_ram_results_grow_where_they_are_to_be():
     with pytest.raises(jo.PlanError) as refused:
         jo.offload(jax.grad(loss), memory=1000)(HEAD, STATES, LABELS)

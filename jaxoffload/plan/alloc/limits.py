@@ -12,7 +12,13 @@ import numpy as np
 from jaxoffload import _native
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
 from jaxoffload.graphs.memo import once_a_graph
-from jaxoffload.graphs.taskgraph import MOVES_ROWS, TaskGraph, Tensor
+from jaxoffload.graphs.taskgraph import (
+    IN_PLACE_ALIGNMENT,
+    MOVES_ROWS,
+    TaskGraph,
+    Tensor,
+    VertexKind,
+)
 
 
 def align(count: int) -> int:
@@ -49,12 +55,38 @@ def min_host_memory(graph: TaskGraph, disk: bool) -> tuple[int, int]:
     is_read = np.bincount(columns.inputs[is_whole], minlength=len(graph.tensors)) > 0
     moved = [graph.vertices[v] for v in by_rows]
     stay = {vertex.outputs[k] for vertex in moved for _, k in vertex.overwrites}
+    stay |= _growing_into_results(graph)
     moving = (
         (host_place(t.bytes), i)
         for i, t in enumerate(graph.tensors)
         if i not in stay and _may_pass_through_host(graph, t, bool(is_read[i]))
     )
     return max(moving, default=(0, -1))
+
+
+def _growing_into_results(graph: TaskGraph) -> set[int]:
+    """Tensors that the host's cores make, and overwrite in place until they are a result: these are
+    in the result's memory from the start (`CallersMemory::GrowsInto`)."""
+    taken = {result for _, result in graph.donated} | graph.disk_results | graph.device_results
+    by_host = [v for v in graph.vertices if v.kind is VertexKind.HOST_KERNEL]
+    becomes: set[int] = set()
+    for vertex in reversed(by_host):
+        for read, write in vertex.overwrites:
+            output = vertex.outputs[write]
+            span = next(iter(graph.tensors[output].results), None)
+            if output in becomes or (
+                span is not None
+                and span.index not in taken
+                and span.offset % IN_PLACE_ALIGNMENT == 0
+            ):
+                becomes.add(vertex.inputs[read])
+    found: set[int] = set()
+    for vertex in by_host:
+        over = {write: vertex.inputs[read] for read, write in vertex.overwrites}
+        for k, output in enumerate(vertex.outputs):
+            if output in becomes and (k not in over or over[k] in found):
+                found.add(output)
+    return found
 
 
 def _may_pass_through_host(graph: TaskGraph, tensor: Tensor, is_read: bool) -> bool:
