@@ -13,6 +13,7 @@ from jaxoffload.capture import cost
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.cluster import MAX_EQUATIONS, MAX_UPDATE, reach
 from jaxoffload.capture.flat import Equation, Value
+from jaxoffload.capture.in_place import updated_share
 from jaxoffload.graphs.memgraph import PLACE_ALIGNMENT
 
 
@@ -80,7 +81,7 @@ def floor_of(
         written = sum(_place(v) for v in afar if _is_fresh(v, equation))
         vertex = max(vertex, read_afar[i] + written)
     recomputes = any(e.recomputed for e in solid)
-    flops = sum(map(cost.flops, solid))
+    flops = sum(cost.flops(e) * updated_share(e) for e in solid)
     return Floor(most, vertex, flops, recomputes, len(ordered.equations))
 
 

@@ -60,6 +60,16 @@ def elementwise_ancestors(made: Mapping[Value, Equation], out: Value) -> set[Val
     return found
 
 
+def updated_share(equation: Equation) -> float:
+    """Of an operand that an operation may update in place, the share that it reads and writes then;
+    1 of other operations."""
+    if operations.of(equation).overwrites != "first":
+        return 1.0
+    _, *others = equation.inputs
+    part = max((x.num_bytes() for x in others if isinstance(x, Value)), default=0)
+    return min(1.0, part / max(1, equation.outputs[0].num_bytes()))
+
+
 def updated_shares(
     cluster: Cluster, overwrites: Sequence[tuple[int, int]]
 ) -> dict[Value, tuple[Equation, float]]:
@@ -70,12 +80,8 @@ def updated_shares(
     for read, write in overwrites:
         out = cluster.outputs[write]
         equation = made.get(out)
-        if equation is None or operations.of(equation).overwrites != "first":
-            continue
-        old, *others = equation.inputs
-        if old is cluster.inputs[read]:
-            part = max((x.num_bytes() for x in others if isinstance(x, Value)), default=0)
-            found[out] = equation, min(1.0, part / out.num_bytes())
+        if equation is not None and equation.inputs[:1] == (cluster.inputs[read],):
+            found[out] = equation, updated_share(equation)
     return found
 
 
