@@ -84,6 +84,32 @@ def test_equals_jax_in_any_order_of_dimensions(case, x64):
         np.testing.assert_array_equal(*both(*operands))
 
 
+@pytest.mark.filterwarnings("ignore::jaxoffload.OffloadWarning")
+@pytest.mark.parametrize("spec", [("NWC", "WIO", "NWC"), ("NCW", "OIW", "NCW")])
+@pytest.mark.parametrize("padding", [(-1, 1), (2, -2), (1, -1)])
+def test_padding_below_zero_cuts_images_off(spec, padding):
+    """As of jaxlib 0.10 `jax.jit` itself reads beside them."""
+    rng = np.random.default_rng(0)
+    numbers = lax.conv_dimension_numbers((3, 4, 4), (4, 4, 4), spec)
+    images, kernel = rng.integers(-4, 5, (3, 2, 4)), rng.integers(-4, 5, (1, 2, 4))
+    x, k = (
+        np.transpose(a, np.argsort(order)).astype(np.float32)
+        for a, order in ((images, numbers.lhs_spec), (kernel, numbers.rhs_spec))
+    )
+    step = jo.offload(
+        lambda x, k: lax.conv_general_dilated(x, k, (1,), [padding], dimension_numbers=spec),
+        device_memory="1MiB",
+        cut="always",
+    )
+    low, high = padding
+    padded = np.pad(images, ((0, 0), (0, 0), (max(low, 0), max(high, 0))))
+    padded = padded[:, :, max(-low, 0) : padded.shape[2] - max(-high, 0)]
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 4, 2)
+    want = np.einsum("ncwk,fck->nfw", windows, kernel)
+    got = np.transpose(step(x, k), numbers.out_spec)
+    np.testing.assert_array_equal(got, want)
+
+
 def rows(x, kernel, groups=1):
     return lax.conv_general_dilated(
         x, kernel, (2, 1), "SAME",
@@ -157,10 +183,12 @@ def test_others_are_left_as_they_are():
         "dimension_numbers": lax.ConvDimensionNumbers((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2)),
         "feature_group_count": 1,
         "batch_group_count": 1,
+        "padding": [(1, 0), (2, 2)],
     }
     x, kernel = (jax.ShapeDtypeStruct((4, 4, 4, 4), jnp.float32),) * 2
     assert not is_slow(x, kernel, params)
     assert is_slow(x, kernel, {**params, "feature_group_count": 2})
+    assert is_slow(x, kernel, {**params, "padding": [(1, -1), (2, 2)]})
     swapped = params["dimension_numbers"]._replace(lhs_spec=(3, 0, 1, 2))
     assert is_slow(x, kernel, {**params, "dimension_numbers": swapped})
     for dtype in (jnp.complex64, jnp.int32, jnp.float8_e5m2):
