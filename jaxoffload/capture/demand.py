@@ -44,7 +44,7 @@ class Large:
         by_rows = [large_way(e, found) for e in equations]
         or_columns = any(
             (way is None or _adds_up_much(e, way[1], found))
-            and any(True for _ in _columns(e, found))
+            and next(_columns(e, found), None) is not None
             for e, way in zip(equations, by_rows, strict=True)
         )
         changes = any(updated_table(e, found.bytes) is not None for e in equations)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import slicing, sums
-from jaxoffload.capture.flat import Equation, Operand, Value
+from jaxoffload.capture.flat import Equation, Operand, Operation, Value
 from jaxoffload.capture.loops import Rows
 from jaxoffload.capture.mapped import Mapped, map_over_stack
 from jaxoffload.capture.way import Followed
@@ -41,7 +41,7 @@ def parts(
       at: see `mapped.map_over_stack`.
     """
     if (followed := mapped.followed) is not None:
-        yield from _followed(equation, followed, rows, columns, avals, emit)
+        yield from _followed(equation.operation, followed, columns, avals, emit)
         return
     by_size: dict[int, Any] = {}
     pieces = zip(rows.spans(), zip(*columns, strict=True), avals, strict=True)
@@ -56,16 +56,15 @@ def parts(
 
 
 def _followed(
-    equation: Equation,
+    operation: Operation,
     followed: Followed,
-    rows: Rows,
     columns: Sequence[Sequence[Operand]],
     avals: Sequence[Sequence[Any]],
     emit: Callable[..., Sequence[Value]],
 ) -> list[Sequence[Operand]]:
     """The same where each piece goes on with the result of the one before."""
-    made: list[Sequence[Operand]] = [()] * len(rows.spans())
-    operation, before = equation.operation, ()
+    made: list[Sequence[Operand]] = [()] * len(avals)
+    before: tuple[Value, ...] = ()
     for number in sorted(range(len(made)), reverse=followed.backwards):
         row = (*(column[number] for column in columns), *before)
         before = made[number] = tuple(emit(operation, row, avals[number], piece=number))
@@ -156,7 +155,6 @@ def put_together(
     whole = compat.ShapedArray((*shape[:dim], rows.length, *shape[dim + 1 :]), dtype)
     made = emit(slicing.begin_operation(whole, eqn), (pieces[0],), whole, piece=0)
     write = slicing.write_operation(dim, eqn)
-    for number, (piece, first) in enumerate(zip(pieces, firsts, strict=True)):
-        if number:
-            made = emit(write, (made, piece, first), whole, piece=number)
+    for number in range(1, len(pieces)):
+        made = emit(write, (made, pieces[number], firsts[number]), whole, piece=number)
     return made

@@ -78,8 +78,9 @@ def with_rows_updated_in_copies(
     Args:
       least_bytes: of a table that has no room on the device.
     """
-    kept = [j for j in range(len(program.results)) if all(j != result for _, result in donated)]
-    returned = {part for j in kept for part, _ in program.results[j] if isinstance(part, Value)}
+    taken = {result for _, result in donated}
+    kept = (parts for j, parts in enumerate(program.results) if j not in taken)
+    returned = {part for parts in kept for part, _ in parts if isinstance(part, Value)}
     for k, equation in enumerate(program.equations):
         if returned.isdisjoint(equation.outputs) or equation.operation.on_host:
             continue
