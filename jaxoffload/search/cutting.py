@@ -137,6 +137,24 @@ class Cutting:
         """The program as it is cut if memory does not matter."""
         return self._fixed_cut() or self._program.compiled(WHOLE)
 
+    def _whole_if_kept(self, budget: int | None) -> CompiledCut | None:
+        """The same where everything may stay within a budget in some order, else None: then no
+        more kernels are compiled than it takes to know that."""
+        if budget is None or self.has_fixed_cut:
+            return self._whole()
+
+        least = functools.partial(self._in_least_order, self.kept_bytes)
+        return self._program.within(WHOLE, budget, least)
+
+    def _in_least_order(self, needs: Callable[[TaskGraph], int], graph: TaskGraph) -> int:
+        """Bytes that a TaskGraph needs in the order in which that is least."""
+        cut = CompiledCut(Captured(graph, ()), [], NOTHING)
+        return min(needs(each.graph) for each in in_other_orders(cut, self.machine))
+
+    def kept_bytes(self, graph: TaskGraph) -> int:
+        """Bytes of the budget that a TaskGraph needs at least where everything stays."""
+        return resident_peak(graph)
+
     def _may_be_kept(self, budget: int | None) -> bool:
         """Whether everything may fit at once, as far as is known before anything is compiled."""
         if budget is None:
@@ -151,9 +169,7 @@ class Cutting:
     @functools.cached_property
     def hopeful_peak(self) -> float:
         """Bytes below which nothing is compiled to see whether everything fits: it would not."""
-        whole = CompiledCut(Captured(self._program.estimated(WHOLE), ()), [], NOTHING)
-        found = in_other_orders(whole, self.machine)
-        return _HOPEFUL * min(resident_peak(cut.graph) for cut in found)
+        return _HOPEFUL * self._in_least_order(resident_peak, self._program.estimated(WHOLE))
 
     def build(self, graph: TaskGraph, budget: int, **choices: Any) -> MemGraph:
         """A MemGraph within the request's limits."""

@@ -92,7 +92,8 @@ class OneMemoryPlanner(Planner):
         """The plan that moves and recomputes nothing, if everything fits."""
         if self._uses_disk_arrays or not self._may_be_kept(memory + self._argument_bytes):
             return None
-        for cut in in_other_orders(self._whole(), self.machine):
+        whole = self._whole_if_kept(memory)
+        for cut in in_other_orders(whole, self.machine) if whole else ():
             callers = resident_peak(cut.graph) - intermediates_peak(cut.graph)
             room = memory - new_result_bytes(cut.graph) + callers
             for count in dict.fromkeys((self._kept_by_allocator(cut.graph), 0)):
@@ -205,6 +206,9 @@ class OneMemoryPlanner(Planner):
             if found is None:
                 raise
             return found
+
+    def kept_bytes(self, graph: TaskGraph) -> int:
+        return new_result_bytes(graph) + intermediates_peak(graph)
 
     def needs(self, graph: TaskGraph) -> int:
         least = least_budget(graph) if self._moves else _kept_bytes(graph)

@@ -137,8 +137,8 @@ class Planner(Cutting):
                 whole = self._whole()
                 room = 2 * resident_peak(whole.graph)
                 return self._finish(whole, self.build(whole.graph, room), budget, resident=False)
-        elif self._may_be_kept(budget):
-            whole = self._program.on_devices(self._whole())
+        elif self._may_be_kept(budget) and (whole := self._whole_if_kept(budget)):
+            whole = self._program.on_devices(whole)
             for cut in in_other_orders(whole, self.machine):
                 kept = keep_everything(cut.graph, budget)
                 if kept is not None:

@@ -18,7 +18,13 @@ from jaxoffload.capture.positions import SPAN, Positions
 from jaxoffload.capture.recompute import recompute
 from jaxoffload.capture.scan import unroll
 from jaxoffload.compile.compilers import PluginCompiler
-from jaxoffload.plan.alloc.limits import least_whole, min_budget
+from jaxoffload.plan.alloc.limits import (
+    intermediates_peak,
+    least_whole,
+    min_budget,
+    new_result_bytes,
+    resident_peak,
+)
 from jaxoffload.plan.cost.machines import SMALL_SERVER
 from jaxoffload.search import cuts, cutting, one_memory, program
 from jaxoffload.search import drafts as drafting
@@ -285,6 +291,28 @@ def test_of_a_recurrence_nothing_is_compiled_that_is_not_run(work):
     half = jo.offload(_recurrence_gradient, device_memory=kept.peak_device_bytes // 2)
     report = half.plan(x).compile_report
     assert report.compiled == report.kernels
+
+
+@pytest.mark.parametrize("option", ["device_memory", "memory"])
+def test_nothing_is_compiled_to_see_that_not_everything_fits_at_once(option, work):
+    """Nine tenths of what the uncut vertices hold at once, whatever workspace they take."""
+
+    def deep(weights, x):
+        kept = []
+        for w in weights:
+            x = jnp.tanh(x @ w)
+            kept.append(x - x.mean(0, keepdims=True))
+        return [jnp.dot(a.T, x) for a in reversed(kept)]
+
+    x = np.ones((512, 64), np.float32)
+    weights = [np.eye(64, dtype=np.float32)] * 40
+    uncut = jo.offload(deep, device_memory=None, cut="always").plan(weights, x).taskgraph
+    own = intermediates_peak if option == "memory" else resident_peak
+    budget = own(uncut) * 9 // 10 + (new_result_bytes(uncut) if option == "memory" else 0)
+    jo.clear_caches()
+    plan = jo.offload(deep, cut="always", **{option: budget}).plan(weights, x)
+    report = plan.compile_report
+    assert not plan.resident and report.compiled == report.kernels
 
 
 class _Drafts(drafting.Drafts):
