@@ -194,24 +194,35 @@ class Cutting:
     @functools.cached_property
     def _least(self) -> CompiledCut:
         """The cut that needs least memory; of a long program that is only looked at, roughly."""
-        fixed = self._fixed_cut()
-        if fixed:
+        found = self._least_within(None)
+        assert found is not None, "without a limit some cut works"
+        return found
+
+    def _least_within(self, room: int | None) -> CompiledCut | None:
+        """The same where it needs no more than a room, else None: that is sooner known."""
+        if fixed := self._fixed_cut():
             return fixed
-        found = self._least_on_devices()
-        if self._host_compute != "never":
-            on_host = dataclasses.replace(self._program.cut_of(found), updates_on_host=True)
+        found = self._least_on_devices(room)
+        if found is None:
+            return None
+        cut = self._program.cut_of(found)
+        if self._host_compute != "never" and not cut.updates_on_host:
+            on_host = dataclasses.replace(cut, updates_on_host=True)
             # Where an update needs most, which is known before anything is compiled.
             if self.needs(self._program.estimated(on_host)) < found.needs:
                 rival = self._program.compiled(on_host)
                 found = rival if rival.needs < found.needs else found
         return found
 
-    def _least_on_devices(self) -> CompiledCut:
+    def _least_on_devices(self, room: int | None = None) -> CompiledCut | None:
+        """The same with what is updated on the device, unless only the host's cores have room."""
         if self._compiles and self.backend.is_elsewhere:
             looks = Cutting(
                 self.request, self.backend, self.machine, False, estimates=True, large=self._large
             )
-            return self._program.compiled(looks._program.cut_of(looks._least_on_devices()))
+            found = looks._least_on_devices()
+            assert found is not None, "without a limit some cut works"
+            return self._program.compiled(looks._program.cut_of(found))
         if not self._compiles:
             equations = self._program.ordered(FINEST).equations
             if sum(not is_view(e) for e in equations) > _LONG:
@@ -220,7 +231,15 @@ class Cutting:
         # The search goes by what it has learned of kernels: it has to find the same, whatever
         # was compiled before for the budget that this request has.
         with self._program.unknowing():
-            found = least_cut(self._program, rest, may_run_whole=self._whole_bytes is not None)
+            found = least_cut(
+                self._program,
+                rest,
+                may_run_whole=self._whole_bytes is not None,
+                room=room,
+                may_update_on_host=self._may_update_on_host,
+            )
+            if found is None:
+                return None
             cut = self._program.cut_of(found)
         return self._program.compiled(cut)
 

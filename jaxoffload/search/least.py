@@ -5,6 +5,7 @@ compiled first, and of other cuts no more than it takes to see that they need mo
 never compiled at all.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable
 
 from jaxoffload.capture.operations import working_set
@@ -26,7 +27,9 @@ def least_cut(
     program: CutProgram,
     feasible: Callable[[int], Iterable[Cut]],
     may_run_whole: bool,
-) -> CompiledCut:
+    room: int | None = None,
+    may_update_on_host: bool = False,
+) -> CompiledCut | None:
     """The cut that needs least: of single operations, the uncut program (which needs less where XLA
     fuses well) and split operations; then whatever works with less than the best so far.
 
@@ -34,21 +37,28 @@ def least_cut(
       feasible: cuts that may work within some bytes.
       may_run_whole: whether JAX may run the program. What it takes then as the only vertex of a
         cut is not asked.
+      room: bytes that it is to need at most; None: without a limit. Where no cut needs so little,
+        that is mostly known before any is captured, and there is none.
+      may_update_on_host: within a room, that the host's cores may update.
     """
     coarse = [FINEST] if may_run_whole and program.is_one_vertex else [FINEST, WHOLE]
     least = min(min_budget(program.graph(cut))[0] for cut in coarse)
     split = [Cut(0, 1, split_size(share * least), piece_bytes=0) for share in SPLITS]
-    cuts = _Candidates(program, [*coarse, *split])
+    first = [*coarse, *split]
+    if room is not None and may_update_on_host:
+        first += [dataclasses.replace(cut, updates_on_host=True) for cut in first]
+    cuts = _Candidates(program, first, room)
     for _ in range(_STEPS):  # where estimates lead to
         expected = cuts.least_expected()
         lower = _Candidates(program, feasible(expected - 1))
         if not lower.waiting or lower.least_expected() >= expected:
             break
         cuts.add(lower.likely())
-    best = cuts.lowest(None)
-    assert best is not None, "without a limit the first one works"
+    best = cuts.lowest(room)
     for _ in range(_STEPS):
-        room = best.needs - 1
+        if best is not None:
+            room = best.needs - 1
+        assert room is not None, "without a limit the first one works"
         cuts.add(feasible(room))
         lower = cuts.lowest(room)
         if lower is None:
@@ -70,12 +80,15 @@ def roughly_least_cut(program: CutProgram) -> CompiledCut:
 class _Candidates:
     """Cuts, of which one may need least. What surely needs more than another is not captured.
 
+    Args:
+      room: bytes that they may need at most, or None.
+
     Attributes:
       waiting: those that have been neither compiled nor given up.
     """
 
-    def __init__(self, program: CutProgram, cuts: Iterable[Cut]):
-        self._program = program
+    def __init__(self, program: CutProgram, cuts: Iterable[Cut], room: int | None = None):
+        self._program, self._room = program, room
         self._known: set[Cut] = set()
         self.waiting: list[Cut] = []
         self._bare: dict[Cut, int] = {}  # bytes that it needs beside workspace, once captured
@@ -85,11 +98,14 @@ class _Candidates:
         """Takes in those that have not been among them."""
         new = [cut for cut in cuts if cut not in self._known]
         self._known.update(new)
-        self.waiting += new
+        self.waiting += new if self._room is None else self._within(new, self._room)
 
     def least_expected(self) -> int:
-        """Bytes that the best of them seems to need."""
-        return self._expected(self._best())[0]
+        """Bytes that the best of them seems to need; more than the room where that is too much."""
+        if self._room is None:
+            return self._expected(self._best())[0]
+        expected = self._expected(self._best())[0] if self.waiting else self._room + 1
+        return min(expected, self._room + 1)
 
     def likely(self) -> list[Cut]:
         """Those that seem to need about as little as the best."""
@@ -107,8 +123,12 @@ class _Candidates:
             if found is not None:
                 best, room = found, found.needs - 1
             if room is not None:
-                self.waiting = [cut for cut in self.waiting if self._least(cut) <= room]
+                self.waiting = self._within(self.waiting, room)
         return best
+
+    def _within(self, cuts: Iterable[Cut], room: int) -> list[Cut]:
+        """Those that may need no more than a room."""
+        return [cut for cut in cuts if self._least(cut) <= room]
 
     def _best(self) -> Cut:
         """The one that seems to need least, captured."""

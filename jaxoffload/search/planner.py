@@ -151,8 +151,8 @@ class Planner(Cutting):
             if best is None or best.needs > budget:
                 if (plan := self._plan_in_pieces(budget)) is not None:
                     return plan
-                best = best or self._least
-            if best.needs > budget:
+                best = best or self._own_least
+            if best is None or best.needs > budget:
                 raise self._refusal(budget)
             timed, memgraph = self._steady(
                 self._fastest_with_or_without_recomputing(best, budget), budget
@@ -262,11 +262,23 @@ class Planner(Cutting):
     @garbage.paused()
     def minimum(self) -> tuple[int, TaskGraph, int]:
         """The smallest budget in bytes that works cut, and the graph and vertex that set it."""
-        graph = self._least.graph
-        least, vertex = min_budget(graph)
-        if self._in_pieces is not None and (other := self._in_pieces.minimum())[0] < least:
-            return other
+        least, graph, vertex = 0, None, 0
+        if (own := self._own_least) is not None:
+            graph = own.graph
+            least, vertex = min_budget(graph)
+        if self._in_pieces is not None:
+            other = self._in_pieces.minimum()
+            if graph is None or other[0] < least:
+                return other
+        assert graph is not None, "nothing else needs less"
         return least, graph, vertex
+
+    @functools.cached_property
+    def _own_least(self) -> CompiledCut | None:
+        """The cut that needs least memory; None where the program in pieces needs less than any."""
+        if self._in_pieces is None or "_least" in vars(self):
+            return self._least
+        return self._least_within(self._in_pieces.minimum()[0])
 
     @garbage.paused()
     def other(self, than: Plan, expected: float, seconds: float, costs: Pricing) -> Plan | None:

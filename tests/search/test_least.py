@@ -1,6 +1,7 @@
 """The smallest budget is found without capturing or compiling what needs more in any case."""
 
 import collections
+import types
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,16 @@ def test_what_may_need_less_than_it_seems_to_is_likely(candidates):
     assert candidates(known, (1, 2, 3)).likely() == [Cut(1), Cut(2)]
 
 
+def test_of_a_room_what_needs_more_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(least, "min_budget", lambda graph: (graph, 0))
+    known = _Program({1: (640, 0, 0, 0), 2: (320, 512, 0, 0)}, floors={1: 640})
+    found = least._Candidates(known, [Cut(1)], 639)
+    assert not found.waiting and found.least_expected() == 640
+    found.add([Cut(2)])
+    assert found.least_expected() == 640 and known.captured == [2]  # it seems to need 832
+    assert least._Candidates(known, [Cut(1)], 640).waiting == [Cut(1)]
+
+
 def _planner(function, args, whole_bytes=None):
     step = jo.offload(function, device_memory=None)
     request = step._program(step._spec.bind(args, {})).request()
@@ -114,6 +125,35 @@ def test_the_search_does_not_depend_on_what_was_compiled_before():
     assert {key: known._kernels.temp[key] for key in found} == found
     assert graph.vertices[vertex].name == second.minimum()[1].vertices[vertex].name
     assert known.cut_of(second._least) == first._program.cut_of(first._least)
+
+
+def test_within_a_room_the_search_finds_the_least_or_nothing():
+    args = (np.ones((20, 8), np.float32),)
+    needed, graph, _ = _planner(_stacks, args).minimum()
+    within = _planner(_stacks, args)._least_within(needed)
+    assert within is not None and within.graph == graph
+    assert _planner(_stacks, args)._least_within(needed - 1) is None
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_the_least_is_that_of_the_program_in_pieces_where_it_needs_less(more):
+    planner = _planner(_stacks, (np.ones((20, 8), np.float32),))
+    own = _planner(_stacks, (np.ones((20, 8), np.float32),)).minimum()
+    other = own[0] + more, None, 0
+    vars(planner)["_in_pieces"] = types.SimpleNamespace(minimum=lambda: other)
+    assert planner.minimum() == (other if more < 0 else own)
+
+
+def test_where_pieces_need_less_nothing_else_is_compiled_to_find_the_least():
+    def step(weights, moments, x):
+        gradient = jax.grad(lambda w: jax.nn.logsumexp(x @ w.T, -1).sum())(weights)
+        moments = 0.9 * moments + gradient
+        return weights - 1e-3 * moments, moments
+
+    large = jax.ShapeDtypeStruct((2**18, 16), jnp.float32)
+    planner = _planner(step, (large, large, jax.ShapeDtypeStruct((8, 16), jnp.float32)))
+    assert planner.minimum() == planner._in_pieces.minimum()
+    assert planner.minimum()[0] < 2**20 and not planner._program._kernels.temp
 
 
 def test_what_was_compiled_before_the_search_stays_what_it_is():
