@@ -11,12 +11,11 @@ and what is recomputed. The arena has what the window leaves.
 
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from jaxoffload import garbage
-from jaxoffload.capture.operations import is_view
 from jaxoffload.errors import PlanError
 from jaxoffload.graphs.memgraph import MemGraph
 from jaxoffload.graphs.taskgraph import TaskGraph
@@ -36,24 +35,15 @@ from jaxoffload.runtime.figures import Carried
 from jaxoffload.runtime.host_results import byte_count
 from jaxoffload.runtime.plan import Plan
 from jaxoffload.runtime.request import Request
-from jaxoffload.search.cut import FINEST, WHOLE, CompiledCut, Cut, least_budget, split_size
+from jaxoffload.search.cut import WHOLE, CompiledCut, least_budget
 from jaxoffload.search.drafts import Drafts
 from jaxoffload.search.fastest import Timed, in_other_orders
-from jaxoffload.search.least import SPLITS
+from jaxoffload.search.leanest import Leanest, kept_at_once
 from jaxoffload.search.planner import NoCutFound, Planner
 
 _WINDOWS = (1 / 8, 1 / 4, 1 / 2, 1 / 16)
 """Shares of the memory to try for the host tier above a disk. The cut is chosen with the first that
 works; the others are tried with that cut."""
-_LONG = (1 / 4,)
-"""Reuse distances from which on everything is recomputed in search of the least memory, as shares
-of what keeping everything takes. (Of a LoRA step 1/4 leaves a sixth, 1/16 two fifths.)"""
-_CHAINS = ((2.0, 1), (2.0, 1 / 2), (2.0, 1 / 4), (4.0, 1))
-"""Shares above 1 (as of `Recomputer.run`) and distances to try for the cut that takes least."""
-_SIZES = (1 / 12, 1 / 48)
-"""Working sets of a vertex in that search, as shares of the same."""
-_SINGLE_VERTICES = 2000
-"""Up to so many operations each is also looked at by itself there: about a second."""
 _MORE = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)
 """What a cut seems to need beside new results is multiplied by these until a plan is found: memory
 may fragment."""
@@ -65,7 +55,7 @@ def planner_for(request: Request, *args: Any, **options: Any) -> Planner:
     return kind(request, *args, **options)
 
 
-class OneMemoryPlanner(Planner):
+class OneMemoryPlanner(Leanest):
     """One function, captured once, planned for any amount of RAM; as `Planner`.
 
     Its copies, one for each way to share the memory, have the arena's bytes as `device_memory` and
@@ -74,8 +64,7 @@ class OneMemoryPlanner(Planner):
 
     @garbage.paused()
     def plan(self, has_other_ways: bool = False) -> Plan:
-        memory = self.request.options.memory
-        assert memory is not None
+        memory = self._memory
         plan = self._kept(memory) or self._shared(memory) or self._smallest(memory)
         plan = plan or self._plan_in_pieces(memory)
         if plan is not None:
@@ -159,6 +148,13 @@ class OneMemoryPlanner(Planner):
         return other
 
     @property
+    def _memory(self) -> int:
+        """Bytes of everything that is planned."""
+        memory = self.request.options.memory
+        assert memory is not None
+        return memory
+
+    @property
     def arena(self) -> int:
         """Bytes of the arena and of workspace."""
         arena = self.request.options.device_memory
@@ -173,7 +169,7 @@ class OneMemoryPlanner(Planner):
         """
         if cut is None:
             found = self._fixed_cut() or self._best_cut(self.arena)
-            return self._fastest_of(found) or self._fastest_of(self._leanest)
+            return self._fastest_of(found) or self._fastest_of(self._leanest_within(self._memory))
         return self._fastest_of(cut)
 
     def _fastest_of(self, cut: CompiledCut | None) -> Timed | None:
@@ -211,31 +207,47 @@ class OneMemoryPlanner(Planner):
         return new_result_bytes(graph) + intermediates_peak(graph)
 
     def needs(self, graph: TaskGraph) -> int:
-        least = least_budget(graph) if self._moves else _kept_bytes(graph)
+        least = least_budget(graph) if self._moves else kept_at_once(graph)
         return least + self._more_result_bytes(graph)
 
     @property
     def _moves(self) -> bool:
         return self._has_disk or bool(self.request.options.host_memory)
 
-    def _more_result_bytes(self, graph: TaskGraph) -> int:
-        """Bytes of results whose donated arguments this cut reads too late: they take memory of
-        their own."""
-        return new_result_bytes(graph) - self._result_bytes
-
     def _kept_by_allocator(self, graph: TaskGraph) -> int:
-        memory = self.request.options.memory
-        assert memory is not None
-        return allocator.kept_bytes(reserved_workspace(graph, 1)[0], memory)
+        return allocator.kept_bytes(reserved_workspace(graph, 1)[0], self._memory)
 
     # The smallest memory -------------------------------------------------------------------------
 
     @functools.cached_property
     def least_budget(self) -> int:
         """The smallest memory in bytes for which a plan was found, cut or whole."""
+        if self._lesser:
+            return self._lesser.least_budget
         room = self._least_plan[0]
-        least = room if self._whole_bytes is None else min(room, self._whole_needs(room))
-        return min(least, self._in_pieces.least_budget) if self._in_pieces else least
+        return room if self._whole_bytes is None else min(room, self._whole_needs(room))
+
+    @functools.cached_property
+    def _in_pieces(self) -> "OneMemoryPlanner | None":
+        """As `Planner`'s; None where what the host's cores make of pieces has no place: a host tier
+        there is above a disk alone."""
+        found = Planner._in_pieces.func(self)
+        if found is None or self._has_disk:
+            return found
+        graph = found.graph(WHOLE)
+        try:
+            found._with(0, 1 << 60, 0).build(graph, 1 << 60)
+        except PlanError:
+            return None
+        return found
+
+    @functools.cached_property
+    def _lesser(self) -> "OneMemoryPlanner | None":
+        """The planner of the program in pieces where that needs less than the leanest cut."""
+        pieces = self._in_pieces
+        if pieces is None or self._leanest_within(pieces.least_budget) is None:
+            return pieces
+        return pieces if pieces.least_budget < self._least_plan[0] else None
 
     @functools.cached_property
     def _least_plan(self) -> tuple[int, "OneMemoryPlanner | None", MemGraph | None]:
@@ -252,6 +264,8 @@ class OneMemoryPlanner(Planner):
 
     def _smallest(self, memory: int) -> Plan | None:
         """That plan where the memory is large enough for it: what a refusal names has to work."""
+        if self._leanest_within(memory) is None:
+            return None
         least, part, memgraph = self._least_plan
         if least > memory or part is None or memgraph is None:
             return None
@@ -266,68 +280,14 @@ class OneMemoryPlanner(Planner):
         return max(1, self._whole_bytes() - self._argument_bytes)
 
     def minimum(self) -> tuple[int, TaskGraph, int]:
+        if self._lesser:
+            return self._lesser.minimum()
         graph = self._leanest.graph
-        if self._in_pieces and self._in_pieces.least_budget < self._least_plan[0]:
-            return self._in_pieces.minimum()
         return self.least_budget, graph, min_budget(graph)[1]
 
-    @functools.cached_property
-    def _leanest(self) -> CompiledCut:
-        """The cut that takes least memory, arena and host tier together, as far as it was looked
-        for: operations by themselves, split, and everything recomputed that is read much later."""
-        fixed = self._fixed_cut()
-        if fixed:
-            return fixed
-        whole = self.graph(WHOLE)
-        peak, largest = resident_peak(whole), min_budget(whole)[0]
-        cuts = [WHOLE]
-        operations = self._program.ordered(FINEST).equations
-        if sum(not is_view(operation) for operation in operations) <= _SINGLE_VERTICES:
-            cuts += [FINEST]
-            cuts += [Cut(0, 1, split_size(share * largest), piece_bytes=0) for share in SPLITS]
-        for size in (share * peak for share in _SIZES):
-            split = split_size(size / 2)
-            cuts += [Cut(size, None, given, piece_bytes=size / 2) for given in (None, split)]
-        again: list[Cut] = []
-        if self.request.options.recompute != "never":
-            again = [
-                replace(cut, recomputed=1.0, reuse_distance=share * peak)
-                for share in _LONG
-                for cut in cuts
-            ]
-        best = self._leanest_of([*again, *cuts])
-        if best.recomputed:
-            more = [
-                replace(best, recomputed=share, reuse_distance=far * peak) for share, far in _CHAINS
-            ]
-            best = self._leanest_of([*more, best])
-        found = self._program.compiled(best)
-        return min(in_other_orders(found, self.machine), key=lambda cut: self._needs(cut.graph))
-
-    def _leanest_of(self, cuts: Sequence[Cut]) -> Cut:
-        """Of cuts the one that seems to need least, of equal ones the last. What has to hold more
-        than another needs is not captured."""
-        best, least = cuts[-1], float("inf")
-        for cut in cuts:
-            if not self._has_disk and self._program.floor(cut).bytes > least:
-                continue
-            needed = self._needs(self._program.estimated(cut))
-            if needed <= least:
-                best, least = cut, needed
-        return best
-
-    def _needs(self, graph: TaskGraph) -> int:
-        """Bytes of arena, workspace, host tier and results read too late that a cut needs at
-        least."""
-        kept, more = _kept_bytes(graph), self._more_result_bytes(graph)
-        if not self._has_disk:
-            return kept + more
-        moved = min_budget(graph)[0] + buffer_place(min_host_memory(graph, True)[0])
-        return more + (moved if self._uses_disk_arrays else min(moved, kept))
-
     def _refusal(self, budget: int) -> PlanError:
-        if self._in_pieces and self._in_pieces.least_budget < self._least_plan[0]:
-            return self._in_pieces._refusal(budget)
+        if self._lesser:
+            return self._lesser._refusal(budget)
         around = self.request.options.around
         budget, least = budget + around, self.least_budget + around
         graph = self._leanest.graph
@@ -358,24 +318,6 @@ class OneMemoryPlanner(Planner):
         """Bytes of the smallest host tier that works."""
         return min_host_memory(self._leanest.graph, self._has_disk)[0]
 
-    @property
-    def _has_disk(self) -> bool:
-        return self.request.options.disk is not None or self._uses_disk_arrays
-
-    @property
-    def _uses_disk_arrays(self) -> bool:
-        return bool(self.request.disk_arguments or self.request.disk_results)
-
     @functools.cached_property
     def _argument_bytes(self) -> int:
         return sum(map(byte_count, self.request.jaxpr.in_avals))
-
-    @functools.cached_property
-    def _result_bytes(self) -> int:
-        """Bytes of results that follow no donated argument."""
-        return new_result_bytes(self.graph(WHOLE))
-
-
-def _kept_bytes(graph: TaskGraph) -> int:
-    """Bytes that a graph needs if nothing is moved."""
-    return max(intermediates_peak(graph), min_budget(graph)[0])

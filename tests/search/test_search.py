@@ -402,6 +402,7 @@ def test_a_cut_that_holds_too_much_is_neither_captured_nor_compiled(work):
     ranking = part._ranking(part.arena, part.graph)
     assert not list(ranking.feasible()) and work["taskgraphs"] == 1  # uncut, for new results
     assert part.within(FINEST, part.arena) is None and work["compiled"] == 0
+    assert planner._leanest_within(x.nbytes) is None and work["compiled"] == 0
     plan = planner.plan()
     assert plan.recomputed > 0
     assert plan.compile_report.compiled <= plan.compile_report.kernels + program._FIRST_COMPILED

@@ -152,6 +152,22 @@ def test_where_the_budget_is_ram_results_grow_where_they_are_to_be():
     agrees(jax.grad(loss), (HEAD, STATES, LABELS), step(HEAD, STATES, LABELS))
 
 
+def test_where_the_budget_is_ram_what_takes_a_donated_arguments_place_is_made_on_the_device():
+    """There is no host tier in which it could grow beside the argument."""
+    options = {"donate_argnums": (0, 1)}
+    with pytest.raises(jo.PlanError, match=r"test_large_columns\.py:\d+") as refused:
+        jo.offload(momentum, memory=1000, **options)(*PROGRAMS["momentum"][1:])
+    least = refused.value.min_device_memory
+    args = [jnp.array(x) for x in PROGRAMS["momentum"][1:]]
+    step = jo.offload(momentum, memory=least, **options)
+    program = step._program(step._spec.bind(args, {}))
+    planner = program.plan()._source
+    while (pieces := planner._in_pieces) is not None:
+        planner = pieces
+    assert not planner._large.by_columns
+    agrees(momentum, PROGRAMS["momentum"][1:], step(*args))
+
+
 def test_a_budget_below_the_least_is_refused_with_it():
     args = PROGRAMS["momentum"][1:]
     with pytest.raises(jo.PlanError, match=r"test_large_columns\.py:\d+") as refused:
