@@ -202,32 +202,24 @@ class Cutting:
         """The same where it needs no more than a room, else None: that is sooner known."""
         if fixed := self._fixed_cut():
             return fixed
-        found = self._least_on_devices(room)
-        if found is None:
-            return None
-        cut = self._program.cut_of(found)
-        if self._host_compute != "never" and not cut.updates_on_host:
-            on_host = dataclasses.replace(cut, updates_on_host=True)
-            # Where an update needs most, which is known before anything is compiled.
-            if self.needs(self._program.estimated(on_host)) < found.needs:
-                rival = self._program.compiled(on_host)
-                found = rival if rival.needs < found.needs else found
-        return found
-
-    def _least_on_devices(self, room: int | None = None) -> CompiledCut | None:
-        """The same with what is updated on the device, unless only the host's cores have room."""
         if self._compiles and self.backend.is_elsewhere:
             looks = Cutting(
                 self.request, self.backend, self.machine, False, estimates=True, large=self._large
             )
-            found = looks._least_on_devices()
-            assert found is not None, "without a limit some cut works"
-            return self._program.compiled(looks._program.cut_of(found))
+            return self._program.compiled(looks._program.cut_of(looks._least))
         if not self._compiles:
             equations = self._program.ordered(FINEST).equations
             if sum(not is_view(e) for e in equations) > _LONG:
-                return roughly_least_cut(self._program)
-        rest = lambda room: self._ranking(room, self.graph).feasible()  # noqa: E731
+                return self._roughly_least()
+        if not self._may_update_on_host:
+            return self._least_with("never", room)
+        # There it mostly needs less, and of what needs more little is looked at.
+        found = self._least_with("always", room)
+        return self._least_with("never", room if found is None else found.needs) or found
+
+    def _least_with(self, host_compute: str, room: int | None) -> CompiledCut | None:
+        """The same with all updates on the host's cores ("always") or on the device ("never")."""
+        rest = lambda room: self._ranking(room, self.graph, host_compute).feasible()  # noqa: E731
         # The search goes by what it has learned of kernels: it has to find the same, whatever
         # was compiled before for the budget that this request has.
         with self._program.unknowing():
@@ -236,12 +228,21 @@ class Cutting:
                 rest,
                 may_run_whole=self._whole_bytes is not None,
                 room=room,
-                may_update_on_host=self._may_update_on_host,
+                on_host=host_compute == "always",
             )
             if found is None:
                 return None
             cut = self._program.cut_of(found)
         return self._program.compiled(cut)
+
+    def _roughly_least(self) -> CompiledCut:
+        """About the same of a long program that is only looked at."""
+        found = roughly_least_cut(self._program)
+        if self._may_update_on_host:
+            cut = dataclasses.replace(self._program.cut_of(found), updates_on_host=True)
+            rival = self._program.compiled(cut)
+            found = rival if rival.needs < found.needs else found
+        return found
 
     @property
     def _may_update_on_host(self) -> bool:
@@ -322,7 +323,9 @@ class Cutting:
         options = self.request.options
         return options.host_compute if options.memory is None else "never"
 
-    def _ranking(self, budget: int, graphs: Callable[[Cut], TaskGraph]) -> Ranking:
+    def _ranking(
+        self, budget: int, graphs: Callable[[Cut], TaskGraph], host_compute: str | None = None
+    ) -> Ranking:
         options = self.request.options
         room = Room(
             budget,
@@ -330,7 +333,7 @@ class Cutting:
             self._moves,
             self.needs,
             options.recompute,
-            self._host_compute,
+            host_compute or self._host_compute,
             counts_all=options.memory is not None,
         )
         return Ranking(self._program, graphs, self.drafts, room)

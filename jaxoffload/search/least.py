@@ -28,7 +28,7 @@ def least_cut(
     feasible: Callable[[int], Iterable[Cut]],
     may_run_whole: bool,
     room: int | None = None,
-    may_update_on_host: bool = False,
+    on_host: bool = False,
 ) -> CompiledCut | None:
     """The cut that needs least: of single operations, the uncut program (which needs less where XLA
     fuses well) and split operations; then whatever works with less than the best so far.
@@ -39,14 +39,12 @@ def least_cut(
         cut is not asked.
       room: bytes that it is to need at most; None: without a limit. Where no cut needs so little,
         that is mostly known before any is captured, and there is none.
-      may_update_on_host: within a room, that the host's cores may update.
+      on_host: whether the host's cores do all updates.
     """
     coarse = [FINEST] if may_run_whole and program.is_one_vertex else [FINEST, WHOLE]
     least = min(min_budget(program.graph(cut))[0] for cut in coarse)
     split = [Cut(0, 1, split_size(share * least), piece_bytes=0) for share in SPLITS]
-    first = [*coarse, *split]
-    if room is not None and may_update_on_host:
-        first += [dataclasses.replace(cut, updates_on_host=True) for cut in first]
+    first = [dataclasses.replace(cut, updates_on_host=on_host) for cut in (*coarse, *split)]
     cuts = _Candidates(program, first, room)
     for _ in range(_STEPS):  # where estimates lead to
         expected = cuts.least_expected()

@@ -6,6 +6,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxoffload as jo
@@ -209,3 +210,26 @@ def test_what_jax_runs_whole_is_not_compiled_as_the_only_vertex():
         assert planner.minimum()[0] == min_budget(planner._program.compiled(FINEST).graph)[0]
         compiled.append(len(planner._program._kernels.temp))
     assert compiled == [3, 2]
+
+
+def test_the_least_is_looked_for_with_updates_on_the_hosts_cores():
+    """Adam's moments of a table, and what is made of them, are then never on the device."""
+    adam = optax.adam(1e-3)
+
+    def step(table, state, ids):
+        gradient = jax.grad(lambda table: jnp.mean(jnp.tanh(table[ids]) ** 2))(table)
+        updates, state = adam.update(gradient, state, table)
+        return optax.apply_updates(table, updates), state
+
+    table = np.random.default_rng(0).standard_normal((2048, 64)).astype(np.float32)
+    args = table, adam.init(table), np.arange(128, dtype=np.int32)
+    with pytest.raises(jo.PlanError) as refused:
+        jo.offload(step, device_memory=1).plan(*args)
+    least = refused.value.min_device_memory
+    assert least < 1.5 * table.nbytes  # and not the four arrays of the last operation
+    smallest = jo.offload(step, device_memory=least, check=True)
+    want = jax.jit(step)(*args)
+    for got, expected in zip(*map(jax.tree.leaves, (smallest(*args), want)), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=2e-6, atol=1e-7)
+    with pytest.raises(jo.PlanError):
+        jo.offload(step, device_memory=least - 256).plan(*args)
