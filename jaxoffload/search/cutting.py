@@ -142,7 +142,6 @@ class Cutting:
         more kernels are compiled than it takes to know that."""
         if budget is None or self.has_fixed_cut:
             return self._whole()
-
         least = functools.partial(self._in_least_order, self.kept_bytes)
         return self._program.within(WHOLE, budget, least)
 
@@ -219,7 +218,7 @@ class Cutting:
 
     def _least_with(self, host_compute: str, room: int | None) -> CompiledCut | None:
         """The same with all updates on the host's cores ("always") or on the device ("never")."""
-        rest = lambda room: self._ranking(room, self.graph, host_compute).feasible()  # noqa: E731
+        rest = lambda most: self._ranking(most, self.graph, host_compute).feasible()  # noqa: E731
         # The search goes by what it has learned of kernels: it has to find the same, whatever
         # was compiled before for the budget that this request has.
         with self._program.unknowing():
