@@ -142,7 +142,7 @@ class Cutting:
         more kernels are compiled than it takes to know that."""
         if budget is None or self.has_fixed_cut:
             return self._whole()
-        least = functools.partial(self._in_least_order, self.kept_bytes)
+        least = functools.partial(self._in_least_order, self._needs_resident)
         return self._program.within(WHOLE, budget, least)
 
     def _in_least_order(self, needs: Callable[[TaskGraph], int], graph: TaskGraph) -> int:
@@ -150,7 +150,7 @@ class Cutting:
         cut = CompiledCut(Captured(graph, ()), [], NOTHING)
         return min(needs(each.graph) for each in in_other_orders(cut, self.machine))
 
-    def kept_bytes(self, graph: TaskGraph) -> int:
+    def _needs_resident(self, graph: TaskGraph) -> int:
         """Bytes of the budget that a TaskGraph needs at least where everything stays."""
         return resident_peak(graph)
 
@@ -199,8 +199,17 @@ class Cutting:
 
     def _least_within(self, room: int | None) -> CompiledCut | None:
         """The same where it needs no more than a room, else None: that is sooner known."""
-        if fixed := self._fixed_cut():
-            return fixed
+        found = self._fixed_cut() or self._least_of_estimates()
+        if found is not None:
+            return found if room is None or found.needs <= room else None
+        if not self._may_update_on_host:
+            return self._least_with("never", room)
+        # There it mostly needs less, and of what needs more little is looked at.
+        found = self._least_with("always", room)
+        return self._least_with("never", room if found is None else found.needs) or found
+
+    def _least_of_estimates(self) -> CompiledCut | None:
+        """The same where the kernels of others are not compiled to find it, or None."""
         if self._compiles and self.backend.is_elsewhere:
             looks = Cutting(
                 self.request, self.backend, self.machine, False, estimates=True, large=self._large
@@ -210,11 +219,7 @@ class Cutting:
             equations = self._program.ordered(FINEST).equations
             if sum(not is_view(e) for e in equations) > _LONG:
                 return self._roughly_least()
-        if not self._may_update_on_host:
-            return self._least_with("never", room)
-        # There it mostly needs less, and of what needs more little is looked at.
-        found = self._least_with("always", room)
-        return self._least_with("never", room if found is None else found.needs) or found
+        return None
 
     def _least_with(self, host_compute: str, room: int | None) -> CompiledCut | None:
         """The same with all updates on the host's cores ("always") or on the device ("never")."""

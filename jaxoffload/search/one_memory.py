@@ -203,8 +203,8 @@ class OneMemoryPlanner(Leanest):
                 raise
             return found
 
-    def kept_bytes(self, graph: TaskGraph) -> int:
-        return new_result_bytes(graph) + intermediates_peak(graph)
+    def _needs_resident(self, graph: TaskGraph) -> int:
+        return new_result_bytes(graph) + kept_at_once(graph)
 
     def needs(self, graph: TaskGraph) -> int:
         least = least_budget(graph) if self._moves else kept_at_once(graph)
@@ -234,9 +234,9 @@ class OneMemoryPlanner(Leanest):
         found = Planner._in_pieces.func(self)
         if found is None or self._has_disk:
             return found
-        graph = found.graph(WHOLE)
+        part = next(found._parts(1 << 60))
         try:
-            found._with(0, 1 << 60, 0).build(graph, 1 << 60)
+            part.build(found.graph(WHOLE), part.arena)
         except PlanError:
             return None
         return found

@@ -262,21 +262,16 @@ class Planner(Cutting):
     @garbage.paused()
     def minimum(self) -> tuple[int, TaskGraph, int]:
         """The smallest budget in bytes that works cut, and the graph and vertex that set it."""
-        least, graph, vertex = 0, None, 0
-        if (own := self._own_least) is not None:
-            graph = own.graph
-            least, vertex = min_budget(graph)
-        if self._in_pieces is not None:
-            other = self._in_pieces.minimum()
-            if graph is None or other[0] < least:
-                return other
-        assert graph is not None, "nothing else needs less"
-        return least, graph, vertex
+        if (own := self._own_least) is None:
+            assert self._in_pieces is not None, "nothing else needs less"
+            return self._in_pieces.minimum()
+        least, vertex = min_budget(own.graph)
+        return least, own.graph, vertex
 
     @functools.cached_property
     def _own_least(self) -> CompiledCut | None:
         """The cut that needs least memory; None where the program in pieces needs less than any."""
-        if self._in_pieces is None or "_least" in vars(self):
+        if self._in_pieces is None:
             return self._least
         return self._least_within(self._in_pieces.minimum()[0])
 
