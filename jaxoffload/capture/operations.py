@@ -106,6 +106,26 @@ def _flops_of_bits(_: dict[str, Any], operands: Sequence[Any], results: Sequence
     return along_random.OPERATIONS * _elements(results)
 
 
+def _transform_flops(
+    params: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]
+) -> float:
+    """As products would have in the time that a core takes: 8 times those of the algorithm."""
+    is_complex = _elements(operands) == _elements(results)
+    count = max(_elements(operands), _elements(results))
+    return (40 if is_complex else 20) * count * math.log2(max(2, math.prod(params["fft_lengths"])))
+
+
+def _scan_flops(params: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> float:
+    """Likewise: XLA goes over all of it once for each power of two in the axis' size."""
+    size = operands[0].aval.shape[params["axis"]]
+    return 50 * _elements(results) * math.log2(max(2, size))
+
+
+def _index_flops(_: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> float:
+    """Likewise: elements are compared one by one."""
+    return 450 * _elements(operands)
+
+
 def _polynomial_flops(_: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> float:
     return 2.0 * _elements(results) * (len(operands) - 2)
 
@@ -134,9 +154,8 @@ def _reduction(joins: Callable) -> Known:
     )
 
 
-def _along(param: str, is_priced: bool = False, has_several: bool = False) -> Known:
-    rule = along.along_others(param)
-    return Known(is_priced=is_priced, has_several=has_several, ways=rule)
+def _along(param: str, **known: Any) -> Known:
+    return Known(ways=along.along_others(param), **known)
 
 
 TABLE: dict[str, Known] = {
@@ -185,8 +204,14 @@ TABLE: dict[str, Known] = {
     **dict.fromkeys(
         "select_and_scatter_add select_and_gather_add".split(), Known(ways=along_batches.windows)
     ),
-    **dict.fromkeys(("argmax", "argmin"), Known(ways=along.reduction(None))),
-    **dict.fromkeys("cumsum cumprod cummax cummin cumlogsumexp".split(), _along("axis")),
+    **dict.fromkeys(
+        ("argmax", "argmin"),
+        Known(is_priced=True, flops=_index_flops, ways=along.reduction(None)),
+    ),
+    **dict.fromkeys(
+        "cumsum cumprod cummax cummin".split(), _along("axis", is_priced=True, flops=_scan_flops)
+    ),
+    "cumlogsumexp": _along("axis"),
     "sort": _along("dimension", has_several=True),
     "top_k": _along("axis", has_several=True),
     # Products.
@@ -211,7 +236,7 @@ TABLE: dict[str, Known] = {
     **dict.fromkeys(
         ("lu_pivots_to_permutation", "tridiagonal_solve"), Known(ways=along_batches.matrices(1))
     ),
-    "fft": Known(ways=along_batches.fft),
+    "fft": Known(is_priced=True, flops=_transform_flops, ways=along_batches.fft),
     "scan": Known(has_several=True, ways=along_loops.steps(lambda step: ways(step))),
     # Parts, rows, updates.
     "concatenate": Known(is_priced=True, ways=along.concatenate),

@@ -13,10 +13,11 @@ the order; its convex choice of how much, by simulation).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Sequence
+import heapq
+from collections.abc import Callable, Container, Generator, Sequence
 from typing import Any, TypeVar
 
-from jaxoffload.capture import operations
+from jaxoffload.capture import checkpoints, operations
 from jaxoffload.capture.build import Ordered
 from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.loops import Loop
@@ -24,10 +25,6 @@ from jaxoffload.capture.order import live_equations
 
 MOST_OPERATIONS = 24
 """Operations that are repeated for the sake of one value, at most."""
-
-
-_CHECKPOINT = 0.25
-"""Of what a scan stacks, the size up to which its carries are kept for making that again."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -67,13 +64,13 @@ def _is_priced(equation: Equation) -> bool:
     return operations.of(equation).is_priced
 
 
-def _checkpoints(equation: Equation) -> tuple[Value, ...]:
+def _carried(equation: Equation) -> tuple[Value, ...]:
     """The carries of a chunk of a scan which the next chunk could be run again from."""
     loop = equation.operation
     if not isinstance(loop, Loop):
         return ()
     carried, stacked = equation.outputs[: loop.num_carry], equation.outputs[loop.num_carry :]
-    worth = _CHECKPOINT * sum(v.num_bytes() for v in stacked)
+    worth = checkpoints.SHARE * sum(v.num_bytes() for v in stacked)
     return carried if sum(v.num_bytes() for v in carried) <= worth else ()
 
 
@@ -101,7 +98,7 @@ class Recomputer:
             for v in read:
                 self.uses.setdefault(v, []).append(i)
         self.far = self._find_far()
-        self.checkpoints = {v for e in self.equations for v in _checkpoints(e)}
+        self.checkpoints = {v for e in self.equations for v in _carried(e)}
 
     def gap(self, before: int, after: int) -> float:
         """Bytes read and written between two positions."""
@@ -132,14 +129,55 @@ class Recomputer:
     @functools.cached_property
     def _known(self) -> list[_Reuse]:
         """The values that can be made again, those that save most for their cost first."""
-        known = []
         for reuse in self.far.values():
             reuse.repeated = self._repeated(reuse)
-            if reuse.repeated:
-                spent = sum(self.seconds(self.equations[i]) for i in reuse.repeated)
-                reuse.worth = self._made_with(reuse.value) / max(spent, 1e-12)
-                known.append(reuse)
+        unknown = [reuse for reuse in self.far.values() if not reuse.repeated]
+
+        def read_again(number: int, there: set[Value]) -> set[Value]:
+            return {v for i in self._repeated(unknown[number], there) for v in self.reads[i]}
+
+        values, sources = [reuse.value for reuse in unknown], map(self._sources, unknown)
+        self.checkpoints |= checkpoints.chosen(values, [*sources], read_again)
+        for reuse in unknown:
+            reuse.repeated = self._repeated(reuse)
+        known = [reuse for reuse in self.far.values() if reuse.repeated]
+        for reuse in known:
+            spent = sum(self.seconds(self.equations[i]) for i in reuse.repeated)
+            spent *= self._times(reuse)
+            reuse.worth = self._made_with(reuse.value) / max(spent, 1e-12)
         return sorted(known, key=lambda reuse: (-reuse.worth, reuse.position))
+
+    def _sources(self, reuse: _Reuse) -> dict[Value, None]:
+        """What a value is made from that would not be there, the latest first, by so many
+        operations as may be repeated."""
+        sources: dict[Value, None] = {}
+        latest = [-self.producer[reuse.value]]
+        reached = set(latest)
+        for _ in range(MOST_OPERATIONS):
+            if not latest:
+                break
+            i = -heapq.heappop(latest)
+            if not _is_priced(self.equations[i]):
+                continue
+            for v in self.reads[i]:
+                if v in self.producer and not self._is_there(v, reuse.position):
+                    sources[v] = None
+                    if -self.producer[v] not in reached:
+                        reached.add(-self.producer[v])
+                        heapq.heappush(latest, -self.producer[v])
+        return sources
+
+    def _times(self, reuse: _Reuse) -> int:
+        """How often a value would be made again."""
+        count, last = 0, -1
+        for reader in self.uses[reuse.value]:
+            if reader >= reuse.position and (last < 0 or self._is_far(last, reader)):
+                count, last = count + 1, reader
+        return count
+
+    def _is_far(self, before: int, after: int) -> bool:
+        """Whether what is made at a position has not stayed until another."""
+        return self.traffic[after] - self.traffic[before] > self.reuse_distance
 
     def _choose(self, share: float) -> list[_Reuse]:
         """The values to make again, by the place where they are needed."""
@@ -182,8 +220,9 @@ class Recomputer:
                 taken.setdefault(reuse.value, reuse)
             chains[reuse.value] = chain
 
-    def _repeated(self, reuse: _Reuse) -> tuple[int, ...]:
-        """Operations that make a value from what is there; empty where they are too many."""
+    def _repeated(self, reuse: _Reuse, there: Container[Value] = ()) -> tuple[int, ...]:
+        """Operations that make a value from what is there, with more that is there; empty where
+        they are too many."""
         found: dict[int, None] = {}
         stack = [self.producer[reuse.value]]
         while stack:
@@ -194,7 +233,7 @@ class Recomputer:
             if len(found) > MOST_OPERATIONS or not _is_priced(self.equations[i]):
                 return ()
             for v in self.reads[i]:
-                if v in self.producer and not self._is_there(v, reuse.position):
+                if v in self.producer and v not in there and not self._is_there(v, reuse.position):
                     stack.append(self.producer[v])
         return tuple(found)
 
@@ -263,7 +302,7 @@ class _Rewriter:
         """The outputs of equation i made again before a position."""
         source = self.source
         for where, made in self.copies.get(i, ()):
-            if 0 <= source.traffic[position] - source.traffic[where] <= source.reuse_distance:
+            if position >= where and not source._is_far(where, position):
                 return made
         equation = source.equations[i]
         self.depth += 1

@@ -43,9 +43,10 @@ _SHARED_BYTES = 2048
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Stack:
-    """An array that is kept in pieces along an axis, the leading one as a rule."""
+    """An array that is kept in pieces along an axis, the leading one as a rule; a piece may be kept
+    so itself, of scans within scans."""
 
-    pieces: list[Operand]
+    pieces: list["Operand | Stack"]
     rows: Rows
 
 
@@ -153,7 +154,7 @@ class _Unroller:
     def pieces_of(self, operand: Operand | Stack, rows: Rows, eqn: Any) -> list[Operand]:
         """The pieces of an array: parts of an argument, or computed."""
         if isinstance(operand, Stack) and operand.rows == rows:
-            return operand.pieces
+            return [self.join(piece, eqn) for piece in operand.pieces]
         operand = self.join(operand, eqn)
         if is_literal(operand):
             raise AssertionError("a literal is a scalar")
@@ -193,26 +194,27 @@ class _Unroller:
             return operand
         found = self._joined.get(operand)
         if found is None:
-            rows, head = operand.rows, operand.pieces[0].aval
+            pieces = tuple(self.join(piece, eqn) for piece in operand.pieces)
+            rows, head = operand.rows, pieces[0].aval
             dim, shape = rows.dim, head.shape
             rest = shape if rows.are_slices else (*shape[:dim], *shape[dim + 1 :])
             aval = compat.ShapedArray((*rest[:dim], rows.length, *rest[dim:]), head.dtype)
             operation = slicing.stack_operation(eqn, rows.are_slices, dim)
-            found = self.emit(operation, tuple(operand.pieces), aval)
+            found = self.emit(operation, pieces, aval)
             self._joined[operand] = found
         return found
 
     def result_parts(self, operand: Operand | Stack) -> list[tuple[Operand, int]]:
         """The parts of a result and their first bytes in it."""
-        if isinstance(operand, Stack) and (rows := operand.rows).dim:
-            made = {v: e for e in self.equations for v in e.outputs}[operand.pieces[0]]
-            firsts, eqn = self._first_rows(rows), made.operation.eqn
-            operand = joining.put_together(operand.pieces, firsts, rows, eqn, self.emit)
         if not isinstance(operand, Stack):
             return [(operand, 0)]
-        sizes = [Value(piece.aval).num_bytes() for piece in operand.pieces]
-        starts = (sizes[0] * number for number in range(len(sizes)))
-        return list(zip(operand.pieces, starts, strict=True))
+        pieces = [self.join(piece, None) for piece in operand.pieces]
+        if (rows := operand.rows).dim:
+            made = {v: e for e in self.equations for v in e.outputs}[pieces[0]]
+            firsts, eqn = self._first_rows(rows), made.operation.eqn
+            return [(joining.put_together(pieces, firsts, rows, eqn, self.emit), 0)]
+        starts = (Value(pieces[0].aval).num_bytes() * number for number in range(len(pieces)))
+        return list(zip(pieces, starts, strict=True))
 
     # Writing -----------------------------------------------------------------------------------
 
@@ -333,8 +335,11 @@ class _Unroller:
         body, level = loop.body, self._levels.step(loop)
         consts = operands[:num_consts]
         carry: list[Any] = operands[num_consts : num_consts + num_carry]
-        xs = [self.pieces_of(x, rows, eqn) for x in operands[num_consts + num_carry :]]
-        ys: list[list[Operand]] = [[None] * rows.length for _ in body.outputs[num_carry:]]
+        xs = [
+            x.pieces if isinstance(x, Stack) and x.rows == rows else self.pieces_of(x, rows, eqn)
+            for x in operands[num_consts + num_carry :]
+        ]
+        ys: list[list[Any]] = [[None] * rows.length for _ in body.outputs[num_carry:]]
         parent = self._segment
         for i in _in_order(rows.length, loop):
             self.parents.append(parent)
@@ -345,7 +350,8 @@ class _Unroller:
             outs = [self.look_up(environment, x) for x in body.outputs]
             carry = outs[:num_carry]
             for column, out in zip(ys, outs[num_carry:], strict=True):
-                column[i] = self.join(out, eqn)
+                self.join(out, eqn)  # here, where it is wanted whole
+                column[i] = out
         return [*carry, *(Stack(column, rows) for column in ys)]
 
     def _chunks(self, equation: Equation, operands: list[Any], rows: Rows) -> list[Operand | Stack]:

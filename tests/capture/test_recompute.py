@@ -239,3 +239,61 @@ def test_what_a_repeated_operation_reads_is_made_again_too_where_it_is_out_of_re
     assert {e.operation.name for e in again if e.recomputed} == {"sin", "exp"}
     near = recompute(ordered, 1000 * size, 1.0, seconds).equations
     assert not any(e.recomputed for e in near)
+
+
+def chain_scores(scores, table):
+    """Sums over all ways through a table (a conditional random field's): a step makes 64 times
+    what it carries, and reads it again in the backward pass."""
+    sums = scores[0]
+    for here in scores[1:]:
+        sums = jax.nn.logsumexp(sums[:, :, None] + table[None], axis=1) + here
+    return jax.nn.logsumexp(sums, axis=1).sum()
+
+
+def spectral(x, rate):
+    """Steps in frequencies, of which running sums and the largest are taken: what each carries is
+    as large as any one thing that it makes."""
+    for _ in range(12):
+        waves = jnp.fft.rfft2(x)
+        x = x + rate * jnp.fft.irfft2(1j * waves) * jnp.fft.irfft2(waves / 2)
+        top = jnp.take_along_axis(x, jnp.argmax(x, 1, keepdims=True), 1)
+        x = jnp.sin(x) * jnp.cos(x) * jnp.exp(-jnp.cumsum(x * x, 1) / 64) - top / 64
+    return jnp.sum(x**2)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "least", "names"),
+    [
+        (chain_scores, (normal(24, 16, 64), normal(64, 64)), 0.3, {"exp", "sub"}),
+        (spectral, (normal(64, 64), jnp.float32(0.1)), 0.7, {"fft", "cumsum"}),
+    ],
+)
+def test_steps_of_a_loop_are_made_again_from_what_it_carries(function, args, least, names):
+    _, ordered = ordered_program(jax.grad(function), args)
+    leaves = [*args, *ordered.program.arguments[len(args) :]]
+    assert len(leaves) == len(args)
+    reach = 24 * max(v.num_bytes() for e in ordered.equations for v in e.outputs)
+    again = recompute(ordered, reach, 1.0, seconds)
+    assert peak_of(again, 2) < least * peak_of(ordered, 2)
+    assert {e.operation.name for e in again.equations if e.recomputed} >= names
+    for parts, others in zip(interpret(ordered, leaves), interpret(again, leaves), strict=True):
+        for a, b in zip(parts, others, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_what_would_be_made_again_and_again_is_kept_first():
+    """A table that all layers read is made anew for each; a value that one reads, once."""
+
+    def function(x, weights):
+        table, once = jnp.sin(x), jnp.cos(x)
+        y = x + once
+        for w in weights:
+            y = jnp.tanh(y @ w) * table
+        return jnp.sum(y * once)
+
+    args = (normal(16, 16), [normal(16, 16) for _ in range(8)])
+    _, ordered = ordered_program(function, args)
+    again = [e for e in recompute(ordered, 3 * 1024, 0.1, seconds).equations if e.recomputed]
+    assert [e.operation.name for e in again] == ["cos"]
+    all_of_them = recompute(ordered, 3 * 1024, 1.0, seconds).equations
+    assert sum(e.recomputed for e in all_of_them if e.operation.name == "sin") > 3

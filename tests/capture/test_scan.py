@@ -312,6 +312,35 @@ def test_a_nested_scan_stays_a_loop_where_its_layer_is_a_vertex():
     assert scans_in(captured) == [16] * 3
 
 
+def attention_by_blocks(q, k, v):
+    """Of each block of queries a scan over blocks of keys, its largest score carried along."""
+
+    def of_queries(q):
+        def step(carry, block):
+            total, largest, weight = carry
+            scores = q @ block[0].T
+            now = jnp.maximum(largest, scores.max(1))
+            each, before = jnp.exp(scores - now[:, None]), jnp.exp(largest - now)
+            total = total * before[:, None] + each @ block[1]
+            return (total, now, weight * before + each.sum(1)), None
+
+        start = jnp.zeros_like(q), jnp.full(len(q), -jnp.inf), jnp.zeros(len(q))
+        (total, _, weight), _ = lax.scan(step, start, (k, v))
+        return total / weight[:, None]
+
+    return jnp.sum(lax.map(of_queries, q) ** 2)
+
+
+def test_what_scans_within_scans_stack_is_read_piece_by_piece():
+    """Slices of slices: no array of all that an inner scan stacks is put together for them."""
+    args = [jnp.asarray(rows(4, 256, 64)) for _ in range(3)]
+    gradient = jax.grad(attention_by_blocks, (0, 1, 2))
+    captured = assert_same(gradient, tuple(args), 100_000, rtol=1e-4)
+    assert not scans_in(captured)
+    names = [s.operation.name for k in captured.kernels for s in k.steps]
+    assert names.count("stack") == 0
+
+
 def test_scans_that_meet_agree_on_their_pieces():
     def function(x, y):  # the second has much larger rows
         first = lax.scan(lambda c, r: (c + r, c * r), x[0], x)[1]

@@ -16,6 +16,8 @@ from jaxoffload.graphs.memgraph import Space
 from jaxoffload.plan.alloc.limits import buffer_place, new_result_bytes
 from jaxoffload.runtime import allocator, backends
 from jaxoffload.search.whole import WholePlan
+from tests.capture.test_scan import attention_by_blocks
+from tests.foreign import judge
 from tests.transform.strategies import arguments, programs
 from tests.transform.test_equal import assert_close
 
@@ -103,6 +105,44 @@ def test_what_the_allocator_would_keep_is_given_back_where_there_is_no_room(monk
     assert is_given_back(total + 1000) and not is_given_back(total + 3 * MIB)
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")  # then all threads share it
     assert allocator.kept_bytes(MIB, 64 * MIB) == 0 and not is_given_back(total + 2000)
+
+
+def vorticity(x, rate):
+    """Steps in frequencies (Navier and Stokes in two dimensions)."""
+
+    def step(x, _):
+        waves = jnp.fft.rfft2(x)
+        along = jnp.fft.irfft2(1j * waves) * jnp.fft.irfft2(waves / 2)
+        return x + rate * along * jnp.fft.irfft2(waves * waves / 64), jnp.mean(x * x)
+
+    return lax.scan(step, x, None, length=16)[1].sum()
+
+
+def of_heads(q, k, v):
+    return jax.vmap(attention_by_blocks)(q, k, v).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "share"),
+    [
+        (vorticity, [(256, 256), ()], 1 / 2),
+        (of_heads, [(8, 6, 256, 64)] * 3, 1 / 5),
+    ],
+)
+def test_scans_keep_what_they_carry_and_make_the_rest_again(function, shapes, share):
+    """Where `jax.checkpoint` of a step would be written."""
+    rng = np.random.default_rng(0)
+    args = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    gradient = jax.grad(function, tuple(range(len(args))))
+    taken = jax.jit(gradient).lower(*args).compile().memory_analysis()
+    memory = taken.output_size_in_bytes + int(share * taken.temp_size_in_bytes)
+    step = jo.offload(gradient, memory=memory, check=True)
+    plan = step.plan(*args)
+    assert plan.carried.total <= memory
+    exact = judge.in_float64(gradient, args)
+    results = zip(step(*args), jax.jit(gradient)(*args), exact, strict=True)
+    for got, want, e in results:
+        assert not judge.disagreement(np.asarray(want), np.asarray(got), e, ulps=4)
 
 
 @pytest.mark.drawn(2)
