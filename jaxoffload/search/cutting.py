@@ -127,11 +127,15 @@ class Cutting:
         """See `_best_cut`; where none can work, nothing is simulated."""
         # Any cut needs room for the largest operand or result that cannot be split. The coarse cut
         # is looked at first: it has all of them, and is soon made.
-        is_hopeless = all(least_whole(self.graph(cut)) > budget for cut in (WHOLE, FINEST))
-        if is_hopeless:
-            return None
-        with self._program.compiling():  # beside the search
-            return self._best_cut(budget)
+        may_update_on_host = self._host_compute == "auto" and self._may_update_on_host
+        for on_host in (False, True) if may_update_on_host else (False,):
+            coarse = [dataclasses.replace(cut, updates_on_host=on_host) for cut in (WHOLE, FINEST)]
+            if all(least_whole(self.graph(cut)) > budget for cut in coarse):
+                continue
+            with self._program.compiling():  # beside the search
+                if found := self._best_cut(budget, "always" if on_host else None):
+                    return found
+        return None
 
     def _whole(self) -> CompiledCut:
         """The program as it is cut if memory does not matter."""
@@ -260,8 +264,11 @@ class Cutting:
         on_host = self._host_compute == "always"
         return self._program.compiled(Cut(size, piece_bytes=size, updates_on_host=on_host))
 
-    def _best_cut(self, budget: int) -> CompiledCut | None:
+    def _best_cut(self, budget: int, host_compute: str | None = None) -> CompiledCut | None:
         """The best cut that works within a budget, None if none is found.
+
+        Args:
+          host_compute: as the option; None: as the request has it.
 
         Cuts are simulated before they are compiled, by estimated workspace. Where compiled kernels
         take more than was estimated, and that matters, or where no cut works, all are simulated
@@ -273,7 +280,8 @@ class Cutting:
         ways = (self._program.estimated, self.graph) if is_counted else (self.graph,)
         for graphs in ways:
             number = 0
-            before, self._ranked = self._ranked, self._ranking(budget - workspace, graphs)
+            before = self._ranked
+            self._ranked = self._ranking(budget - workspace, graphs, host_compute)
             for cut, expected in self._ranked.by_time(before if best else None):
                 if best is not None and (expected is None or least <= SAME * expected):
                     break

@@ -212,8 +212,7 @@ def test_what_jax_runs_whole_is_not_compiled_as_the_only_vertex():
     assert compiled == [3, 2]
 
 
-def test_the_least_is_looked_for_with_updates_on_the_hosts_cores():
-    """Adam's moments of a table, and what is made of them, are then never on the device."""
+def _step_of_a_table():
     adam = optax.adam(1e-3)
 
     def step(table, state, ids):
@@ -222,7 +221,13 @@ def test_the_least_is_looked_for_with_updates_on_the_hosts_cores():
         return optax.apply_updates(table, updates), state
 
     table = np.random.default_rng(0).standard_normal((2048, 64)).astype(np.float32)
-    args = table, adam.init(table), np.arange(128, dtype=np.int32)
+    return step, (table, adam.init(table), np.arange(128, dtype=np.int32))
+
+
+def test_the_least_is_looked_for_with_updates_on_the_hosts_cores():
+    """Adam's moments of a table, and what is made of them, are then never on the device."""
+    step, args = _step_of_a_table()
+    table = args[0]
     with pytest.raises(jo.PlanError) as refused:
         jo.offload(step, device_memory=1).plan(*args)
     least = refused.value.min_device_memory
@@ -233,3 +238,18 @@ def test_the_least_is_looked_for_with_updates_on_the_hosts_cores():
         np.testing.assert_allclose(got, expected, rtol=2e-6, atol=1e-7)
     with pytest.raises(jo.PlanError):
         jo.offload(step, device_memory=least - 256).plan(*args)
+
+
+def test_where_updates_are_on_the_hosts_cores_the_least_is_not_looked_for(monkeypatch):
+    """Cuts are chosen by their simulated time there as well, not by what they need."""
+
+    def least(*args):
+        raise AssertionError("the least was looked for")
+
+    step, args = _step_of_a_table()
+    monkeypatch.setattr(Planner, "_least_within", least)
+    offloaded = jo.offload(step, device_memory=int(1.6 * args[0].nbytes), check=True)
+    assert offloaded.plan(*args).on_host == 1
+    want = jax.jit(step)(*args)
+    for got, expected in zip(*map(jax.tree.leaves, (offloaded(*args), want)), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=2e-6, atol=1e-7)

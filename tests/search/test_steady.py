@@ -50,7 +50,7 @@ def test_updates_are_on_the_device_where_their_state_stays_there():
     ways = {way: planned(way, *staying) for way in ("auto", "never", "always")}
     seconds = {way: plan.timeline.seconds for way, plan in ways.items()}
     assert ways["always"].on_host and not ways["auto"].on_host
-    assert seconds["auto"] == seconds["never"] < 0.97 * seconds["always"]
+    assert seconds["auto"] == seconds["never"] < 0.975 * seconds["always"]
     # Where nothing stays, every call is like the first.
     assert planned("auto", *args).on_host
 
