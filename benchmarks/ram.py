@@ -27,9 +27,11 @@ _STEPS = {
     "unrolled_step": steps.transformer,
     "residual_step": steps.residual_convolutions,
     "normalized_step": steps.batch_normalized,
+    "attention_step": steps.attention_by_blocks,
+    "field_step": steps.conditional_field,
 }
-"""A transformer without a scan, and residual networks: (params, state, batch) to (params, state,
-loss)."""
+"""A transformer without a scan, residual networks, and scans of which a step makes much for the
+gradient: (params, state, batch) to (params, state, loss)."""
 NAMES = ("lora_step", "train_step", *_STEPS)
 RUNS = 4
 MIB = 2**20

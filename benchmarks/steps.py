@@ -472,6 +472,58 @@ def low_rank_adapters(share: float) -> Step:
     return _trained(loss, adapters, data, optax.adamw(1e-3))
 
 
+def attention_by_blocks(share: float) -> Step:
+    """One layer of 8 heads, 2 x 2048 tokens: a scan over blocks of keys for each block of queries,
+    without a checkpoint of what they make for the gradient, Adam."""
+    random, width, heads, length, block = _Random(), 512, 8, max(512, int(2048 * share)), 256
+
+    def of_queries(q: Any, keys: Any) -> Any:
+        def step(carry: Any, pair: Any) -> Any:
+            total, top, weight = carry
+            scores = jnp.einsum("bqhc,bkhc->bhqk", q, pair[0]) * (width // heads) ** -0.5
+            now = jnp.maximum(top, scores.max(-1))
+            each, before = jnp.exp(scores - now[..., None]), jnp.exp(top - now)
+            total = total * before[..., None] + jnp.einsum("bhqk,bkhc->bhqc", each, pair[1])
+            return (total, now, weight * before + each.sum(-1)), None
+
+        shape = (q.shape[0], heads, block)
+        start = jnp.zeros((*shape, width // heads)), jnp.full(shape, -1e30), jnp.zeros(shape)
+        (total, _, weight), _ = lax.scan(step, start, keys)
+        return total / weight[..., None]
+
+    def loss(params: Any, x: Any) -> Any:
+        parts = jnp.split(
+            (x @ params["qkv"]).reshape(2, -1, block, heads, 3 * width // heads), 3, -1
+        )
+        q, k, v = (part.swapaxes(0, 1) for part in parts)
+        found = lax.map(lambda q: of_queries(q, (k, v)), q).transpose(1, 0, 3, 2, 4)
+        return jnp.square(found.reshape(x.shape) @ params["out"] - x).mean()
+
+    params = {"qkv": random(width, 3 * width), "out": random(width, width)}
+    return _trained(loss, params, (random(2, length, width),), optax.adam(1e-3))
+
+
+def conditional_field(share: float) -> Step:
+    """All ways through 64 labels over 127 steps of a scan, each of which makes 64 times what it
+    carries, batch 64, Adam."""
+    random, labels, batch = _Random(), 64, max(4, int(64 * share))
+
+    def loss(params: Any, x: Any, way: Any) -> Any:
+        scores = x @ params["scores"]
+
+        def step(sums: Any, here: Any) -> Any:
+            return jax.nn.logsumexp(sums[:, :, None] + params["next"], axis=1) + here, None
+
+        sums, _ = lax.scan(step, scores[:, 0], scores[:, 1:].swapaxes(0, 1))
+        taken = jnp.take_along_axis(scores, way[..., None], -1)[..., 0].sum(1)
+        taken = taken + params["next"][way[:, :-1], way[:, 1:]].sum(1)
+        return (jax.nn.logsumexp(sums, axis=1) - taken).mean()
+
+    params = {"scores": random(512, labels), "next": random(labels, labels)}
+    data = random(batch, 128, 512), random.whole(labels, batch, 128)
+    return _trained(loss, params, data, optax.adam(1e-3))
+
+
 STEPS: dict[str, Callable[[float], Step]] = {
     "residual convolutions": residual_convolutions,
     "mixture of experts": mixture_of_experts,
