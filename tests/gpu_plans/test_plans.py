@@ -102,6 +102,15 @@ def test_the_peak_of_a_plan_is_what_the_modules_buffer_assignments_sum_to(kept, 
 
 
 @needs_plugin
+@pytest.mark.parametrize("name", ["cumsum", "cumprod", "cummax", "cumlogsumexp"])
+def test_running_sums_are_compiled(kept, name):
+    """From jax 0.12 on they are loops of a dialect that StableHLO cannot hold."""
+    running = jo.offload(getattr(jax.lax, name), device_memory=1 << 40)
+    (kernel,) = running.predict(np.ones((8, 9), np.float32), machine="H200").kernels
+    assert kernel.outputs == kernel.in_place == 1
+
+
+@needs_plugin
 def test_nothing_is_compiled_for_a_second_planning(kept, monkeypatch):
     first = offloaded().predict(*SHAPES, machine="H200")
     jo.clear_caches()
