@@ -11,6 +11,7 @@ from tests.gpu_plans.test_plans import needs_plugin
 
 @needs_plugin
 @pytest.mark.plain_runs
+@pytest.mark.timeout(900)  # some 600 kernels are compiled
 def test_the_table_is_drawn_and_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAXOFFLOAD_CACHE", str(tmp_path / "kept"))
     monkeypatch.delenv("JAXOFFLOAD_GPU_PLANS")
