@@ -152,9 +152,13 @@ class _Unroller:
         return self._constant(operand) if isinstance(operand, Constant) else operand
 
     def pieces_of(self, operand: Operand | Stack, rows: Rows, eqn: Any) -> list[Operand]:
-        """The pieces of an array: parts of an argument, or computed."""
+        """The pieces of an array, each of them whole."""
+        return [self.join(piece, eqn) for piece in self._kept_pieces_of(operand, rows, eqn)]
+
+    def _kept_pieces_of(self, operand: Operand | Stack, rows: Rows, eqn: Any) -> list[Any]:
+        """The pieces of an array: parts of an argument, or computed; as they are kept."""
         if isinstance(operand, Stack) and operand.rows == rows:
-            return [self.join(piece, eqn) for piece in operand.pieces]
+            return operand.pieces
         operand = self.join(operand, eqn)
         if is_literal(operand):
             raise AssertionError("a literal is a scalar")
@@ -335,10 +339,7 @@ class _Unroller:
         body, level = loop.body, self._levels.step(loop)
         consts = operands[:num_consts]
         carry: list[Any] = operands[num_consts : num_consts + num_carry]
-        xs = [
-            x.pieces if isinstance(x, Stack) and x.rows == rows else self.pieces_of(x, rows, eqn)
-            for x in operands[num_consts + num_carry :]
-        ]
+        xs = [self._kept_pieces_of(x, rows, eqn) for x in operands[num_consts + num_carry :]]
         ys: list[list[Any]] = [[None] * rows.length for _ in body.outputs[num_carry:]]
         parent = self._segment
         for i in _in_order(rows.length, loop):

@@ -125,17 +125,20 @@ class Cutting:
 
     def _best_cut_if_any(self, budget: int) -> CompiledCut | None:
         """See `_best_cut`; where none can work, nothing is simulated."""
+        found = self._best_cut_if_hopeful(budget)
+        if found is None and self._host_compute == "auto" and self._may_update_on_host:
+            found = self._best_cut_if_hopeful(budget, on_host=True)
+        return found
+
+    def _best_cut_if_hopeful(self, budget: int, on_host: bool = False) -> CompiledCut | None:
+        """The same with all updates on the host's cores, or as the request has it."""
         # Any cut needs room for the largest operand or result that cannot be split. The coarse cut
         # is looked at first: it has all of them, and is soon made.
-        may_update_on_host = self._host_compute == "auto" and self._may_update_on_host
-        for on_host in (False, True) if may_update_on_host else (False,):
-            coarse = [dataclasses.replace(cut, updates_on_host=on_host) for cut in (WHOLE, FINEST)]
-            if all(least_whole(self.graph(cut)) > budget for cut in coarse):
-                continue
-            with self._program.compiling():  # beside the search
-                if found := self._best_cut(budget, "always" if on_host else None):
-                    return found
-        return None
+        coarse = (dataclasses.replace(cut, updates_on_host=on_host) for cut in (WHOLE, FINEST))
+        if all(least_whole(self.graph(cut)) > budget for cut in coarse):
+            return None
+        with self._program.compiling():  # beside the search
+            return self._best_cut(budget, "always" if on_host else None)
 
     def _whole(self) -> CompiledCut:
         """The program as it is cut if memory does not matter."""
@@ -267,12 +270,12 @@ class Cutting:
     def _best_cut(self, budget: int, host_compute: str | None = None) -> CompiledCut | None:
         """The best cut that works within a budget, None if none is found.
 
-        Args:
-          host_compute: as the option; None: as the request has it.
-
         Cuts are simulated before they are compiled, by estimated workspace. Where compiled kernels
         take more than was estimated, and that matters, or where no cut works, all are simulated
         once more with so much less memory.
+
+        Args:
+          host_compute: as the option; None: as the request has it.
         """
         best, least, assumed, workspace = None, float("inf"), 0, 0
         # Of plans that count no workspace none is estimated either.

@@ -36,7 +36,7 @@ def test_updates_are_on_the_device_where_their_state_stays_there():
     args = params, optimizer.init(params), np.ones((ROWS, WIDTH), np.float32)
     step = training_step(optimizer)
     whole = jo.offload(step, device_memory=None, cut="always", donate_argnums=(0, 1)).plan(*args)
-    link = Link(1e8)
+    link = Link(8e7)
     slow = dataclasses.replace(backends.current().machine, to_device=link, from_device=link)
 
     def planned(host_compute, *args):
@@ -50,7 +50,7 @@ def test_updates_are_on_the_device_where_their_state_stays_there():
     ways = {way: planned(way, *staying) for way in ("auto", "never", "always")}
     seconds = {way: plan.timeline.seconds for way, plan in ways.items()}
     assert ways["always"].on_host and not ways["auto"].on_host
-    assert seconds["auto"] == seconds["never"] < 0.975 * seconds["always"]
+    assert seconds["auto"] == seconds["never"] < 0.97 * seconds["always"]
     # Where nothing stays, every call is like the first.
     assert planned("auto", *args).on_host
 
