@@ -89,7 +89,8 @@ def reshape(equation: Equation) -> Iterator[Way]:
     shape, origin = _shape(equation.outputs[0]), _shape(equation.inputs[0])
     for d in _dims(equation.outputs[0]):
         for k in _dims(equation.inputs[0]):
-            if math.prod(shape[:d]) == math.prod(origin[:k]):
+            can_be_cut = (shape[d] > 1) == (origin[k] > 1)
+            if can_be_cut and math.prod(shape[:d]) == math.prod(origin[:k]):
 
                 def changes(size: int | None, d: int = d, k: int = k) -> Changes | None:
                     if size is None and shape[d] != origin[k]:

@@ -261,12 +261,47 @@ def test_work_makes_a_layer_too():
     assert len(program.parents) == 1 + 5
 
 
+def motion(x):
+    """Steps of hundreds of small operations, as a robot's joints take; gradients need all."""
+
+    def step(x, _):
+        for _ in range(180):
+            x = jnp.sin(x) + x * 0.5
+        return x, x.mean()
+
+    return jnp.sum(lax.scan(step, x, None, length=4)[1])
+
+
+@pytest.mark.parametrize("budget, lengths", [(ALL, {4}), (5 * 2**19, {2})])
+def test_steps_of_small_operations_stay_in_a_loop_where_that_has_room(budget, lengths):
+    """What each hands to the gradient is as much as a layer's, 1.1 MiB, but in arrays of 6 KiB:
+    a vertex of them would have less to do than it costs."""
+    captured = assert_same(jax.grad(motion), (rows(48, 32),), budget, rtol=1e-5)
+    assert set(scans_in(captured)) == lengths
+
+
+def test_they_are_steps_of_their_own_where_the_least_memory_is_wanted():
+    program = unroll(jax.make_jaxpr(jax.grad(motion))(rows(48, 32)), 0, rates=SMALL_SERVER)
+    assert len(program.parents) == 1 + 4 + 4 and not program.has_loops
+
+
 def newton(a):
     return lax.fori_loop(0, 9, lambda _, x: (x + a / x) / 2, jnp.ones_like(a))
 
 
 def by_layers(x, w):
     return lax.fori_loop(0, 5, lambda i, h: jnp.tanh(h @ w[i]), x)
+
+
+def at_length(a):
+    """More operations than each tile's part of them would be worth."""
+
+    def step(_, x):
+        for _ in range(400):
+            x = (x + a / x) / 2
+        return x
+
+    return lax.fori_loop(0, 5, step, jnp.ones_like(a))
 
 
 def attending(x):
@@ -281,9 +316,9 @@ def attending(x):
 
 @pytest.mark.parametrize(
     "function, shapes, steps",
-    [(newton, [(256, 512)], 0), (attending, [(2, 512, 16)], 5),
+    [(newton, [(256, 512)], 0), (at_length, [(256, 512)], 5), (attending, [(2, 512, 16)], 5),
      (by_layers, [(16, 64), (5, 64, 64)], 5), (by_layers, [(1024, 64), (5, 64, 64)], 0)],
-    ids=["elements", "large within", "large layers", "small layers"],
+    ids=["elements", "many operations", "large within", "large layers", "small layers"],
 )  # fmt: skip
 def test_steps_that_map_over_an_array_stay_together(function, shapes, steps):
     """They are split along it; not where each reads a layer of its own out of a larger stack."""

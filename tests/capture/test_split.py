@@ -243,6 +243,17 @@ def places(x):
     return lax.fori_loop(0, 3, lambda _, y: jnp.sin(y + at()), x)
 
 
+def repeated(x):
+    """What is repeated along a dimension passes through a new one before all others."""
+    return lax.fori_loop(0, 3, lambda _, y: jnp.tile(jnp.sin(y), (1, 1, 2))[..., ::2], x)
+
+
+def test_steps_may_repeat_what_is_in_a_row():
+    _, ordered = equations_of(repeated, X)
+    (loop,) = (e for e in ordered.equations if e.operation.name == "scan")
+    assert tilings(loop, 2)
+
+
 def flattened(x):
     return lax.fori_loop(0, 3, lambda _, y: jnp.sin(y.reshape(-1)).reshape(y.shape), x)
 
