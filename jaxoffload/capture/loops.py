@@ -43,9 +43,10 @@ LARGE_CHUNK = 4 * 2**20
 """Bytes of rows in a chunk for which, where the least memory is wanted, there are more of them."""
 SMALL_STEP = 2**16
 """Where no operation of a step has so many bytes, less than a chunk of two is hardly less."""
-_OF_A_VERTEX, _VERTEX_SECONDS = 16, 40e-6
-"""Operations that a vertex has about, and what one takes in which XLA does next to nothing: a step
-of a robot's motion, 4,700 operations of 20 KiB and less, took 15 ms in vertices, in a loop 2.5."""
+_OF_A_VERTEX, _FEW_VERTICES, _VERTEX_SECONDS = 16, 20, 400e-6
+"""Operations that a vertex has about; how many vertices a step may be whatever they do; and from
+which estimated time on more are better than a loop. Steps of robots' motion, 4,700 operations: 64
+robots took 15 ms in vertices (17 us each by estimate), in a loop 2.5, 512 robots 34 and 12 ms."""
 _MOST_MAPPED = 1000
 """Operations of a step that is computed part by part: each part takes all of them, and XLA takes
 time for each, however small. Steps of 4,000 took 3.2 times jit's time in parts, 2.2 in vertices."""
@@ -74,7 +75,8 @@ class Body:
       size: operations, those of loops inside included once.
       seconds: a rough time on the machine that it is captured for.
       largest_bytes: operands and results of its largest operation.
-      is_worth_vertices: whether a vertex of its operations has more to do than it costs.
+      is_worth_vertices: whether vertices of its operations have more to do than they cost. A GPU
+        launches kernels one by one in loops as well.
       has_constants: whether it reads an array that is no input.
       has_effect: whether the host is called for what that does, in some step of it.
       whole_bytes: of constants that each part reads whole, where it maps over what it carries
@@ -111,7 +113,8 @@ class Body:
                 vertices += 1 / _OF_A_VERTEX
             self.seconds += cost.seconds(equation, rates)
             self.largest_bytes = max(self.largest_bytes, moved)
-        self.is_worth_vertices = self.seconds >= _VERTEX_SECONDS * vertices
+        have_work = vertices <= _FEW_VERTICES or self.seconds >= _VERTEX_SECONDS * vertices
+        self.is_worth_vertices = have_work or not rates.is_host
 
     def turned(self, num_consts: int, length: int) -> tuple[list[Equation], dict[Value, Value]]:
         """Its equations with products of turned constants, and what stands for their copies

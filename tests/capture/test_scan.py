@@ -1,5 +1,7 @@
 """Scans whole, in chunks and in steps compute what jit's scan does, by graphs of bounded size."""
 
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -11,7 +13,7 @@ from jax import lax
 import jaxoffload as jo
 from jaxoffload.capture import build
 from jaxoffload.capture.scan import unroll
-from jaxoffload.plan.cost.machines import SMALL_SERVER
+from jaxoffload.plan.cost.machines import H200, SMALL_SERVER
 from tests.helpers import capture, interpret_taskgraph
 
 ALL = float("inf")
@@ -261,11 +263,11 @@ def test_work_makes_a_layer_too():
     assert len(program.parents) == 1 + 5
 
 
-def motion(x):
+def motion(x, operations=180):
     """Steps of hundreds of small operations, as a robot's joints take; gradients need all."""
 
     def step(x, _):
-        for _ in range(180):
+        for _ in range(operations):
             x = jnp.sin(x) + x * 0.5
         return x, x.mean()
 
@@ -280,8 +282,15 @@ def test_steps_of_small_operations_stay_in_a_loop_where_that_has_room(budget, le
     assert set(scans_in(captured)) == lengths
 
 
-def test_they_are_steps_of_their_own_where_the_least_memory_is_wanted():
-    program = unroll(jax.make_jaxpr(jax.grad(motion))(rows(48, 32)), 0, rates=SMALL_SERVER)
+@pytest.mark.parametrize(
+    "operations, shape, budget, rates",
+    [(180, (48, 32), 0, SMALL_SERVER), (80, (64, 64), ALL, SMALL_SERVER),
+     (180, (48, 32), ALL, H200)],
+    ids=["where the least memory is wanted", "where they are few", "on a GPU"],
+)  # fmt: skip
+def test_they_are_steps_of_their_own(operations, shape, budget, rates):
+    function = functools.partial(motion, operations=operations)
+    program = unroll(jax.make_jaxpr(jax.grad(function))(rows(*shape)), budget, rates=rates)
     assert len(program.parents) == 1 + 4 + 4 and not program.has_loops
 
 
