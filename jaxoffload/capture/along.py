@@ -83,7 +83,7 @@ def broadcast(equation: Equation) -> Iterator[Way]:
 
 def reshape(equation: Equation) -> Iterator[Way]:
     """A dimension stays cut where what is before it is the same: then its parts are the same bytes
-    in every row."""
+    in every row. Of a new dimension of one row nothing can be cut."""
     if len(equation.inputs) != 1 or equation.operation.params.get("dimensions") is not None:
         return
     shape, origin = _shape(equation.outputs[0]), _shape(equation.inputs[0])

@@ -3,7 +3,8 @@
 A scan of L steps is one of three things, by the steps c in a piece:
 
 - *layers* (c = 1): every step is unrolled into vertices of its own. Worth it where a step has
-  large slices or much work, as the layers of a network have.
+  large slices or much work, as the layers of a network have; on a CPU not where these are of
+  hundreds of small operations, as of rigid bodies (`Body.is_worth_vertices`).
 - *chunks* (1 < c < L): each piece is itself a scan over c consecutive steps; carries are handed
   from one to the next. Chunks of a length share one executable, so their cost follows the
   program's text. What the scan reads and stacks exists in pieces of c rows, which the planner
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxoffload import _jax_compat as compat
-from jaxoffload.capture import cost, operations
+from jaxoffload.capture import cluster, cost, operations
 from jaxoffload.capture.along_loops import cuts
 from jaxoffload.capture.collectives import exchange_of
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value, is_literal
@@ -43,10 +44,10 @@ LARGE_CHUNK = 4 * 2**20
 """Bytes of rows in a chunk for which, where the least memory is wanted, there are more of them."""
 SMALL_STEP = 2**16
 """Where no operation of a step has so many bytes, less than a chunk of two is hardly less."""
-_OF_A_VERTEX, _FEW_VERTICES, _VERTEX_SECONDS = 16, 20, 400e-6
-"""Operations that a vertex has about; how many vertices a step may be whatever they do; and from
-which estimated time on more are better than a loop. Steps of robots' motion, 4,700 operations: 64
-robots took 15 ms in vertices (17 us each by estimate), in a loop 2.5, 512 robots 34 and 12 ms."""
+_FEW_VERTICES, _VERTEX_SECONDS = 20, 400e-6
+"""How many vertices a step may be whatever they do; and from which estimated time of each on more
+are better than a loop. Steps of robots' motion, 4,700 operations: 64 robots took 15 ms in vertices
+(17 us each by estimate), in a loop 2.5, 512 robots 34 and 12 ms."""
 _MOST_MAPPED = 1000
 """Operations of a step that is computed part by part: each part takes all of them, and XLA takes
 time for each, however small. Steps of 4,000 took 3.2 times jit's time in parts, 2.2 in vertices."""
@@ -110,7 +111,7 @@ class Body:
                 moved = max(moved, equation.operation.body.largest_bytes)
                 vertices += 1
             elif not operations.is_view(equation):
-                vertices += 1 / _OF_A_VERTEX
+                vertices += 1 / cluster.MAX_EQUATIONS
             self.seconds += cost.seconds(equation, rates)
             self.largest_bytes = max(self.largest_bytes, moved)
         have_work = vertices <= _FEW_VERTICES or self.seconds >= _VERTEX_SECONDS * vertices

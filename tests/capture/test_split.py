@@ -105,6 +105,11 @@ def dropout(w, x, seed):
     return jnp.sum((h @ w.T) ** 2)
 
 
+def repeated(x):
+    """What is repeated along a dimension passes through a new one before all others."""
+    return lax.fori_loop(0, 3, lambda _, y: jnp.tile(jnp.sin(y), (1, 1, 2))[..., ::2], x)
+
+
 X, Y, W = normal(4, 6, 8), normal(4, 6, 8), normal(4, 8, 12)
 IDS = RANDOM.integers(0, 8, (4, 6, 1)).astype(np.int32)
 SEED = np.uint32(7)
@@ -160,6 +165,7 @@ OPERATIONS = {
                              normal(8, 4), normal(6, 4)),
     "numbered steps": (numbered, X),
     "steps in steps": (lambda x: lax.fori_loop(0, 2, lambda _, y: newton(y * y + 1) + x, x), X),
+    "steps that repeat": (repeated, X),
     "means of steps": (means, X),
     "steps in pairs": (pairs, X),
     "parts and means of a loop": (both, X),
@@ -241,11 +247,6 @@ def places(x):
     """Each step adds where a row is."""
     at = lambda: lax.broadcasted_iota(jnp.float32, x.shape, 0)  # noqa: E731
     return lax.fori_loop(0, 3, lambda _, y: jnp.sin(y + at()), x)
-
-
-def repeated(x):
-    """What is repeated along a dimension passes through a new one before all others."""
-    return lax.fori_loop(0, 3, lambda _, y: jnp.tile(jnp.sin(y), (1, 1, 2))[..., ::2], x)
 
 
 def test_steps_may_repeat_what_is_in_a_row():
