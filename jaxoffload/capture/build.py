@@ -26,8 +26,9 @@ from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.order import live_equations, serial_order
 from jaxoffload.capture.products import with_small_transpositions
 from jaxoffload.capture.rows import bytes_read, few_rows
-from jaxoffload.capture.rows_on_disk import moved_in, traffic_of
+from jaxoffload.capture.rows_on_disk import moved_in
 from jaxoffload.capture.sinking import sunk
+from jaxoffload.capture.traffic import traffic_of
 from jaxoffload.capture.views import Apart
 from jaxoffload.capture.workspace import estimated_workspace
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, TensorKind, Vertex, VertexKind

@@ -32,6 +32,7 @@ class Known:
       is_cheap: a few instructions an element, as no root or exponential is: rather made again than
         kept.
       is_view: its result holds no more than its operand, and every reader repeats it.
+      is_placement: its result has its operands' elements in other places; it fuses.
       joins: of a reduction, what joins two parts of its result.
       overwrites: which operands' memory its output may take: "none", "first" or "all".
       takes_rows: it may read a few rows of its first operand only.
@@ -50,6 +51,7 @@ class Known:
     is_priced: bool = False
     is_cheap: bool = False
     is_view: bool | Callable[[Equation], bool] = False
+    is_placement: bool = False
     joins: Callable | None = None
     overwrites: str = "none"
     takes_rows: bool = False
@@ -142,6 +144,7 @@ _ELEMENTWISE = Known(
 _VIEW = Known(is_view=True, is_light=True, is_priced=True, is_cheap=True)
 _UPDATE = Known(overwrites="first")
 _LIGHT = Known(is_light=True, is_priced=True)
+_ROWS = Known(is_priced=True, is_placement=True, takes_rows=True)
 
 
 def _reduction(joins: Callable) -> Known:
@@ -239,12 +242,12 @@ TABLE: dict[str, Known] = {
     "fft": Known(is_priced=True, flops=_transform_flops, ways=along_batches.fft),
     "scan": Known(has_several=True, ways=along_loops.steps(lambda step: ways(step))),
     # Parts, rows, updates.
-    "concatenate": Known(is_priced=True, ways=along.concatenate),
-    "slice": Known(is_priced=True, ways=along.slice_),
-    "pad": Known(is_priced=True, ways=along.pad),
-    "split": _along("axis", is_priced=True, has_several=True),
-    "gather": Known(is_priced=True, takes_rows=True, ways=along.gather),
-    "dynamic_slice": Known(is_priced=True, takes_rows=True, ways=along.dynamic_slice),
+    "concatenate": Known(is_priced=True, is_placement=True, ways=along.concatenate),
+    "slice": Known(is_priced=True, is_placement=True, ways=along.slice_),
+    "pad": Known(is_priced=True, is_placement=True, ways=along.pad),
+    "split": _along("axis", is_priced=True, is_placement=True, has_several=True),
+    "gather": dataclasses.replace(_ROWS, ways=along.gather),
+    "dynamic_slice": dataclasses.replace(_ROWS, ways=along.dynamic_slice),
     "random_bits": Known(is_priced=True, flops=_flops_of_bits, ways=along_random.bits),
     "dynamic_update_slice": dataclasses.replace(_UPDATE, ways=along.dynamic_update_slice),
     **dict.fromkeys(
@@ -257,13 +260,14 @@ TABLE: dict[str, Known] = {
     "write rows": _UPDATE,
     "write piece": _UPDATE,
     "start": Known(is_priced=True),
-    "slice[": _LIGHT,
+    "slice[": dataclasses.replace(_LIGHT, is_placement=True),
+    "stack": Known(is_placement=True),
     "columns[": Known(is_view=True, is_light=True, is_priced=True, takes_rows=True),
     "iota[": _LIGHT,
     "random_bits[": Known(is_priced=True, flops=_flops_of_bits),
-    "gather[": Known(is_priced=True),
+    "gather[": Known(is_priced=True, is_placement=True),
     "scatter[": _UPDATE,
-    "combine[": Known(is_light=True, is_priced=True, overwrites="all"),
+    "combine[": Known(is_light=True, is_priced=True, is_placement=True, overwrites="all"),
 }
 """By the primitive's name; of a name with a bracket what stands before it, and the bracket."""
 

@@ -69,22 +69,9 @@ def moved_in(equations: Sequence[Equation]) -> RowsMoved | None:
     return next(found, None)
 
 
-def traffic_of(
-    equations: Sequence[Equation], read: Sequence[int], outputs: Sequence[Value]
-) -> float:
-    """Bytes that a vertex reads and writes.
-
-    Args:
-      read: of each of its inputs.
-
-    Returns:
-      Of one that moves rows of a table on disk, what it moves there at most: whole blocks, each
-      once; those that it writes are read before.
-    """
-    moving = next(filter(moves_rows, equations), None)
-    if moving is None:
-        again = sum(e.operation.reread_bytes for e in equations)
-        return float(sum(read) + again + sum(v.num_bytes() for v in outputs))
+def bytes_moved(moving: Equation) -> float:
+    """What an equation that moves rows of a table on disk moves there at most: whole blocks, each
+    once; those that it writes are read before."""
     table, numbers, *given = moving.inputs
     rows = given[0] if given else moving.outputs[0]
     count = max(1, int(np.prod(numbers.aval.shape)))

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from jaxoffload.capture import operations
 from jaxoffload.capture.cluster import Cluster
 from jaxoffload.capture.flat import Equation, Value
+from jaxoffload.capture.fusion import computed_once, fuses
 from jaxoffload.capture.operations import is_view, working_set
 
 
@@ -26,19 +27,19 @@ def estimated_workspace(cluster: Cluster, overwriting: Collection[int] = ()) -> 
         v.num_bytes() for i, v in enumerate(cluster.outputs) if i not in overwriting
     )
     unfused: set[Value] = set()
-    for v in _computed_once(cluster):
+    for v in computed_once(cluster.equations, cluster.outputs):
         if spare[v.num_bytes()]:
             spare[v.num_bytes()] -= 1
         else:
             unfused.add(v)
     for i, equation in enumerate(cluster.equations):
         view = is_view(equation)
-        fuses = view or _fuses(equation)
+        is_fused = view or fuses(equation)
         for v in equation.values():
             last[v] = i
-            if not fuses:
+            if not is_fused:
                 unfused.add(v)
-        if not fuses:
+        if not is_fused:
             unfused.update(equation.outputs)
     held = most = 0
     free: dict[int, int] = {}
@@ -50,33 +51,6 @@ def estimated_workspace(cluster: Cluster, overwriting: Collection[int] = ()) -> 
         most = max(most, held + _inside(equation))
         held -= free.pop(i, 0)
     return most
-
-
-def _computed_once(cluster: Cluster) -> list[Value]:
-    """Values that XLA computes once, and not in each loop that reads them: they are not cheap, and
-    read by more than one. A loop ends where a sum does, or a result of the vertex."""
-    results = set(cluster.outputs)
-    loops: dict[Value, set[object]] = {}  # that read each value, two of them if there are more
-    found = []
-    for equation in reversed(cluster.equations):
-        (output,) = equation.outputs if len(equation.outputs) == 1 else (None,)
-        own: set[object] = {equation}
-        known = operations.of(equation)
-        if output is not None and (known.is_elementwise or is_view(equation)):
-            own = loops.get(output, set())
-            if output in results or (not known.is_cheap and len(own) > 1):
-                if output not in results:
-                    found.append(output)
-                own = {equation}
-        for v in equation.values():
-            read = loops.setdefault(v, set())
-            read.update(list(own - read)[: 2 - len(read)])
-    return found
-
-
-def _fuses(equation: Equation) -> bool:
-    known = operations.of(equation)
-    return known.is_elementwise or known.joins is not None
 
 
 def _inside(equation: Equation) -> int:

@@ -114,8 +114,9 @@ class Vertex:
       kernel: id of its executable; vertices with equal ids share one. -1 for INPUT and TRANSFER.
       source: the user's line of its most expensive operation.
       gathered: positions of inputs of which it takes a few rows only.
-      flops, traffic: floating-point operations, and bytes of device memory read and written, from
-        which models of machines tell its time; 0 when unknown.
+      flops, traffic: floating-point operations, and bytes of device memory read and written, with
+        what XLA does not fuse away inside, from which models of machines tell its time; 0 when
+        unknown.
       recomputed: share of its `seconds` that recomputes what an earlier vertex has computed.
       adds: whether it adds its second operand to its first, in place, and may change places with
         the next vertex that adds to the same (TURNIP, appendix A).

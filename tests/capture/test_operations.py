@@ -20,7 +20,7 @@ from jaxoffload.plan.cost.machines import SMALL_SERVER
 
 OWN = {
     "collective", "start", "slice[", "columns[", "combine[", "read rows", "write rows",
-    "write piece", "iota[", "random_bits[", "gather[", "scatter["
+    "write piece", "iota[", "random_bits[", "gather[", "scatter[", "stack"
 }  # fmt: skip
 UNLISTED = {
     "split", "scatter-sub", "random_wrap", "random_unwrap", "geqrf", "lu_pivots_to_permutation"

@@ -16,10 +16,10 @@ from tests.search.fakes import fake_run
 
 RNG = np.random.default_rng(0)
 ARGS = (
-    [RNG.standard_normal((64, 64)).astype(np.float32) / 10 for _ in range(8)],
-    RNG.standard_normal((256, 64)).astype(np.float32),
+    [RNG.standard_normal((96, 96)).astype(np.float32) / 12 for _ in range(8)],
+    RNG.standard_normal((256, 96)).astype(np.float32),
 )
-BUDGET = 400_000
+BUDGET = 600_000
 
 
 @pytest.fixture(autouse=True)

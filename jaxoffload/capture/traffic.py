@@ -1,0 +1,65 @@
+"""What a vertex moves within its device's memory: for simulated time.
+
+Takes a vertex's equations; gives bytes. Beside what it reads and writes that is each value which
+XLA does not fuse away, written once and read once, and what the steps of a loop move.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from jaxoffload.capture import operations
+from jaxoffload.capture.cost import BYTES_OF_A_STEP
+from jaxoffload.capture.flat import Equation, Operand, Operation, Value
+from jaxoffload.capture.fusion import computed_once, fuses
+from jaxoffload.capture.in_place import updated_share
+from jaxoffload.capture.operations import is_view
+from jaxoffload.capture.rows import rows_of
+from jaxoffload.capture.rows_on_disk import bytes_moved, moves_rows
+
+
+def traffic_of(
+    equations: Sequence[Equation], read: Sequence[int], outputs: Sequence[Value]
+) -> float:
+    """Bytes that a vertex moves.
+
+    Args:
+      read: of each of its inputs.
+
+    Returns:
+      Of one that moves rows of a table on disk, those that it moves there.
+    """
+    moving = next(filter(moves_rows, equations), None)
+    if moving is not None:
+        return bytes_moved(moving)
+    ends = sum(read) + sum(v.num_bytes() for v in outputs)
+    return float(ends + _between(equations, outputs) + sum(_inside(e.operation) for e in equations))
+
+
+def _between(equations: Sequence[Equation], results: Iterable[Operand]) -> float:
+    """Of what some equations make and read themselves."""
+    unfused = set(computed_once(equations, results))
+    made: dict[Value, float] = {}
+    for equation in equations:
+        share = updated_share(equation)
+        made.update((v, share * v.num_bytes()) for v in equation.outputs)
+        if not (is_view(equation) or fuses(equation) or operations.of(equation).is_placement):
+            unfused.update(equation.values())
+            unfused.update(equation.outputs)
+    unfused.difference_update(v for v in results if isinstance(v, Value))
+    return 2 * sum(made[v] for v in unfused if v in made)
+
+
+def _inside(operation: Operation) -> float:
+    """Of one that consists of others, beside its own operands and results."""
+    steps = operation.equations
+    if steps is None:
+        return operation.reread_bytes
+    count = operation.repeats or getattr(operation, "count", 1)
+    launches = count * len(steps) * BYTES_OF_A_STEP
+    within = sum(_inside(e.operation) for e in steps)
+    made, read = ({v for e in steps for v in e.outputs}, {v for e in steps for v in e.values()})
+    between = within + _between(steps, made - read)
+    if operation.repeats is None:  # a loop over tiles: of each array a part in each
+        return operation.reread_bytes + launches + between
+    taken = {v for v in map(rows_of, steps) if v is not None}
+    ends = sum(v.num_bytes() for v in (read ^ made) - taken)
+    return launches + count * (between + max(0, ends - operation.row_bytes))
