@@ -13,6 +13,7 @@ from jaxoffload.capture import cost
 from jaxoffload.capture.cluster import Cluster
 from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.kernel import Kernel, kernel_of, sized
+from jaxoffload.capture.traffic import traffic_of
 from jaxoffload.graphs.taskgraph import Span, TaskGraph, Tensor, Vertex, VertexKind
 
 
@@ -119,7 +120,7 @@ class DeviceGraph:
         number = self._numbers.setdefault((kernel.key, VertexKind.KERNEL), len(self.kernels))
         if number == len(self.kernels):
             self.kernels.append(sized(kernel, cluster))
-        traffic = sum(v.num_bytes() for v in (*values, *outputs))
+        traffic = traffic_of(equations, [v.num_bytes() for v in values], outputs)
         flops = sum(cost.flops(e) for e in equations)
         tensors = []
         for value in outputs:
@@ -138,7 +139,7 @@ class DeviceGraph:
             kernel=number,
             source=vertex.source,
             flops=flops,
-            traffic=float(traffic),
+            traffic=traffic,
             adds=adds,
         )
         return DeviceKernel(cluster, made, tuple(tensors))

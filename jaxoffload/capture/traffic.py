@@ -37,15 +37,18 @@ def traffic_of(
 def _between(equations: Sequence[Equation], results: Iterable[Operand]) -> float:
     """Of what some equations make and read themselves."""
     unfused = set(computed_once(equations, results))
-    made: dict[Value, float] = {}
+    made = _written(equations)
     for equation in equations:
-        share = updated_share(equation)
-        made.update((v, share * v.num_bytes()) for v in equation.outputs)
         if not (is_view(equation) or fuses(equation) or operations.of(equation).is_placement):
             unfused.update(equation.values())
             unfused.update(equation.outputs)
     unfused.difference_update(v for v in results if isinstance(v, Value))
     return 2 * sum(made[v] for v in unfused if v in made)
+
+
+def _written(equations: Iterable[Equation]) -> dict[Value, float]:
+    """What equations make; of what they update in place the part that they do."""
+    return {v: updated_share(e) * v.num_bytes() for e in equations for v in e.outputs}
 
 
 def _inside(operation: Operation) -> float:
@@ -55,11 +58,17 @@ def _inside(operation: Operation) -> float:
         return operation.reread_bytes
     count = operation.repeats or getattr(operation, "count", 1)
     launches = count * len(steps) * BYTES_OF_A_STEP
-    within = sum(_inside(e.operation) for e in steps)
-    made, read = ({v for e in steps for v in e.outputs}, {v for e in steps for v in e.values()})
-    between = within + _between(steps, made - read)
+    made, read = _written(steps), {v for e in steps for v in e.values()}
+    results = [v for v in made if v not in read]
+    between = sum(_inside(e.operation) for e in steps) + _between(steps, results)
     if operation.repeats is None:  # a loop over tiles: of each array a part in each
         return operation.reread_bytes + launches + between
-    taken = {v for v in map(rows_of, steps) if v is not None}
-    ends = sum(v.num_bytes() for v in (read ^ made) - taken)
+    given = {v for e in steps for v in _read_whole(e)}.difference(made)
+    ends = sum(v.num_bytes() for v in given) + sum(made[v] for v in results)
     return launches + count * (between + max(0, ends - operation.row_bytes))
+
+
+def _read_whole(equation: Equation) -> set[Value]:
+    """Operands of which it does not take a few rows, or replace them."""
+    found = set(equation.values()) - {rows_of(equation)}
+    return found - set(equation.inputs[:1]) if updated_share(equation) < 1 else found

@@ -43,9 +43,10 @@ def moved(function, *args, tiles=0):
         (lambda x: jnp.concatenate([x, jnp.sin(x[1:])]), 4 - 2 / SIDE),
         (lambda x: jnp.pad(jnp.sin(x)[: SIDE // 2], ((0, SIDE // 2), (0, 0))) * 2, 2),
         (lambda x: jnp.exp(x[::-1].T), 2),
+        (lambda x: jax.nn.softmax(x, axis=0), 2 + 2),
     ],
     ids=["elementwise", "products", "product of what is computed", "sum", "put together", "padded"]
-    + ["turned"],
+    + ["turned", "read before and after a sum"],
 )  # fmt: skip
 def test_what_is_not_fused_away_is_written_and_read(function, arrays):
     assert moved(function, X) == pytest.approx(arrays * BYTES, rel=1e-3)
@@ -69,20 +70,37 @@ def test_it_is_what_xla_says(function):
     assert 0.55 * compiled <= moved(function, X) <= 1.4 * compiled
 
 
+LENGTH = 40
+
+
 def test_each_step_of_a_loop_counts():
     """What it carries is written and read in each, a weight read; rows are of the whole's ends."""
-    length = 40
 
     def run(x, w, rows):
         def step(x, row):
-            return jnp.tanh(x @ w) + row[None], x[0]
+            return jnp.tanh(x @ w) + row, x[0]
 
         return lax.scan(step, x, rows)
 
-    rows = np.zeros((length, SIDE), np.float32)
-    took = moved(run, X, X, rows)
-    steps = length * (2 * BYTES + 2 * BYTES + BYTES)
-    assert took == pytest.approx(3 * BYTES + 2 * rows.nbytes + steps, rel=0.02)
+    rows = np.zeros((LENGTH, SIDE, SIDE), np.float32)
+    steps = LENGTH * (2 + 2 + 1) * BYTES
+    ends = 3 * BYTES + rows.nbytes + LENGTH * SIDE * 4
+    assert moved(run, X, X, rows) == pytest.approx(ends + steps, rel=0.02)
+
+
+def test_a_row_that_a_step_takes_or_overwrites_counts_not_the_table():
+    def taken(table, numbers):
+        return lax.scan(lambda total, i: (total + table[i], None), table[0], numbers)[0]
+
+    def overwritten(table, numbers):
+        def step(table, i):
+            return lax.dynamic_update_slice_in_dim(table, jnp.tanh(table[i])[None], i, 0), None
+
+        return lax.scan(step, table, numbers)[0]
+
+    numbers = np.arange(LENGTH, dtype=np.int32)
+    assert BYTES <= moved(taken, X, numbers) < 3 * BYTES
+    assert 2 * BYTES <= moved(overwritten, X, numbers) < 6 * BYTES
 
 
 def test_in_tiles_as_much_is_moved_as_in_one():
