@@ -17,7 +17,7 @@ def computed_once(equations: Sequence[Equation], outputs: Iterable[Operand]) -> 
         (output,) = equation.outputs if len(equation.outputs) == 1 else (None,)
         own: set[object] = {equation}
         known = operations.of(equation)
-        if output is not None and (known.is_elementwise or is_view(equation)):
+        if output is not None and (known.is_elementwise or known.is_placement or is_view(equation)):
             own = loops.get(output, set())
             if output in results or (not known.is_cheap and len(own) > 1):
                 if output not in results:
@@ -32,4 +32,4 @@ def computed_once(equations: Sequence[Equation], outputs: Iterable[Operand]) -> 
 def fuses(equation: Equation) -> bool:
     """Whether it is computed in one loop with what makes its operands, as a rule."""
     known = operations.of(equation)
-    return known.is_elementwise or known.joins is not None
+    return known.is_elementwise or known.is_placement or known.joins is not None

@@ -6,7 +6,6 @@ XLA does not fuse away, written once and read once, and what the steps of a loop
 
 from collections.abc import Iterable, Sequence
 
-from jaxoffload.capture import operations
 from jaxoffload.capture.cost import BYTES_OF_A_STEP
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value
 from jaxoffload.capture.fusion import computed_once, fuses
@@ -39,7 +38,7 @@ def _between(equations: Sequence[Equation], results: Iterable[Operand]) -> float
     unfused = set(computed_once(equations, results))
     made = _written(equations)
     for equation in equations:
-        if not (is_view(equation) or fuses(equation) or operations.of(equation).is_placement):
+        if not (is_view(equation) or fuses(equation)):
             unfused.update(equation.values())
             unfused.update(equation.outputs)
     unfused.difference_update(v for v in results if isinstance(v, Value))
