@@ -309,7 +309,7 @@ class MappedScan(Operation):
       rows: of the part; None: it is the whole.
     """
 
-    __slots__ = ("_index", "_run", "equations", "held_bytes", "repeats", "row_bytes", "ways")
+    __slots__ = ("_index", "_run", "carries", "equations", "held_bytes", "repeats", "ways")
 
     def __init__(self, cut: Cut, index: int, rows: int | None = None):
         loop = cut.loop
@@ -317,7 +317,7 @@ class MappedScan(Operation):
         self._index, self._run = index, loop.apply if rows is None else cut.of_rows(rows)
         self._key = identity.intern("mapped scan", loop.key, index, rows)
         self.equations, self.held_bytes = loop.equations, loop.held_bytes
-        self.row_bytes = loop.row_bytes
+        self.carries = loop.carries
         # Its steps are as long as the whole's, for `cost`, and so fewer.
         self.repeats = max(1, round(loop.length * (1 if rows is None else rows / cut.size)))
         self.ways: list[Way] = []

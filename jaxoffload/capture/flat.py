@@ -65,7 +65,8 @@ class Operation:
         does (`jax.debug.print`): it is done although nothing reads it, and once.
       held_bytes: what it holds in any case while it runs, beside operands and results.
       reread_bytes: what it reads beside them, as its parts read the same (`Way`).
-      row_bytes: of a loop what one step reads and writes of the arrays that it slices and stacks.
+      carries: of a loop pairs of what a step takes from the one before, and what it makes for the
+        next one in its place.
     """
 
     __slots__ = ("_function", "_key", "_on_host", "_source", "eqn", "has_effect", "name", "params")
@@ -73,7 +74,7 @@ class Operation:
     repeats: int | None = None
     held_bytes: int = 0
     reread_bytes: int = 0
-    row_bytes: int = 0
+    carries: "tuple[tuple[Value, Operand], ...]" = ()
 
     def __init__(self, eqn: Any, params: dict[str, Any] | None = None):
         self.eqn = eqn

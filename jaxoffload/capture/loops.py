@@ -173,13 +173,13 @@ class Loop(Operation):
 
     __slots__ = (
         "body",
+        "carries",
         "equations",
         "held_bytes",
         "length",
         "num_carry",
         "num_consts",
         "repeats",
-        "row_bytes",
     )
 
     def __init__(self, eqn: Any, body: Body, length: int, counts: tuple[int, int] | None = None):
@@ -188,8 +188,7 @@ class Loop(Operation):
         self.length = self.repeats = length
         self.num_consts, self.num_carry = counts or compat.scan_counts(eqn)
         self.held_bytes = bytes_of_copies(self.body, self.num_consts, length)
-        rows = (*body.inputs[self.num_consts + self.num_carry :], *body.outputs[self.num_carry :])
-        self.row_bytes = sum(Value(x.aval).num_bytes() for x in rows)
+        self.carries = tuple(zip(self.carried, body.outputs, strict=False))
 
     def apply(self, operands: Sequence[Any]) -> list[Any]:
         if self.body.has_constants:
@@ -221,6 +220,15 @@ class Loop(Operation):
     def carried(self) -> list[Value]:
         """A step's inputs that the step before gives."""
         return self.body.inputs[self.num_consts : self.num_consts + self.num_carry]
+
+    @property
+    def row_bytes(self) -> int:
+        """What one step reads and writes of the arrays that the scan slices and stacks."""
+        rows = (
+            *self.body.inputs[self.num_consts + self.num_carry :],
+            *self.body.outputs[self.num_carry :],
+        )
+        return sum(Value(x.aval).num_bytes() for x in rows)
 
     def of_length(self, length: int) -> "Loop":
         """The same steps, fewer or more."""

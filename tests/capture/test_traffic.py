@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxoffload.capture import traffic
 from jaxoffload.capture.build import build_taskgraph, order_program
 from jaxoffload.capture.scan import unroll
 from jaxoffload.capture.split import split
@@ -74,7 +75,7 @@ LENGTH = 40
 
 
 def test_each_step_of_a_loop_counts():
-    """What it carries is written and read in each, a weight read; rows are of the whole's ends."""
+    """What it carries is written and read in each; rows and a weight are of the whole's ends."""
 
     def run(x, w, rows):
         def step(x, row):
@@ -83,9 +84,18 @@ def test_each_step_of_a_loop_counts():
         return lax.scan(step, x, rows)
 
     rows = np.zeros((LENGTH, SIDE, SIDE), np.float32)
-    steps = LENGTH * (2 + 2 + 1) * BYTES
+    steps = LENGTH * (2 + 2) / 2 * BYTES  # in a cache
     ends = 3 * BYTES + rows.nbytes + LENGTH * SIDE * 4
     assert moved(run, X, X, rows) == pytest.approx(ends + steps, rel=0.02)
+
+
+def test_what_no_cache_holds_counts_whole_in_each_step(monkeypatch):
+    def run(x, w):
+        return lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=LENGTH)[0]
+
+    assert moved(run, X, X) == pytest.approx((3 + LENGTH * (2 + 2) / 2) * BYTES, rel=0.02)
+    monkeypatch.setattr(traffic, "_CACHE", BYTES / 2)
+    assert moved(run, X, X) == pytest.approx((3 + LENGTH * (2 + 2 + 1)) * BYTES, rel=0.02)
 
 
 def test_a_row_that_a_step_takes_or_overwrites_counts_not_the_table():
@@ -103,8 +113,8 @@ def test_a_row_that_a_step_takes_or_overwrites_counts_not_the_table():
     assert 2 * BYTES <= moved(overwritten, X, numbers) < 6 * BYTES
 
 
-def test_in_tiles_as_much_is_moved_as_in_one():
+def test_what_tiles_make_and_read_themselves_counts():
     def function(x):
         return jnp.tanh(x @ x) @ x
 
-    assert moved(function, X, tiles=3 * BYTES / 2) == pytest.approx(6 * BYTES, rel=0.02)
+    assert moved(function, X, tiles=3 * BYTES / 2) == pytest.approx((2 + 4 / 2) * BYTES, rel=0.02)
