@@ -42,10 +42,11 @@ _LITTLE = 200e-6
 costs in any case."""
 _NEAR = 1.1
 """The same as `SAME` for cuts to recompute from: once less is moved, their order may change."""
-_LONG, _CHOICE = 0.01, 5
+_LONG, _CHOICE = 0.01, 6
 """Seconds of kernels from which on the coarsest cuts are tried, and of how many plain cuts, alike
-ones counted, a choice is left to runs, which may tell that another one is faster. A shorter program
-is to be planned in a few times the time that jit takes to compile it."""
+ones counted, a choice is left to runs, which may tell that another one is faster: each size with
+and without splitting, as tiles may take less than the uncut program. A shorter program is to be
+planned in a few times the time that jit takes to compile it."""
 _LAST = 4
 """How many finer cuts in turn must be so much worse."""
 _LOOPS, _ON_HOST = 2, 8

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
+from benchmarks.steps import STEPS
 from jaxoffload.capture import group, operations, positions
 from jaxoffload.capture import split as splitting
 from jaxoffload.capture.build import order_program
@@ -594,3 +595,15 @@ def test_what_would_hold_too_much_is_recomputed_from_where_nothing_can_be_moved(
     ranking._search(ranking._plain())
     assert any(cut.split_bytes is not None for cut in bases)
     assert any(cut.split_bytes is None for cut in bases) == (not moves)
+
+
+def test_tiles_that_take_less_than_the_uncut_program_are_found():
+    """What passes through memory between its kernels stays in a cache in tiles."""
+    function, args = STEPS["graph network"](1.0)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), args)
+
+    def kernel_seconds(budget, **options):
+        step = jo.offload(function, device_memory=budget, donate_argnums=(0, 1), **options)
+        return step.predict(*shapes, machine=SMALL_SERVER).compute_seconds
+
+    assert kernel_seconds("40MiB") < 0.9 * kernel_seconds("1TiB", cut="always")
