@@ -1,10 +1,10 @@
 """What a vertex moves within its device's memory: for simulated time.
 
-Takes a vertex's equations; gives bytes. Beside what it reads and writes that is each value which
-XLA does not fuse away, written once and read once, and what the steps of a loop move.
+Takes a vertex's equations; gives bytes. Beside its operands and results these are of values that XLA
+does not fuse away, each written once and read once, and of what the steps of loops make and carry.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from jaxoffload.capture.cost import BYTES_OF_A_STEP
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value
@@ -40,7 +40,7 @@ def traffic_of(
     return float(ends + _between(equations, outputs) + sum(_inside(e.operation) for e in equations))
 
 
-def _between(equations: Sequence[Equation], results: Iterable[Operand]) -> float:
+def _between(equations: Sequence[Equation], results: Collection[Operand]) -> float:
     """Of what some equations make and read themselves."""
     unfused = set(computed_once(equations, results))
     made = _written(equations)
@@ -49,7 +49,8 @@ def _between(equations: Sequence[Equation], results: Iterable[Operand]) -> float
             unfused.update(equation.values())
             unfused.update(equation.outputs)
     unfused.difference_update(v for v in results if isinstance(v, Value))
-    return 2 * sum(made[v] for v in unfused if v in made)
+    # In order, so that equal programs get equal sums.
+    return 2 * sum(size for v, size in made.items() if v in unfused)
 
 
 def _written(equations: Iterable[Equation]) -> dict[Value, float]:
@@ -71,7 +72,7 @@ def _inside(operation: Operation) -> float:
     inner = sum(_inside(e.operation) for e in steps)
     if operation.repeats is None:  # a loop over tiles: of each array a part in each
         return operation.reread_bytes + launches + inner + _counted(own / count) * count
-    own += 2 * sum(made[v] for v in carried)
+    own += 2 * sum(size for v, size in made.items() if v in carried)
     given = {v for e in steps for v in _read_whole(e)}.difference(made)
     given.difference_update(before for before, _ in operation.carries)
     again = sum(v.num_bytes() for v in given)
