@@ -1,7 +1,7 @@
 """What a vertex moves within its device's memory: for simulated time.
 
-Takes a vertex's equations; gives bytes. Beside its operands and results these are of values that XLA
-does not fuse away, each written once and read once, and of what the steps of loops make and carry.
+Takes a vertex's equations; gives bytes. Beside its operands and results these are of values that
+XLA does not fuse away, each written once and read once, and of what steps of loops make and carry.
 """
 
 from collections.abc import Collection, Iterable, Sequence
