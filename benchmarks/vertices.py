@@ -17,6 +17,7 @@ import numpy as np
 
 import jaxoffload as jo
 from benchmarks.measure import machine, save
+from benchmarks.ratios import jit_peak_bytes
 from benchmarks.steps import STEPS
 from jaxoffload.graphs.memgraph import Kind
 
@@ -41,10 +42,8 @@ def run(small: bool = False, out: str | None = None) -> None:
 def measured(name: str, share: float) -> dict[str, Any]:
     """One step's row: seconds of its kernels, and of the model."""
     function, arguments = STEPS[name](share)
-    memory = jax.jit(function).lower(*arguments).compile().memory_analysis()
-    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    peak += memory.temp_size_in_bytes - memory.alias_size_in_bytes
-    step = jo.offload(function, device_memory=peak // 2, cut="always")
+    budget = jit_peak_bytes(function, arguments, ()) // 2
+    step = jo.offload(function, device_memory=budget, cut="always")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", jo.OffloadWarning)
         plan = step.plan(*arguments)
