@@ -49,6 +49,17 @@ def matrices(dims: int) -> Rule:
     return rule
 
 
+_of_batches = matrices(2)
+
+
+def triangular_solve(equation: Equation) -> Iterator[Way]:
+    """Along a batch, or along right-hand sides: none knows of another."""
+    yield from _of_batches(equation)
+    last = len(equation.outputs[0].aval.shape) - 1
+    sides = last if equation.operation.params["left_side"] else last - 1
+    yield Way((None, sides), (sides,))
+
+
 def fft(equation: Equation) -> Iterator[Way]:
     """Along all dimensions but those that are transformed, the last ones."""
     lengths = equation.operation.params["fft_lengths"]

@@ -231,11 +231,11 @@ TABLE: dict[str, Known] = {
     # Of each matrix of a batch.
     **dict.fromkeys(
         """
-        cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd triangular_solve
-        tridiagonal
+        cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd tridiagonal
         """.split(),
         Known(has_several=True, ways=along_batches.matrices(2)),
     ),
+    "triangular_solve": Known(ways=along_batches.triangular_solve),
     **dict.fromkeys(
         ("lu_pivots_to_permutation", "tridiagonal_solve"), Known(ways=along_batches.matrices(1))
     ),
