@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxoffload.capture import operations
+from jaxoffload.capture import operations, panels
 from jaxoffload.capture.along_loops import as_mapped
 from jaxoffload.capture.flat import Equation, Operand, Value
 from jaxoffload.capture.loops import MOST_PIECES, Loop
@@ -62,15 +62,23 @@ _SHORTEST_RUN = 512
 class Reason(enum.Enum):
     """Why an operation is to work piece by piece."""
 
+    PANELS = "it works on large matrices panel by panel"
     COLUMNS = "it reads a large argument along another axis than the leading one"
     ROWS = "it reads one along the leading axis"
     MADE = "it makes something large of what is not"
 
 
 class Ties:
-    """Values that are to be stacks, and which of them are to have the same pieces."""
+    """Values that are to be stacks, and which of them are to have the same pieces.
+
+    Attributes:
+      in_panels: those of which operations read many pieces for each (panels.py).
+      has_panels: whether there is a reason for some.
+    """
 
     def __init__(self) -> None:
+        self.in_panels: set[Value] = set()
+        self.has_panels = False
         self.length: dict[Value, int] = {}
         self.dim: dict[Value, int] = {}
         self._leader: dict[Any, Any] = {}
@@ -92,6 +100,13 @@ class Ties:
                     if tie is not None:
                         self._leader[self.leader(value)] = self.leader(tie)
                     tie = value
+
+    def want_of(self, equation: Equation, mapped: Mapped, length: int, large: Large | None) -> None:
+        """The same of what an equation reads and makes in pieces."""
+        stacks = mapped.stacks(equation)
+        self.want(stacks if large is None else _worth_it(stacks, large), length)
+        if mapped.panels is not None:
+            self.in_panels.update(v for v, _ in stacks if isinstance(v, Value))
 
     def along(self, equation: Equation, length: int) -> dict[Operand, int]:
         """Of those stacks of a length that an equation reads and makes, along which dimension."""
@@ -126,6 +141,7 @@ def _want_large(ties: Ties, equations: Sequence[Equation], large: Large) -> None
     """Wants what there is a reason for, of what is not wanted yet: what has less of a choice before
     what may go by that."""
     ways = [(e, found) for e in equations if (found := large_way(e, large)) is not None]
+    ties.has_panels = any(why is Reason.PANELS for _, (_, _, why) in ways)
     for reason in Reason:
         known = len(ties.length)
         by_columns = {v for v, dim in ties.dim.items() if dim}
@@ -133,7 +149,7 @@ def _want_large(ties: Ties, equations: Sequence[Equation], large: Large) -> None
             wanted = ties.length.keys() if reason is Reason.MADE else by_columns
             touched = (*equation.values(), *equation.outputs)
             if why is reason and wanted.isdisjoint(touched):
-                ties.want(_worth_it(mapped.stacks(equation), large), length)
+                ties.want_of(equation, mapped, length, large)
         if len(ties.length) > known:
             _spread(ties, equations, large)
 
@@ -155,10 +171,13 @@ def _spread(ties: Ties, equations: Sequence[Equation], large: Large | None = Non
     wanted = ties.length
     before = -1
     done: set[int] = set()
-    while before != len(wanted):
+    waits = {id(e) for e in equations if ties.has_panels and next(panels.other_ways(e), None)}
+    while before != len(wanted) or waits:
+        if before == len(wanted):
+            waits = set()
         before = len(wanted)
         for equation in (*equations, *reversed(equations)):
-            if id(equation) in done:
+            if id(equation) in done or id(equation) in waits:
                 continue
             touched = (*equation.outputs, *equation.values())
             length = next((wanted[v] for v in touched if v in wanted), 0)
@@ -168,8 +187,7 @@ def _spread(ties: Ties, equations: Sequence[Equation], large: Large | None = Non
             if mapped is None:
                 continue
             done.add(id(equation))
-            stacks = mapped.stacks(equation)
-            ties.want(stacks if large is None else _worth_it(stacks, large), length)
+            ties.want_of(equation, mapped, length, large)
 
 
 def _mapped(equation: Equation, length: int, ties: Ties, large: Large | None) -> Mapped | None:
@@ -178,9 +196,9 @@ def _mapped(equation: Equation, length: int, ties: Ties, large: Large | None) ->
         return map_over_stack(equation, length)
     known = ties.along(equation, length)
     at = cut_in_any_case(equation, large) | known
-    mapped = map_over_stack(equation, length, _SOME, at)
+    mapped = map_over_stack(equation, length, _SOME, at, ties.has_panels)
     if mapped is None and large.by_columns:  # of arguments of which nothing is known yet
-        return map_over_stack(equation, length, _SOME, known)
+        return map_over_stack(equation, length, _SOME, known, ties.has_panels)
     return mapped
 
 
@@ -195,9 +213,11 @@ def large_way(equation: Equation, large: Large) -> tuple[int, Mapped, Reason] | 
     found = None
     for length in dict.fromkeys(v.shape[0] for v in values if v.shape and v.shape[0] > 1):
         at = cut_in_any_case(equation, large)
-        mapped = map_over_stack(equation, length, _SOME, at)
+        mapped = map_over_stack(equation, length, _SOME, at, in_panels=True)
         if mapped is None:
             continue
+        if mapped.panels is not None:
+            return length, mapped, Reason.PANELS
         cut = mapped.cut(equation.inputs)
         is_read = any(v in at for v in cut)
         is_made = mapped.stacks_results and all(v.num_bytes() < large.bytes for v in cut)

@@ -83,8 +83,10 @@ class Levels:
                 rows[leader] = found
                 cuts.update((id(equation), found) for equation in group)
         if large is not None:
+            few = {ties.leader(v) for v in ties.in_panels}
             for v, length in ties.length.items():
-                rows.setdefault(ties.leader(v), rows_of_large(length))
+                leader = ties.leader(v)
+                rows.setdefault(leader, rows_of_large(length, leader in few))
         wanted = {
             v: rows[at].along(ties.dim[v]) for v in ties.length if (at := ties.leader(v)) in rows
         }

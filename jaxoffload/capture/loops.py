@@ -40,6 +40,8 @@ MOST_CHUNKS = 32
 """Pieces of any other scan, at most."""
 MOST_PIECES = 64
 """Pieces of a large array that no scan slices, at most."""
+MOST_PANELS = 8
+"""The same of a matrix of which operations read many pieces for each."""
 LARGE_CHUNK = 4 * 2**20
 """Bytes of rows in a chunk for which, where the least memory is wanted, there are more of them."""
 SMALL_STEP = 2**16
@@ -216,6 +218,10 @@ class Loop(Operation):
         )
         return [*carries, *stacks]
 
+    def in_order(self, number: int) -> range:
+        """So many steps or pieces in the order of the scan."""
+        return range(number - 1, -1, -1) if self.params["reverse"] else range(number)
+
     @property
     def carried(self) -> list[Value]:
         """A step's inputs that the step before gives."""
@@ -245,12 +251,14 @@ class Rows:
         is a slice: it has no such axis.
       multiplied: whether products of pieces are pieces of the product.
       dim: where the axis is no leading one, which; of pieces that are no slices.
+      are_panels: whether pieces are so few that there may be a step for each pair (panels.py).
     """
 
     length: int
     steps: int
     multiplied: bool = False
     dim: int = 0
+    are_panels: bool = False
 
     @property
     def are_slices(self) -> bool:
@@ -290,9 +298,11 @@ def rows_for(loops: Sequence[Loop], piece_bytes: float) -> Rows | None:
     return Rows(length, steps) if steps < length or steps == 1 else None
 
 
-def rows_of_large(length: int) -> Rows:
+def rows_of_large(length: int, are_panels: bool = False) -> Rows:
     """How a large array is cut that no scan slices."""
-    return Rows(length, _of_one_length(length, -(-length // MOST_PIECES)), multiplied=True)
+    most = MOST_PANELS if are_panels else MOST_PIECES
+    steps = _of_one_length(length, -(-length // most))
+    return Rows(length, steps, multiplied=True, are_panels=are_panels)
 
 
 def _of_one_length(length: int, steps: int) -> int:

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxoffload.capture import along_places, operations
+from jaxoffload.capture import along_places, operations, panels
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value, is_literal
-from jaxoffload.capture.way import Followed, Merged, Way, changed
+from jaxoffload.capture.way import Followed, Merged, Panels, Way, changed
 
 _MOST_ROWS = 2**31 - 1
 """Rows of which each can be told by the scalar that says where a piece begins."""
@@ -29,7 +29,7 @@ class Mapped:
       widened, folds: see `Way`.
       dim: along which the pieces' results form the results, where none are joined by `combine`.
       is_placed: whether the operation takes the piece's first row as its last operand.
-      merged, followed: see `Way`.
+      merged, followed, panels: see `Way`.
     """
 
     operation: Operation | None
@@ -41,6 +41,7 @@ class Mapped:
     is_placed: bool = False
     merged: Merged | None = None
     followed: Followed | None = None
+    panels: Panels | None = None
 
     def stacks(self, equation: Equation) -> list[tuple[Operand, int]]:
         """Operands and results of the equation that are stacks, and along which dimension."""
@@ -53,7 +54,8 @@ class Mapped:
     @property
     def stacks_results(self) -> bool:
         """Whether the pieces' results are pieces of the result."""
-        return self.combine is None and self.merged is None
+        is_joined = self.panels is not None and self.panels.are_joined
+        return self.combine is None and self.merged is None and not is_joined
 
     def cut(self, operands: Sequence[Any]) -> list[Value]:
         """The operands that are cut and are no stacks yet."""
@@ -66,6 +68,7 @@ def map_over_stack(
     length: int,
     rows: int | None = None,
     at: Mapping[Operand, int] | None = None,
+    in_panels: bool = False,
 ) -> Mapped | None:
     """The operation on one piece of (length, ...), or None when it cannot be had piece by piece.
 
@@ -73,10 +76,13 @@ def map_over_stack(
       rows: of the piece; None: it is a slice, without the leading axis.
       at: of operands and results that are cut in any case the dimension; what else is cut may be
         along any one then. None: only the leading axis is, but of results.
+      in_panels: whether there may be a step for each pair of pieces.
     """
     if len(equation.outputs) != 1 and (rows is None or not operations.of(equation).has_several):
         return None
-    for way in _by_preference(equation, length, rows, at):
+    for way in _by_preference(equation, length, rows, at, in_panels):
+        if way.panels is not None:
+            return Mapped(None, way.inputs, panels=way.panels)
         is_placed = rows is not None and way.placed is not None
         if is_placed and length > _MOST_ROWS:
             continue
@@ -94,7 +100,11 @@ def map_over_stack(
 
 
 def _by_preference(
-    equation: Equation, length: int, rows: int | None, at: Mapping[Operand, int] | None
+    equation: Equation,
+    length: int,
+    rows: int | None,
+    at: Mapping[Operand, int] | None,
+    in_panels: bool,
 ) -> list[Way]:
     """Ways along dimensions of a length: those that cut what is cut in any case as it is, leading
     axes before others, then those along leading axes."""
@@ -102,6 +112,9 @@ def _by_preference(
     found = [] if rule is None else [w for w in rule(equation) if len({*w.outputs}) == 1]
     if rows is None:
         return [way for way in found if way.cut(equation) == {(0, length)}]
+
+    if in_panels:
+        found = [*panels.ways(equation), *found, *panels.other_ways(equation)]
 
     def agrees(way: Way) -> bool:
         assert at is not None

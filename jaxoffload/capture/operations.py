@@ -123,6 +123,19 @@ def _scan_flops(params: dict[str, Any], operands: Sequence[Any], results: Sequen
     return 50 * _elements(results) * math.log2(max(2, size))
 
 
+def _panel_flops(_: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> float:
+    """On average over the panels of a triangle."""
+    panels = [x.aval.shape[0] for x in operands if x.aval.shape]
+    takes_off = len(panels) == 3  # what another panel says
+    return (2.0 if takes_off else 1.0) * _elements(results) * panels[-1]
+
+
+def _panel_product_flops(
+    _: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]
+) -> float:
+    return 2.0 * _elements(results) * operands[-2].aval.shape[0]
+
+
 def _index_flops(_: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> float:
     """Likewise: elements are compared one by one."""
     return 450 * _elements(operands)
@@ -267,6 +280,13 @@ TABLE: dict[str, Known] = {
     "random_bits[": Known(is_priced=True, flops=_flops_of_bits),
     "gather[": Known(is_priced=True, is_placement=True),
     "scatter[": _UPDATE,
+    # Of panels.py.
+    **dict.fromkeys(
+        ("cholesky[", "triangular_solve["),
+        Known(is_priced=True, overwrites="first", flops=_panel_flops),
+    ),
+    "dot_general[": Known(is_priced=True, overwrites="first", flops=_panel_product_flops),
+    "transpose[": _UPDATE,
     "combine[": Known(is_light=True, is_priced=True, is_placement=True, overwrites="all"),
 }
 """By the primitive's name; of a name with a bracket what stands before it, and the bracket."""

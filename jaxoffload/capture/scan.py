@@ -282,7 +282,7 @@ class _Unroller:
                 return False
         some = rows.steps if rows.multiplied else None
         at = self._along(equation, operands, rows, wanted) if rows.multiplied else None
-        mapped = map_over_stack(equation, rows.length, some, at)
+        mapped = map_over_stack(equation, rows.length, some, at, rows.are_panels)
         if mapped is None:
             return False
         is_there = (v.argument is not None for v in mapped.cut(operands))
@@ -299,6 +299,11 @@ class _Unroller:
         if mapped.is_placed:
             columns.append(list(self._first_rows(rows)))
         outputs = equation.outputs
+        if mapped.panels is not None:
+            numbers = self._first_rows(rows)
+            made = joining.in_panels(equation, mapped.panels, rows, columns, numbers, self.emit)
+            environment[outputs[0]] = Stack(made, rows) if mapped.stacks_results else made[0]
+            return True
         if mapped.combine is not None:
             (result,) = outputs
             environment[result] = joining.joined(equation, mapped, rows, columns, at, self.emit)
@@ -342,7 +347,7 @@ class _Unroller:
         xs = [self._kept_pieces_of(x, rows, eqn) for x in operands[num_consts + num_carry :]]
         ys: list[list[Any]] = [[None] * rows.length for _ in body.outputs[num_carry:]]
         parent = self._segment
-        for i in _in_order(rows.length, loop):
+        for i in loop.in_order(rows.length):
             self.parents.append(parent)
             environment: dict[Value, Operand | Stack] = dict(
                 zip(body.inputs, [*consts, *carry, *(x[i] for x in xs)], strict=True)
@@ -371,7 +376,7 @@ class _Unroller:
         lengths = {stop - first for first, stop in spans}
         chunks = {length: self._levels.distributed(loop.of_length(length)) for length in lengths}
         parent = self._segment
-        for i in _in_order(len(spans), loop):
+        for i in loop.in_order(len(spans)):
             self.parents.append(parent)
             self._segment = len(self.parents) - 1
             first, stop = spans[i]
@@ -392,8 +397,3 @@ class _Unroller:
             return operand
         aval = compat.ShapedArray(operand.aval.shape, operand.aval.dtype)
         return self.emit(slicing.start_operation(aval, eqn), (operand,), aval)
-
-
-def _in_order(number: int, loop: Loop) -> Sequence[int]:
-    """The steps or pieces of a scan in its order."""
-    return range(number - 1, -1, -1) if loop.params["reverse"] else range(number)

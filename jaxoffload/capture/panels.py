@@ -1,0 +1,292 @@
+"""Linear algebra on one large matrix, panel by panel: Cholesky factors, triangular systems.
+
+LAPACK wants the whole of a matrix; here it is kept in pieces of some rows, its *panels*. A panel of
+a result is begun as the operand's own, and read and written again as one panel after another of
+what it depends on is brought in: the left-looking algorithms of linear algebra out of core. With a
+lower triangle L in panels:
+
+```
+          j
+      ┌──────┐          L of A, row i:   A_i ──▶ for j < i: solve X L_j^T = A_i at j
+    j │ L_j ◣│                                ──▶ factor what is left at i
+      │      │          L X = B, row i:  B_i ──▶ for j < i: subtract L_i[j] X_j
+    i │ L_i  ◣                                ──▶ solve at i
+      └──────┘          X L^T = B:       B   ──▶ for each j: solve at j
+```
+
+Takes an equation; gives ways that are a sequence of steps. Errors are of the same order as those of
+LAPACK, whose blocks are smaller; of a matrix that has no factor all of the result is NaN, as JAX
+has it.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.lax import linalg
+
+from jaxoffload import _jax_compat as compat
+from jaxoffload.capture import sums
+from jaxoffload.capture.flat import Equation, Operation
+from jaxoffload.capture.loops import MOST_PANELS, Rows
+from jaxoffload.capture.way import Panels, Reads, Step, Way
+
+_HIGHEST = lax.Precision.HIGHEST
+_FAILED = "failed"
+"""What a step makes that is no panel of a result: whether a matrix has no factor."""
+
+
+def ways(equation: Equation) -> Iterator[Way]:
+    """Those of a matrix, not of a batch of them, for which it is to be in panels."""
+    name, operands = equation.operation.name, equation.inputs
+    if name == "cholesky" and len(operands[0].aval.shape) == 2:
+        yield Way((0,), (0,), panels=Panels(_factored))
+    elif name == "triangular_solve" and len(operands[0].aval.shape) == 2:
+        matrix, sides = map(compat.byte_count, (x.aval for x in operands))
+        if sides * MOST_PANELS <= matrix:
+            yield Way((0, None), (None,), panels=Panels(_solved_whole, are_joined=True))
+        else:
+            yield Way((0, 0), (0,), panels=Panels(_solved_in_panels))
+
+
+def other_ways(equation: Equation) -> Iterator[Way]:
+    """Those for where no other agrees with what is in panels anyway: every panel of the result is
+    made of some columns of all panels."""
+    name, out = equation.operation.name, equation.outputs[0].aval
+    arrays = (out, *(x.aval for x in equation.inputs))
+    if any(len(x.shape) != 2 or x.shape[0] != out.shape[0] for x in arrays):
+        return
+    if name == "transpose":
+        yield Way((0,), (0,), panels=Panels(_transposed))
+    elif name == "dot_general":
+        contracted, _ = equation.operation.params["dimension_numbers"]
+        if contracted == ((0,), (0,)) and sums.wider(out.dtype) == out.dtype:
+            yield Way((0, 0), (0,), panels=Panels(_multiplied))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _System:
+    """A triangular system op(a) x = b, or x op(a) = b; see `jax.lax.linalg.triangular_solve`.
+
+    Attributes:
+      width: columns of the blocks in which panels are multiplied.
+    """
+
+    left_side: bool
+    lower: bool
+    transpose_a: bool
+    conjugate_a: bool
+    unit_diagonal: bool
+    width: int
+
+    @classmethod
+    def of(cls, equation: Equation, rows: Rows) -> "_System":
+        params = equation.operation.params
+        names = "left_side lower transpose_a conjugate_a unit_diagonal".split()
+        return cls(**{name: params[name] for name in names}, width=rows.steps)
+
+    @property
+    def axis(self) -> int:
+        """Of the right-hand sides, along the triangle."""
+        return 0 if self.left_side else 1
+
+    @property
+    def reads_before(self) -> bool:
+        """Whether a panel says what of the solution before it goes into its own part; else it says
+        what its own part goes into."""
+        return self.left_side != self.transpose_a
+
+    def order(self, count: int) -> range:
+        """The panels one after the other."""
+        forward = (self.lower != self.transpose_a) == self.left_side
+        return range(count) if forward else range(count - 1, -1, -1)
+
+    def taken_off(self, panel: Any, known: Any) -> Any:
+        """What a part of the solution takes off another part, by a block of a panel."""
+        panel = jnp.conj(panel) if self.conjugate_a else panel
+        (left, right), sides = ((panel, known) if self.left_side else (known, panel)), [0, 0]
+        sides[0 if self.left_side else 1] = 1 if self.reads_before else 0
+        sides[1 if self.left_side else 0] = self.axis
+        contracted = ((sides[0],), (sides[1],))
+        return lax.dot_general(left, right, (contracted, ((), ())), precision=_HIGHEST)
+
+    def solved(self, panel: Any, first: Any, sides: Any) -> Any:
+        """The part of the solution at a panel's own rows, where all else is taken off."""
+        triangle = lax.dynamic_slice_in_dim(panel, first, panel.shape[0], 1)
+        return linalg.triangular_solve(
+            triangle,
+            sides,
+            left_side=self.left_side,
+            lower=self.lower,
+            transpose_a=self.transpose_a,
+            conjugate_a=self.conjugate_a,
+            unit_diagonal=self.unit_diagonal,
+        )
+
+    def step(self, sides: Any, panel: Any, first: Any) -> Any:
+        """All right-hand sides, a panel further."""
+        size, axis = panel.shape[0], self.axis
+        mine = lax.dynamic_slice_in_dim(sides, first, size, axis)
+        begin, end = (0, first) if self.lower else (first + size, panel.shape[1])
+        blocks = _Blocks(panel, begin, end, self.width)
+        if self.reads_before:
+
+            def take_off(number: Any, mine: Any) -> Any:
+                block, start = blocks[number]
+                known = lax.dynamic_slice_in_dim(sides, start, self.width, axis)
+                return mine - self.taken_off(block, known)
+
+            mine = lax.fori_loop(0, blocks.count, take_off, mine)
+            mine = self.solved(panel, first, mine)
+            return lax.dynamic_update_slice_in_dim(sides, mine, first, axis)
+        mine = self.solved(panel, first, mine)
+
+        def take_from(number: Any, sides: Any) -> Any:
+            block, start = blocks[number]
+            other = lax.dynamic_slice_in_dim(sides, start, self.width, axis)
+            other -= self.taken_off(block, mine)
+            return lax.dynamic_update_slice_in_dim(sides, other, start, axis)
+
+        sides = lax.dynamic_update_slice_in_dim(sides, mine, first, axis)
+        return lax.fori_loop(0, blocks.count, take_from, sides)
+
+    def pair(self, sides: Any, panel: Any, known: Any, first: Any) -> Any:
+        """A panel of the right-hand sides without what a solved one takes off it; of systems with
+        the matrix at the left."""
+        size = (known if self.reads_before else sides).shape[0]
+        return sides - self.taken_off(lax.dynamic_slice_in_dim(panel, first, size, 1), known)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Columns of a panel from one to another, in blocks of one width; what a block has beside them
+    is zero."""
+
+    panel: Any
+    begin: Any
+    end: Any
+    width: int
+
+    @property
+    def count(self) -> Any:
+        return (self.end - self.begin + self.width - 1) // self.width
+
+    def __getitem__(self, number: Any) -> tuple[Any, Any]:
+        """A block and its first column."""
+        wanted = self.begin + number * self.width
+        start = jnp.minimum(wanted, self.panel.shape[1] - self.width)
+        block = lax.dynamic_slice_in_dim(self.panel, start, self.width, 1)
+        column = start + lax.broadcasted_iota(jnp.int32, block.shape, 1)
+        return jnp.where((column >= wanted) & (column < self.end), block, 0), start
+
+
+def _operation(equation: Equation, function: Any, *parts: Any) -> Operation:
+    operation = equation.operation
+    name = f"{operation.name}[panel]"
+    return Operation.of_function(name, function, operation.eqn, operation.key, *parts)
+
+
+def _solved_whole(equation: Equation, rows: Rows) -> Iterator[Step]:
+    system = _System.of(equation, rows)
+    operation = _operation(equation, system.step, "whole", system)
+    for j in system.order(len(rows.spans())):
+        yield Step(0, operation, (Reads.of_target(1), Reads.of_operand(0, j), Reads.of_row(j)))
+
+
+def _solved_in_panels(equation: Equation, rows: Rows) -> Iterator[Step]:
+    system = _System.of(equation, rows)
+    order = system.order(len(rows.spans()))
+    step = _operation(equation, system.step, "step", system)
+    if not system.left_side:
+        for i in range(len(order)):
+            for j in order:
+                yield Step(i, step, (Reads.of_target(1), Reads.of_operand(0, j), Reads.of_row(j)))
+        return
+    pair = _operation(equation, system.pair, "pair", system)
+    solve = _operation(
+        equation, lambda x, panel, first: system.solved(panel, first, x), "solve", system
+    )
+    for number, i in enumerate(order):
+        for k in order[:number]:
+            panel, first = (i, k) if system.reads_before else (k, i)
+            reads = Reads.of_operand(0, panel), Reads.of_result(k), Reads.of_row(first)
+            yield Step(i, pair, (Reads.of_target(1), *reads))
+        yield Step(i, solve, (Reads.of_target(1), Reads.of_operand(0, i), Reads.of_row(i)))
+
+
+def _factored(equation: Equation, rows: Rows) -> Iterator[Step]:
+    complex_ = jnp.issubdtype(equation.outputs[0].aval.dtype, jnp.complexfloating)
+    system = _System(False, True, True, complex_, False, rows.steps)
+    count = len(rows.spans())
+    step = _operation(equation, system.step, "step", system)
+
+    def factor(panel: Any, first: Any) -> Any:
+        size = panel.shape[0]
+        blocks = _Blocks(panel, 0, first, rows.steps)
+
+        def take_off(number: Any, mine: Any) -> Any:
+            block, _ = blocks[number]
+            return mine - system.taken_off(block, block)
+
+        mine = lax.dynamic_slice_in_dim(panel, first, size, 1)
+        mine = lax.fori_loop(0, blocks.count, take_off, mine)
+        (mine,) = equation.operation.apply([mine])
+        column = lax.broadcasted_iota(jnp.int32, panel.shape, 1)
+        panel = jnp.where(column < first, panel, 0)
+        return lax.dynamic_update_slice_in_dim(panel, mine, first, 1)
+
+    factors = _operation(equation, factor, "factor", rows.steps)
+    for i in range(count):
+        for j in range(i):
+            yield Step(i, step, (Reads.of_target(0), Reads.of_result(j), Reads.of_row(j)))
+        yield Step(i, factors, (Reads.of_target(0), Reads.of_row(i)))
+    # A panel that has no factor makes NaN of all that come after it.
+    failed = _operation(equation, lambda panel: jnp.isnan(panel[-1, -1]), "failed")
+    yield Step(_FAILED, failed, (Reads.of_result(count - 1),), compat.ShapedArray((), bool))
+    result = _operation(equation, lambda panel, failed: jnp.where(failed, jnp.nan, panel), "result")
+    for i in range(count):
+        yield Step(i, result, (Reads.of_result(i), Reads.of_result(_FAILED)))
+
+
+def _multiplied(equation: Equation, rows: Rows) -> Iterator[Step]:
+    """Sums of as many parts as `sums.add_up` adds one after another."""
+    operation = equation.operation
+    for i, (first, stop) in enumerate(rows.spans()):
+        size = stop - first
+
+        def part(left: Any, right: Any, row: Any, size: int = size) -> Any:
+            left = lax.dynamic_slice_in_dim(left, row, size, 1)
+            return operation.apply([left, right])[0]
+
+        def further(made: Any, *operands: Any, part: Any = part) -> Any:
+            return made + part(*operands)
+
+        begin = _operation(equation, part, "begin", size)
+        go_on = _operation(equation, further, "further", size)
+        for k in range(len(rows.spans())):
+            reads = (Reads.of_operand(0, k), Reads.of_operand(1, k), Reads.of_row(i))
+            yield Step(i, go_on, (Reads.of_result(i), *reads)) if k else Step(i, begin, reads)
+
+
+def _transposed(equation: Equation, rows: Rows) -> Iterator[Step]:
+    length = rows.length
+    count = len(rows.spans())
+    for i, (first, stop) in enumerate(rows.spans()):
+        size = stop - first
+
+        def begun(panel: Any, row: Any, size: int = size) -> Any:
+            part = lax.dynamic_slice_in_dim(panel, row, size, 1).T
+            return jnp.pad(part, ((0, 0), (0, length - part.shape[1])))
+
+        def further(made: Any, panel: Any, row: Any, column: Any, size: int = size) -> Any:
+            part = lax.dynamic_slice_in_dim(panel, row, size, 1).T
+            return lax.dynamic_update_slice_in_dim(made, part, column, 1)
+
+        begin = _operation(equation, begun, "begin", size, length)
+        go_on = _operation(equation, further, "further", size)
+        yield Step(i, begin, (Reads.of_operand(0, 0), Reads.of_row(i)))
+        for k in range(1, count):
+            reads = (Reads.of_operand(0, k), Reads.of_row(i), Reads.of_row(k))
+            yield Step(i, go_on, (Reads.of_result(i), *reads))
