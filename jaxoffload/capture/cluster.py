@@ -106,7 +106,10 @@ def cut(
     on_host = [e.operation.on_host or s in whole for e, s in zip(solid, segments, strict=True)]
     # A collective is a cluster by itself: devices.py makes more than one vertex of it. So are rows
     # that the disk's lanes move.
-    alone = [i if exchange_of(e.operation) or moves_rows(e) else -1 for i, e in enumerate(solid)]
+    alone = [
+        i if e.operation.is_alone or exchange_of(e.operation) or moves_rows(e) else -1
+        for i, e in enumerate(solid)
+    ]
     last_reader = dict.fromkeys(results, len(solid))
     for i, values in enumerate(reads):
         for v in values:

@@ -63,6 +63,7 @@ class Operation:
       repeats: of a loop the steps, each of which applies `equations`; else None.
       has_effect: whether it, or something in it, calls a function of the host's for what that
         does (`jax.debug.print`): it is done although nothing reads it, and once.
+      is_alone: whether it is a vertex by itself, as equal ones of a large size share an executable.
       held_bytes: what it holds in any case while it runs, beside operands and results.
       reread_bytes: what it reads beside them, as its parts read the same (`Way`).
       carries: of a loop pairs of what a step takes from the one before, and what it makes for the
@@ -72,6 +73,7 @@ class Operation:
     __slots__ = ("_function", "_key", "_on_host", "_source", "eqn", "has_effect", "name", "params")
     equations: Any = None
     repeats: int | None = None
+    is_alone: bool = False
     held_bytes: int = 0
     reread_bytes: int = 0
     carries: "tuple[tuple[Value, Operand], ...]" = ()

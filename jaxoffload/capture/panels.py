@@ -20,6 +20,7 @@ has it.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -182,15 +183,31 @@ class _Blocks:
         return jnp.where((column >= wanted) & (column < self.end), block, 0), start
 
 
-def _operation(equation: Equation, function: Any, *parts: Any) -> Operation:
+class _OnPanels(Operation):
+    """An operation on panels, which holds some blocks of them beside."""
+
+    __slots__ = ("held_bytes",)
+    held_bytes: int
+    is_alone = True
+
+
+def _operation(equation: Equation, held: int, function: Any, *parts: Any) -> Operation:
+    """One in an equation's stead.
+
+    Args:
+      held: elements of the result's dtype that XLA holds beside operands and results.
+    """
     operation = equation.operation
     name = f"{operation.name}[panel]"
-    return Operation.of_function(name, function, operation.eqn, operation.key, *parts)
+    made: Any = _OnPanels.of_function(name, function, operation.eqn, operation.key, *parts)
+    made.held_bytes = held * equation.outputs[0].aval.dtype.itemsize
+    return made
 
 
 def _solved_whole(equation: Equation, rows: Rows) -> Iterator[Step]:
     system = _System.of(equation, rows)
-    operation = _operation(equation, system.step, "whole", system)
+    sides = math.prod(equation.outputs[0].aval.shape) // rows.length
+    operation = _operation(equation, 5 * rows.steps * sides, system.step, "whole", system)
     for j in system.order(len(rows.spans())):
         yield Step(0, operation, (Reads.of_target(1), Reads.of_operand(0, j), Reads.of_row(j)))
 
@@ -198,16 +215,17 @@ def _solved_whole(equation: Equation, rows: Rows) -> Iterator[Step]:
 def _solved_in_panels(equation: Equation, rows: Rows) -> Iterator[Step]:
     system = _System.of(equation, rows)
     order = system.order(len(rows.spans()))
-    step = _operation(equation, system.step, "step", system)
+    block = rows.steps**2
+    step = _operation(equation, 5 * block, system.step, "step", system)
     if not system.left_side:
         for i in range(len(order)):
             for j in order:
                 yield Step(i, step, (Reads.of_target(1), Reads.of_operand(0, j), Reads.of_row(j)))
         return
-    pair = _operation(equation, system.pair, "pair", system)
-    solve = _operation(
-        equation, lambda x, panel, first: system.solved(panel, first, x), "solve", system
-    )
+    pair = _operation(equation, block, system.pair, "pair", system)
+    solved = lambda x, panel, first: system.solved(panel, first, x)  # noqa: E731
+    sides = rows.steps * equation.outputs[0].aval.shape[1]
+    solve = _operation(equation, sides + block, solved, "solve", system)
     for number, i in enumerate(order):
         for k in order[:number]:
             panel, first = (i, k) if system.reads_before else (k, i)
@@ -220,7 +238,8 @@ def _factored(equation: Equation, rows: Rows) -> Iterator[Step]:
     complex_ = jnp.issubdtype(equation.outputs[0].aval.dtype, jnp.complexfloating)
     system = _System(False, True, True, complex_, False, rows.steps)
     count = len(rows.spans())
-    step = _operation(equation, system.step, "step", system)
+    block = rows.steps**2
+    step = _operation(equation, 5 * block, system.step, "step", system)
 
     def factor(panel: Any, first: Any) -> Any:
         size = panel.shape[0]
@@ -237,15 +256,16 @@ def _factored(equation: Equation, rows: Rows) -> Iterator[Step]:
         panel = jnp.where(column < first, panel, 0)
         return lax.dynamic_update_slice_in_dim(panel, mine, first, 1)
 
-    factors = _operation(equation, factor, "factor", rows.steps)
+    factors = _operation(equation, 5 * block, factor, "factor", rows.steps)
     for i in range(count):
         for j in range(i):
             yield Step(i, step, (Reads.of_target(0), Reads.of_result(j), Reads.of_row(j)))
         yield Step(i, factors, (Reads.of_target(0), Reads.of_row(i)))
     # A panel that has no factor makes NaN of all that come after it.
-    failed = _operation(equation, lambda panel: jnp.isnan(panel[-1, -1]), "failed")
+    failed = _operation(equation, 0, lambda panel: jnp.isnan(panel[-1, -1]), "failed")
     yield Step(_FAILED, failed, (Reads.of_result(count - 1),), compat.ShapedArray((), bool))
-    result = _operation(equation, lambda panel, failed: jnp.where(failed, jnp.nan, panel), "result")
+    with_nan = lambda panel, failed: jnp.where(failed, jnp.nan, panel)  # noqa: E731
+    result = _operation(equation, 0, with_nan, "result")
     for i in range(count):
         yield Step(i, result, (Reads.of_result(i), Reads.of_result(_FAILED)))
 
@@ -263,8 +283,8 @@ def _multiplied(equation: Equation, rows: Rows) -> Iterator[Step]:
         def further(made: Any, *operands: Any, part: Any = part) -> Any:
             return made + part(*operands)
 
-        begin = _operation(equation, part, "begin", size)
-        go_on = _operation(equation, further, "further", size)
+        begin = _operation(equation, size * rows.steps, part, "begin", size)
+        go_on = _operation(equation, size * rows.steps, further, "further", size)
         for k in range(len(rows.spans())):
             reads = (Reads.of_operand(0, k), Reads.of_operand(1, k), Reads.of_row(i))
             yield Step(i, go_on, (Reads.of_result(i), *reads)) if k else Step(i, begin, reads)
@@ -284,8 +304,8 @@ def _transposed(equation: Equation, rows: Rows) -> Iterator[Step]:
             part = lax.dynamic_slice_in_dim(panel, row, size, 1).T
             return lax.dynamic_update_slice_in_dim(made, part, column, 1)
 
-        begin = _operation(equation, begun, "begin", size, length)
-        go_on = _operation(equation, further, "further", size)
+        begin = _operation(equation, size * rows.steps, begun, "begin", size, length)
+        go_on = _operation(equation, size * rows.steps, further, "further", size)
         yield Step(i, begin, (Reads.of_operand(0, 0), Reads.of_row(i)))
         for k in range(1, count):
             reads = (Reads.of_operand(0, k), Reads.of_row(i), Reads.of_row(k))

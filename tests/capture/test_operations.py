@@ -20,7 +20,8 @@ from jaxoffload.plan.cost.machines import SMALL_SERVER
 
 OWN = {
     "collective", "start", "slice[", "columns[", "combine[", "read rows", "write rows",
-    "write piece", "iota[", "random_bits[", "gather[", "scatter[", "stack"
+    "write piece", "iota[", "random_bits[", "gather[", "scatter[", "stack", "cholesky[",
+    "triangular_solve[", "transpose[", "dot_general["
 }  # fmt: skip
 UNLISTED = {
     "split", "scatter-sub", "random_wrap", "random_unwrap", "geqrf", "lu_pivots_to_permutation"
@@ -359,7 +360,8 @@ UPDATES = {
 
 def test_every_update_has_a_case():
     names = {n for n, known in operations.TABLE.items() if known.overwrites == "first"}
-    assert names - OWN == set(UPDATES)  # those of rows: tests/transform/test_rows_below.py
+    # Those of rows: tests/transform/test_rows_below.py; of panels: tests/transform/test_matrices.py.
+    assert names - OWN == set(UPDATES)
 
 
 @pytest.mark.parametrize("reads_again", [False, True], ids=["", "read later"])

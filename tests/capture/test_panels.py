@@ -1,0 +1,155 @@
+"""Matrices panel by panel: the steps give what the whole operation does, and need no matrix whole.
+
+Numbers are judged against float64, beside JAX's own on the whole matrix.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.lax import linalg
+
+from jaxoffload.capture.demand import Large
+from jaxoffload.capture.flat import Value
+from jaxoffload.capture.scan import unroll
+from jaxoffload.plan.cost.machines import SMALL_SERVER
+
+EVEN, UNEVEN = 64, 61
+"""Rows: eight panels of eight, and a last one of five."""
+
+
+def in_panels(function, *args):
+    """The results, operation by operation where large arrays are in pieces; the largest value that
+    an operation reads or makes in bytes, and the names of the operations."""
+    program = unroll(jax.make_jaxpr(function)(*args), rates=SMALL_SERVER, large=Large(1024))
+    raw = [np.asarray(a).reshape(-1).view(np.uint8) for a in args]
+    held, largest = {}, 0
+
+    def read(x):
+        if not isinstance(x, Value):
+            return x.val
+        if x not in held:
+            span = x.argument
+            words = raw[span.index][span.offset : span.offset + x.num_bytes()]
+            held[x] = jnp.asarray(words.view(x.aval.dtype).reshape(x.shape))
+        return held[x]
+
+    for equation in program.equations:
+        made = equation.operation.apply([read(x) for x in equation.inputs])
+        for value, array in zip(equation.outputs, made, strict=True):
+            assert (value.shape, value.aval.dtype) == (array.shape, array.dtype)
+        held.update(zip(equation.outputs, made, strict=True))
+        cut = [v for v in (*equation.values(), *equation.outputs) if v.argument is None]
+        largest = max([largest, *(v.num_bytes() for v in cut)])
+    results = [
+        np.concatenate([np.asarray(read(part)).reshape(-1) for part, _ in parts])
+        for parts in program.results
+    ]
+    return results, largest, {e.operation.name for e in program.equations}
+
+
+def random(*shape, dtype=np.float32, seed=0):
+    source = np.random.default_rng(seed)
+    made = source.normal(size=shape)
+    if np.issubdtype(dtype, np.complexfloating):
+        made = made + 1j * source.normal(size=shape)
+    return made.astype(dtype)
+
+
+def error(got, exact):
+    """The largest, over the largest element."""
+    return np.abs(got - exact).max() / np.abs(exact).max()
+
+
+@pytest.mark.drawn()
+@pytest.mark.parametrize("few", [False, True], ids=["", "few sides"])
+@pytest.mark.parametrize("unit", [False, True], ids=["", "unit"])
+@pytest.mark.parametrize("how", ["", "transposed", "conjugate"])
+@pytest.mark.parametrize("lower", [False, True], ids=["upper", "lower"])
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("n", [EVEN, UNEVEN])
+def test_triangular_systems_are_solved_panel_by_panel(n, left, lower, how, unit, few):
+    dtype = np.complex64 if how == "conjugate" else np.float32
+    # The other triangle is not read, nor is a diagonal of ones.
+    a = random(n, n, dtype=dtype) / 8 + (100 if unit else 3) * np.eye(n, dtype=dtype)
+    sides = random(n, 3 if few else n, dtype=dtype, seed=1)
+    sides = sides if left else np.ascontiguousarray(sides.T)
+    params = {
+        "left_side": left,
+        "lower": lower,
+        "transpose_a": bool(how),
+        "conjugate_a": how == "conjugate",
+        "unit_diagonal": unit,
+    }
+
+    def solve(a, sides):
+        # Not of arguments: these are read in pieces whatever is done with them.
+        return linalg.triangular_solve(jnp.cos(a * 0) * a, sides * 1, **params) * 1
+
+    wide = a.astype(np.complex128 if how == "conjugate" else np.float64)
+    triangle = np.tril(wide, -1) if lower else np.triu(wide, 1)
+    triangle += np.eye(n) if unit else np.diag(np.diag(wide))
+    triangle = triangle.T if how else triangle
+    triangle = triangle.conj() if how == "conjugate" else triangle
+    exact = np.linalg.solve(triangle, sides) if left else np.linalg.solve(triangle.T, sides.T).T
+    (got,), largest, names = in_panels(solve, a, sides)
+    got = got.reshape(sides.shape)
+    assert "triangular_solve[panel]" in names and "triangular_solve" not in names
+    assert error(got, exact) <= 4 * error(np.asarray(solve(a, sides)), exact) + 1e-7
+    assert largest <= a.nbytes // 4, "no more than a few panels at once"
+
+
+@pytest.mark.parametrize("symmetrized", [False, True], ids=["", "symmetrized"])
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+@pytest.mark.parametrize("n", [EVEN, UNEVEN])
+def test_a_matrix_is_factored_panel_by_panel(n, dtype, symmetrized):
+    root = random(n, n, dtype=dtype)
+    a = root @ root.conj().T / n + np.eye(n, dtype=dtype)
+
+    def factor(a):
+        made = jnp.cos(a * 0) * a
+        return jnp.tril(linalg.cholesky(made, symmetrize_input=symmetrized))
+
+    exact = np.linalg.cholesky(a.astype(np.complex128))
+    (got,), largest, names = in_panels(factor, a)
+    assert "cholesky[panel]" in names and "cholesky" not in names
+    assert error(got.reshape(n, n), exact) <= 4 * error(np.asarray(factor(a)), exact) + 1e-7
+    assert largest <= a.nbytes // 4
+
+
+@pytest.mark.parametrize("row", [0, 20, EVEN - 1])
+def test_what_has_no_factor_is_nan_as_jax_has_it(row):
+    """All of it, although the rows before the first that has none are fine."""
+    a = (np.eye(EVEN) * np.where(np.arange(EVEN) == row, -1, 1)).astype(np.float32)
+    factor = lambda a: jnp.tril(linalg.cholesky(a + 0.0 * jnp.cos(a), symmetrize_input=False))  # noqa: E731
+    (got,), _, names = in_panels(factor, a)
+    assert "cholesky[panel]" in names
+    want = np.asarray(factor(a))
+    assert np.isnan(want).any()
+    np.testing.assert_array_equal(got.reshape(want.shape), want)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("n", [EVEN, UNEVEN])
+def test_gradients_need_products_and_transposes_of_panels(n):
+    """Of a likelihood as Gaussian processes have it: no matrix is whole in its gradient either."""
+    points, values = random(n, 3), random(n, seed=1)
+
+    def likelihood(scale, points, values):
+        distances = ((points[:, None] - points[None]) ** 2).sum(-1)
+        factor = jnp.linalg.cholesky(jnp.exp(-scale * distances) + 0.1 * jnp.eye(n))
+        solved = jax.scipy.linalg.solve_triangular(factor, values, lower=True)
+        logs = jnp.log(jnp.where(jnp.eye(n, dtype=bool), factor, 1)).sum()
+        return 0.5 * solved @ solved + logs
+
+    step = jax.value_and_grad(likelihood, argnums=(0, 1))
+    args = (np.float32(0.7), points, values)
+    flat = lambda *args: jax.tree.leaves(step(*args))  # noqa: E731
+    got, largest, names = in_panels(flat, *args)
+    assert {"dot_general[panel]", "transpose[panel]"} <= names
+    assert largest <= 3 * (n * n * 4) // 4, "a few panels; of the points' differences, as large"
+    with jax.enable_x64(True):
+        exact = flat(*(np.asarray(x, np.float64) for x in args))
+    for g, w, e in zip(got, flat(*args), exact, strict=True):
+        w, e = np.asarray(w).reshape(-1), np.asarray(e).reshape(-1)
+        assert error(g, e) <= 4 * error(w, e) + 1e-6
