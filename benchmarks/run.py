@@ -6,8 +6,8 @@ import importlib
 
 NAMES = ("ratios", "first_call", "restart", "steady", "vertices", "split", "accuracy", "overhead",
          "planner", "plans", "gpu_plans", "disk", "ram", "host", "cycle", "loops", "large",
-         "graphs", "rows", "device_rows", "simulated", "devices", "bus", "sharded", "mesh",
-         "throttled", "finetune", "soak")  # fmt: skip
+         "matrices", "graphs", "rows", "device_rows", "simulated", "devices", "bus", "sharded",
+         "mesh", "throttled", "finetune", "soak")  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -360,7 +360,7 @@ UPDATES = {
 
 def test_every_update_has_a_case():
     names = {n for n, known in operations.TABLE.items() if known.overwrites == "first"}
-    # Those of rows: tests/transform/test_rows_below.py; of panels: tests/transform/test_matrices.py.
+    # Of others tests/transform/: of rows test_rows_below.py, of panels test_matrices.py.
     assert names - OWN == set(UPDATES)
 
 

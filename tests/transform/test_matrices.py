@@ -4,55 +4,16 @@ How a matrix is worked on panel by panel, tests/capture/test_panels.py judges.
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.scipy.linalg import cho_factor, cho_solve, solve_triangular
 
 import jaxoffload as jo
+from benchmarks.matrices import PROBLEMS, problem
 from jaxoffload.capture import demand
 from jaxoffload.search import program
 from tests.foreign.judge import in_float64
 
 PANELS = {"cholesky[panel]", "triangular_solve[panel]"}
-
-
-def covariance(scales, x, z):
-    squares = (x * x).sum(-1)[:, None] + (z * z).sum(-1)[None] - 2 * x @ z.T
-    return jnp.exp(scales[0] - jnp.maximum(squares, 0) * jnp.exp(scales[1]))
-
-
-def likelihood(scales, x, y):
-    """Of a Gaussian process, negative logarithm."""
-    matrix = covariance(scales, x, x) + jnp.exp(scales[2]) * jnp.eye(len(x))
-    factor = jnp.linalg.cholesky(matrix)
-    solved = solve_triangular(factor, y, lower=True)
-    return 0.5 * solved @ solved + jnp.log(jnp.diag(factor)).sum()
-
-
-def prediction(scales, x, y, z):
-    matrix = covariance(scales, x, x) + jnp.exp(scales[2]) * jnp.eye(len(x))
-    factor, between = cho_factor(matrix, lower=True), covariance(scales, x, z)
-    variance = jnp.exp(scales[0]) - (between * cho_solve(factor, between)).sum(0)
-    return between.T @ cho_solve(factor, y), variance
-
-
-def least_squares(a, b):
-    return jax.scipy.linalg.solve(a.T @ a + len(a) * jnp.eye(len(a)), b, assume_a="pos")
-
-
-def numbers(*shapes):
-    source = np.random.default_rng(3)
-    return [source.normal(size=shape).astype(np.float32) for shape in shapes]
-
-
-def problem(name, n):
-    scales = np.array([0.1, -1.0, -1.0], np.float32)
-    if name == "least squares":
-        return least_squares, numbers((n, n), (n, n // 2))
-    if name == "likelihood":
-        return jax.value_and_grad(likelihood, (0, 1)), [scales, *numbers((n, 4), (n,))]
-    return prediction, [scales, *numbers((n, 4), (n,), (n // 2, 4))]
 
 
 def assert_as_exact(got, want, function, args):
@@ -63,7 +24,7 @@ def assert_as_exact(got, want, function, args):
         assert np.abs(g - e).max() <= 4 * np.abs(w - e).max() + 2e-6 * size
 
 
-@pytest.mark.parametrize("name", ["least squares", "likelihood", "prediction"])
+@pytest.mark.parametrize("name", PROBLEMS)
 def test_matrices_are_worked_on_within_any_budget(name, monkeypatch):
     """Small ones here, in whatever order vertices run; the least budget has less than a matrix."""
     plain = program.CutProgram.__init__
@@ -94,7 +55,7 @@ def test_matrices_are_worked_on_within_any_budget(name, monkeypatch):
 def test_a_gaussian_process_is_fitted_in_less_than_its_matrix():
     """Of which plain jit holds seven."""
     n = 2048
-    function, args = problem("likelihood", n)
+    function, args = problem("likelihood, gradient", n)
     step = jo.offload(function, device_memory=10 * 2**20)
     got = step(*args)
     assert_as_exact(got, jax.jit(function)(*args), function, args)
