@@ -124,16 +124,49 @@ def _scan_flops(params: dict[str, Any], operands: Sequence[Any], results: Sequen
 
 
 def _panel_flops(_: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> float:
-    """On average over the panels of a triangle."""
+    """Likewise, on average over the panels of a triangle: what another panel takes off is a
+    product, what is solved or factored takes twice the time of one."""
     panels = [x.aval.shape[0] for x in operands if x.aval.shape]
-    takes_off = len(panels) == 3  # what another panel says
-    return (2.0 if takes_off else 1.0) * _elements(results) * panels[-1]
+    return (2.0 if len(panels) == 3 else 4.0) * _elements(results) * panels[-1]
 
 
 def _panel_product_flops(
     _: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]
 ) -> float:
     return 2.0 * _elements(results) * operands[-2].aval.shape[0]
+
+
+def _of_matrices(cubes: float, squares: float, operand: int = 0) -> Known:
+    """What is known of an operation on each matrix of a batch.
+
+    Args:
+      cubes, squares: floating-point operations as products would have in the time, for each
+        element times the matrix' rows or columns, and for each element.
+      operand: whose elements; those of right-hand sides may be few.
+    """
+
+    def flops(_: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> float:
+        shortest = min(operands[0].aval.shape[-2:])
+        return (cubes * shortest + squares) * _elements(operands[operand : operand + 1])
+
+    return Known(
+        has_several=True, ways=along_batches.matrices(2), flops=flops, copies=_columns_of_results
+    )
+
+
+def _columns_of_results(equation: Equation) -> int:
+    """LAPACK has matrices column by column."""
+    return sum(compat.byte_count(v.aval) for v in equation.outputs)
+
+
+def _sort_flops(params: dict[str, Any], operands: Sequence[Any], _: Sequence[Any]) -> float:
+    """Likewise: by comparisons, one after the other."""
+    size = operands[0].aval.shape[params["dimension"]]
+    return 3200 * _elements(operands[:1]) * math.log2(max(2, size))
+
+
+def _top_flops(_: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> float:
+    return 700 * _elements(operands)
 
 
 def _index_flops(_: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> float:
@@ -228,8 +261,8 @@ TABLE: dict[str, Known] = {
         "cumsum cumprod cummax cummin".split(), _along("axis", is_priced=True, flops=_scan_flops)
     ),
     "cumlogsumexp": _along("axis"),
-    "sort": _along("dimension", has_several=True),
-    "top_k": _along("axis", has_several=True),
+    "sort": _along("dimension", has_several=True, flops=_sort_flops),
+    "top_k": _along("axis", has_several=True, flops=_top_flops),
     # Products.
     "dot_general": Known(
         is_priced=True, flops=_product_flops, multiplies=True, ways=along.dot_general
@@ -242,13 +275,16 @@ TABLE: dict[str, Known] = {
         ways=along.convolution,
     ),
     # Of each matrix of a batch.
-    **dict.fromkeys(
-        """
-        cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd tridiagonal
-        """.split(),
-        Known(has_several=True, ways=along_batches.matrices(2)),
+    "cholesky": _of_matrices(1.5, 600),
+    "lu": _of_matrices(3, 1400),
+    "qr": _of_matrices(12, 3600),
+    **dict.fromkeys(("geqrf", "householder_product"), _of_matrices(6, 1800)),
+    **dict.fromkeys(("eigh", "tridiagonal"), _of_matrices(20, 8000)),
+    "svd": _of_matrices(45, 14000),
+    **dict.fromkeys(("eig", "hessenberg", "schur"), _of_matrices(200, 25000)),
+    "triangular_solve": dataclasses.replace(
+        _of_matrices(2.2, 1400, operand=1), ways=along_batches.triangular_solve
     ),
-    "triangular_solve": Known(ways=along_batches.triangular_solve),
     **dict.fromkeys(
         ("lu_pivots_to_permutation", "tridiagonal_solve"), Known(ways=along_batches.matrices(1))
     ),
@@ -283,9 +319,9 @@ TABLE: dict[str, Known] = {
     # Of panels.py.
     **dict.fromkeys(
         ("cholesky[", "triangular_solve["),
-        Known(is_priced=True, overwrites="first", flops=_panel_flops),
+        dataclasses.replace(_UPDATE, flops=_panel_flops),
     ),
-    "dot_general[": Known(is_priced=True, overwrites="first", flops=_panel_product_flops),
+    "dot_general[": dataclasses.replace(_UPDATE, flops=_panel_product_flops),
     "transpose[": _UPDATE,
     "combine[": Known(is_light=True, is_priced=True, is_placement=True, overwrites="all"),
 }

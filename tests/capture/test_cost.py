@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.lax import linalg
 
 from jaxoffload.capture.build import build_taskgraph, order_program
-from jaxoffload.capture.cost import products
+from jaxoffload.capture.cost import flops, products
 from jaxoffload.capture.scan import unroll
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.plan.cost.machines import SMALL_SERVER
@@ -86,6 +87,30 @@ def test_convolutions_and_branches():
         lambda x, k: lax.cond(x.sum() > 0, convolve, lambda x, k: 2 * convolve(x, k), x, k), *shapes
     )
     assert either == {"float32_flops": 2 * once}
+
+
+MATRICES = {  # and the operations that textbooks count, of n rows with m right-hand sides
+    "cholesky": (lambda a, b: linalg.cholesky(a, symmetrize_input=False), lambda n, m: n**3 / 3),
+    "triangular_solve": (
+        lambda a, b: linalg.triangular_solve(a, b, left_side=True),
+        lambda n, m: n**2 * m,
+    ),
+    "lu": (lambda a, b: linalg.lu(a)[0], lambda n, m: 2 * n**3 / 3),
+    "eigh": (lambda a, b: linalg.eigh(a)[0], lambda n, m: 9 * n**3),
+    "svd": (lambda a, b: linalg.svd(a)[0], lambda n, m: 21 * n**3),
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_matrices_take_no_less_than_textbooks_count(name):
+    """Nor more than ten times that where they are large."""
+    function, counts = MATRICES[name]
+    for n, most in ((64, 100), (2048, 10)):
+        m = n // 4
+        closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct((n, k), F32) for k in (n, m)))
+        equations = unroll(closed, rates=SMALL_SERVER).equations
+        (found,) = (flops(e) for e in equations if e.operation.name == name)
+        assert counts(n, m) <= found <= most * counts(n, m)
 
 
 @pytest.mark.parametrize("is_donated", [True, False])
