@@ -93,6 +93,7 @@ def measured(name: str, n: int, shares: Sequence[float]) -> list[dict[str, Any]]
     error = _error(plain(*arguments), exact)
     rows = []
     for share in shares:
+        jo.clear_caches()  # of executables that two budgets share
         step = jo.offload(function, device_memory=int(share * needed))
         began = _seconds(lambda step=step: step(*arguments))
         timings = interleaved(

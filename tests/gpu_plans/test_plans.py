@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxoffload as jo
+from benchmarks import matrices
 from benchmarks.gpu_plans import peaks
 from jaxoffload import _jax_compat as compat
 from jaxoffload.compile import gpu_compiler, gpu_process, gpu_targets
@@ -208,6 +209,18 @@ def test_linear_algebra_and_convolutions_name_their_libraries(kept):
     found = jo.offload(f, device_memory="1GiB").predict(*shapes, machine="H200")
     calls = {name for kernel in found.kernels for name in kernel.calls}
     assert {"cuSOLVER", "cuFFT", "cuDNN"} <= calls
+
+
+@needs_plugin
+def test_matrices_in_panels_are_compiled_for_a_gpu(kept):
+    """Less than two matrices, where the gradient of a likelihood takes four at once."""
+    rows, budget = 2048, 28 << 20
+    function, arguments = matrices.problem("likelihood, gradient", rows)
+    found = jo.offload(function, device_memory=budget).predict(*arguments, machine="H200")
+    names = {vertex.name for vertex in found.memgraph.taskgraph.vertices}
+    assert {"cholesky[panel]", "triangular_solve[panel]", "dot_general[panel]"} <= names
+    calls = {name for kernel in found.kernels for name in kernel.calls}
+    assert {"cuSOLVER", "cuBLAS"} <= calls and 0 < found.workspace_bytes < budget
 
 
 def test_without_the_plugin_plans_say_what_to_install(monkeypatch):
