@@ -162,8 +162,11 @@ class _System:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Columns of a panel from one to another, in blocks of one width; what a block has beside them
-    is zero."""
+    """Columns of a panel from one to another, in blocks of one width.
+
+    They end after so many blocks, or with the panel: there the last block begins earlier, and what
+    it has a second time is zero.
+    """
 
     panel: Any
     begin: Any
@@ -180,7 +183,7 @@ class _Blocks:
         start = jnp.minimum(wanted, self.panel.shape[1] - self.width)
         block = lax.dynamic_slice_in_dim(self.panel, start, self.width, 1)
         column = start + lax.broadcasted_iota(jnp.int32, block.shape, 1)
-        return jnp.where((column >= wanted) & (column < self.end), block, 0), start
+        return jnp.where(column >= wanted, block, 0), start
 
 
 class _OnPanels(Operation):
@@ -252,8 +255,7 @@ def _factored(equation: Equation, rows: Rows) -> Iterator[Step]:
         mine = lax.dynamic_slice_in_dim(panel, first, size, 1)
         mine = lax.fori_loop(0, blocks.count, take_off, mine)
         (mine,) = equation.operation.apply([mine])
-        column = lax.broadcasted_iota(jnp.int32, panel.shape, 1)
-        panel = jnp.where(column < first, panel, 0)
+        # The other triangle is nobody's: JAX has zeros in its place, whatever is there.
         return lax.dynamic_update_slice_in_dim(panel, mine, first, 1)
 
     factors = _operation(equation, 5 * block, factor, "factor", rows.steps)

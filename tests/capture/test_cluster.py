@@ -12,6 +12,7 @@ import pytest
 from jaxoffload import _native
 from jaxoffload.capture import cluster, cost
 from jaxoffload.capture.build import order_program
+from jaxoffload.capture.demand import Large
 from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.scan import unroll
 from jaxoffload.plan.cost.machines import H200, SMALL_SERVER
@@ -79,6 +80,22 @@ def test_what_fuses_into_one_loop_may_take_three_times_the_limit():
     whole, least = _cut(_ordered(_clamped, (SQUARES,)), math.inf)
     # Both read three arrays and write one.
     assert len(whole) == 1 and least == 4 * SQUARES[0].nbytes / 3
+
+
+def test_steps_on_panels_of_a_matrix_are_vertices_by_themselves():
+    """Together they would be other clusters for every panel, each with an executable of its own."""
+
+    def factor(x):
+        return jnp.linalg.cholesky(jnp.exp(-((x - x.T) ** 2)) + jnp.eye(len(x)))
+
+    closed = jax.make_jaxpr(factor)(np.zeros((64, 1), np.float32))
+    ordered = order_program(unroll(closed, rates=SMALL_SERVER, large=Large(1024)))
+    names = [
+        [ordered.equations[i].operation.name for i in positions if i >= 0]
+        for positions in _cut(ordered, math.inf)[0]
+    ]
+    assert sum("cholesky[panel]" in found for found in names) > 36
+    assert all(found.count("cholesky[panel]") <= 1 for found in names)
 
 
 def _sizes(ordered, **limits):

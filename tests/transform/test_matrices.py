@@ -60,8 +60,7 @@ def test_a_gaussian_process_is_fitted_in_less_than_its_matrix():
     got = step(*args)
     assert_as_exact(got, jax.jit(function)(*args), function, args)
     assert step.last_run.peak_device_bytes <= 10 * 2**20 < 4 * n * n
-    # Equal steps share an executable, and each makes its panel where it was before.
+    # Each step makes its panel where it was before.
     vertices = step.plan(*args).taskgraph.vertices
     on_panels = [v for v in vertices if v.name in PANELS]
-    assert len({v.kernel for v in on_panels}) <= 16 < len(on_panels) / 8
     assert sum(bool(v.overwrites) for v in on_panels) > 0.8 * len(on_panels)
