@@ -113,7 +113,7 @@ def _chain(rates):
     """300 operations that all read and write 16 KiB; not of one array alone, as an update is."""
 
     def f(x, y):
-        x = jnp.sort(x)
+        x = x - jnp.max(x, 0, keepdims=True)
         for _ in range(150):
             x = jnp.tanh(x * 1.01)
         return x[:1] + y

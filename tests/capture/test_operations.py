@@ -214,10 +214,6 @@ ANYWHERE = {
     "largest": lambda x, y: lax.top_k(jnp.round(x @ y.T), 2)[1] + lax.top_k(x.T @ x, 2)[1][:1, :1],
     "place of the largest": lambda x, y: jnp.argmax(jnp.round(x), 0),
     "place of the first NaN": lambda x, y: jnp.argmin(jnp.where(jnp.round(x) > 1, x, jnp.nan), 0),
-    "systems by their right-hand sides": lambda x, y: (
-        linalg.triangular_solve(x.T @ x, y.T * 2.0, left_side=True)
-        + linalg.triangular_solve(y.T @ y, x * 2.0, left_side=False, transpose_a=True).T
-    ),
     "gradient by words": lambda x, y: jax.grad(lambda t: (t[IDS[:, 0]] * y).sum())(x),
 }
 """Which may be cut along any dimension of six, and what they are cut along."""
@@ -329,6 +325,26 @@ def test_what_is_done_with_matrices_is_done_with_parts_of_a_batch(name):
                 np.testing.assert_array_equal(got, whole[k])
                 checked.add(k)
     assert checked
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_systems_are_solved_by_parts_of_their_right_hand_sides(left):
+    """Of a matrix that is no batch."""
+    matrix, sides = SQUARES[0, 0], operands_of("add", 1)[0][:, :3]
+    sides = sides.T if left else sides
+
+    def solve(a, b):
+        return linalg.triangular_solve(a, b, left_side=left)
+
+    program = unroll(jax.make_jaxpr(solve)(matrix, sides), rates=SMALL_SERVER)
+    (equation,) = order_program(program).equations
+    (way,) = operations.tilings(equation, 2)
+    assert (way.inputs, way.outputs) == ((None, int(left)), (int(left),))
+    parts = [
+        way.apply(equation, [matrix, part], k, 2)[0]
+        for k, part in enumerate(np.split(sides, 2, axis=int(left)))
+    ]
+    np.testing.assert_allclose(np.concatenate(parts, int(left)), solve(matrix, sides), rtol=1e-5)
 
 
 @pytest.mark.parametrize("what", ["window", "stride", "padding", "dilation"])
