@@ -133,7 +133,8 @@ def _panel_flops(_: dict[str, Any], operands: Sequence[Any], results: Sequence[A
 def _panel_product_flops(
     _: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]
 ) -> float:
-    return 2.0 * _elements(results) * operands[-2].aval.shape[0]
+    """Every element of the second factor's panel with every row of the result's."""
+    return 2.0 * results[0].aval.shape[0] * _elements(operands[-2:-1])
 
 
 def _of_matrices(cubes: float, squares: float, operand: int = 0) -> Known:

@@ -1,4 +1,5 @@
-"""Linear algebra on one large matrix, panel by panel: Cholesky factors, triangular systems.
+"""Linear algebra on large matrices, panel by panel: Cholesky factors, triangular systems, and
+products and transposes between them.
 
 LAPACK wants the whole of a matrix; here it is kept in pieces of some rows, its *panels*. A panel of
 a result is begun as the operand's own, and read and written again as one panel after another of
@@ -53,18 +54,23 @@ def ways(equation: Equation) -> Iterator[Way]:
 
 
 def other_ways(equation: Equation) -> Iterator[Way]:
-    """Those for where no other agrees with what is in panels anyway: every panel of the result is
-    made of some columns of all panels."""
+    """Those for where what is read and made is in panels anyway: every panel of the result is made
+    of parts of all panels."""
     name, out = equation.operation.name, equation.outputs[0].aval
     arrays = (out, *(x.aval for x in equation.inputs))
     if any(len(x.shape) != 2 or x.shape[0] != out.shape[0] for x in arrays):
         return
     if name == "transpose":
         yield Way((0,), (0,), panels=Panels(_transposed))
-    elif name == "dot_general":
+    elif name == "dot_general" and sums.wider(out.dtype) == out.dtype:
+        sizes = [compat.byte_count(x) for x in arrays]
         contracted, _ = equation.operation.params["dimension_numbers"]
-        if contracted == ((0,), (0,)) and sums.wider(out.dtype) == out.dtype:
+        if contracted[0] + contracted[1] in _PRODUCTS and MOST_PANELS * min(sizes) > max(sizes):
             yield Way((0, 0), (0,), panels=Panels(_multiplied))
+
+
+_PRODUCTS = ((0, 0), (1, 0), (1, 1))
+"""What may be summed over: rows of both, columns of the first and rows of the second, columns."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -273,23 +279,38 @@ def _factored(equation: Equation, rows: Rows) -> Iterator[Step]:
 
 
 def _multiplied(equation: Equation, rows: Rows) -> Iterator[Step]:
-    """Sums of as many parts as `sums.add_up` adds one after another."""
-    operation = equation.operation
-    for i, (first, stop) in enumerate(rows.spans()):
-        size = stop - first
+    """Sums of as many parts as `sums.add_up` adds one after another; or columns side by side."""
+    operation, spans = equation.operation, rows.spans()
+    (left, right), _ = operation.params["dimension_numbers"]
+    kind, columns = left + right, equation.outputs[0].aval.shape[1]
+    for i in range(len(spans)):
+        for k in range(len(spans)):
+            # Of the first operand's panel some columns are read, but where all are summed over.
+            panel, place = (k, i) if kind == (0, 0) else (i, k)
+            size = spans[place][1] - spans[place][0]
 
-        def part(left: Any, right: Any, row: Any, size: int = size) -> Any:
-            left = lax.dynamic_slice_in_dim(left, row, size, 1)
-            return operation.apply([left, right])[0]
+            def part(left: Any, right: Any, row: Any, size: int = size) -> Any:
+                if kind != (1, 1):
+                    left = lax.dynamic_slice_in_dim(left, row, size, 1)
+                return operation.apply([left, right])[0]
 
-        def further(made: Any, *operands: Any, part: Any = part) -> Any:
-            return made + part(*operands)
+            def begun(left: Any, right: Any, row: Any, part: Any = part) -> Any:
+                made = part(left, right, row)
+                return jnp.pad(made, ((0, 0), (0, columns - made.shape[1])))
 
-        begin = _operation(equation, size * rows.steps, part, "begin", size)
-        go_on = _operation(equation, size * rows.steps, further, "further", size)
-        for k in range(len(rows.spans())):
-            reads = (Reads.of_operand(0, k), Reads.of_operand(1, k), Reads.of_row(i))
-            yield Step(i, go_on, (Reads.of_result(i), *reads)) if k else Step(i, begin, reads)
+            def further(made: Any, left: Any, right: Any, row: Any, part: Any = part) -> Any:
+                new = part(left, right, row)
+                if kind != (1, 1):
+                    return made + new
+                return lax.dynamic_update_slice_in_dim(made, new, row, 1)
+
+            reads = (Reads.of_operand(0, panel), Reads.of_operand(1, k), Reads.of_row(place))
+            held = size * rows.steps
+            if k == 0:
+                yield Step(i, _operation(equation, held, begun, "begin", size), reads)
+            else:
+                go_on = _operation(equation, held, further, "further", size)
+                yield Step(i, go_on, (Reads.of_result(i), *reads))
 
 
 def _transposed(equation: Equation, rows: Rows) -> Iterator[Step]:

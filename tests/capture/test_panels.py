@@ -129,6 +129,33 @@ def test_what_has_no_factor_is_nan_as_jax_has_it(row):
     np.testing.assert_array_equal(got.reshape(want.shape), want)
 
 
+PRODUCTS = {
+    "rows": lambda a, b: a.T @ b,
+    "columns and rows": lambda a, b: a @ b,
+    "columns": lambda a, b: a @ b.T,
+}
+
+
+@pytest.mark.parametrize("over", PRODUCTS)
+@pytest.mark.parametrize("n", [EVEN, UNEVEN])
+def test_panels_are_multiplied_panel_by_panel(n, over):
+    """Where factors and product are matrices that others keep in panels."""
+    root = random(n, n)
+    a = (root @ root.T / n + np.eye(n)).astype(np.float32)
+
+    def multiply(a):
+        factor = linalg.cholesky(jnp.cos(a * 0) * a, symmetrize_input=False)
+        made = PRODUCTS[over](jnp.tril(factor), jnp.sin(a))
+        return linalg.triangular_solve(factor, made, left_side=True, lower=True)
+
+    factor = np.linalg.cholesky(a.astype(np.float64))
+    exact = np.linalg.solve(factor, PRODUCTS[over](factor, np.sin(a.astype(np.float64))))
+    (got,), largest, names = in_panels(multiply, a)
+    assert "dot_general[panel]" in names and "dot_general" not in names
+    assert error(got.reshape(n, n), exact) <= 4 * error(np.asarray(multiply(a)), exact) + 1e-6
+    assert largest <= a.nbytes // 4
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("n", [EVEN, UNEVEN])
 def test_gradients_need_products_and_transposes_of_panels(n):
