@@ -113,17 +113,8 @@ def _by_preference(
     if rows is None:
         return [way for way in found if way.cut(equation) == {(0, length)}]
 
-    def is_known(way: Way) -> bool:
-        operands = (*equation.inputs, *equation.outputs)
-        dims = (*way.inputs, *way.outputs)
-        return at is not None and all(
-            not is_literal(x) and at.get(x) == d for x, d in zip(operands, dims, strict=True)
-        )
-
     if in_panels:
-        others = list(panels.other_ways(equation))
-        sure = [way for way in others if is_known(way)]
-        found = [*sure, *panels.ways(equation), *found, *others]
+        found = [*panels.ways(equation), *found, *panels.other_ways(equation)]
 
     def agrees(way: Way) -> bool:
         assert at is not None
