@@ -307,7 +307,7 @@ def _multiplied(equation: Equation, rows: Rows) -> Iterator[Step]:
             reads = (Reads.of_operand(0, panel), Reads.of_operand(1, k), Reads.of_row(place))
             held = size * rows.steps
             if k == 0:
-                yield Step(i, _operation(equation, held, begun, "begin", size), reads)
+                yield Step(i, _operation(equation, held, begun, "begin", size, columns), reads)
             else:
                 go_on = _operation(equation, held, further, "further", size)
                 yield Step(i, go_on, (Reads.of_result(i), *reads))

@@ -133,6 +133,7 @@ class Reads(NamedTuple):
       operand: which; None: of what has been made.
       key: which panel; of what has been made, see `Step`. None: the one that the step makes, of
         which there is the operand's own until it has been made.
+      is_row: whether it is the number of that panel's first row.
     """
 
     operand: int | None

@@ -156,6 +156,25 @@ def test_panels_are_multiplied_panel_by_panel(n, over):
     assert largest <= a.nbytes // 4
 
 
+def test_steps_of_equal_keys_make_the_same_of_the_same():
+    """Panels of both sizes of matrices have eight rows; an executable stands for all of its key."""
+
+    def work(a):
+        factor = jnp.tril(linalg.cholesky(jnp.cos(a), symmetrize_input=True))
+        solved = linalg.triangular_solve(factor, jnp.sin(a), left_side=True, lower=True)
+        return [times(factor, solved) + jnp.cos(solved).T for times in PRODUCTS.values()]
+
+    made = {}
+    for n in (EVEN, UNEVEN):
+        closed = jax.make_jaxpr(work)(np.zeros((n, n), np.float32))
+        for equation in unroll(closed, rates=SMALL_SERVER, large=Large(1024)).equations:
+            if equation.operation.name.endswith("[panel]"):
+                read = tuple(x.aval.shape for x in equation.inputs)
+                shapes = [v.shape for v in equation.outputs]
+                assert made.setdefault((equation.operation.key, read), shapes) == shapes
+    assert len(made) > 30
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("n", [EVEN, UNEVEN])
 def test_gradients_need_products_and_transposes_of_panels(n):
