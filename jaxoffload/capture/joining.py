@@ -12,7 +12,7 @@ from jaxoffload.capture import slicing, sums
 from jaxoffload.capture.flat import Equation, Operand, Operation, Value
 from jaxoffload.capture.loops import Rows
 from jaxoffload.capture.mapped import Mapped, map_over_stack
-from jaxoffload.capture.way import Followed, Panels
+from jaxoffload.capture.way import Followed
 
 Emit = Callable[..., Value]
 """Emits an operation on operands, with the abstract value of its result, which it gives; and the
@@ -139,42 +139,6 @@ def _converted(operand: Operand, dtype: Any, eqn: Any, emit: Emit) -> Operand:
         return operand
     conversion = slicing.conversion(operand.aval.dtype, dtype, eqn)
     return emit(conversion, (operand,), compat.ShapedArray(operand.aval.shape, dtype))
-
-
-def in_panels(
-    equation: Equation,
-    panels: Panels,
-    rows: Rows,
-    columns: Sequence[Sequence[Operand]],
-    firsts: Sequence[Operand],
-    emit: Emit,
-) -> list[Operand]:
-    """The result's panels, or the result as the only one.
-
-    Args:
-      firsts: first row of each panel.
-    """
-    out, spans = equation.outputs[0].aval, rows.spans()
-    made: dict[Any, Operand] = {}
-    for step in panels.steps(equation, rows):
-        operands = []
-        for read in step.reads:
-            if read.is_row:
-                operands.append(firsts[read.key])
-            elif read.operand is None or (read.key is None and step.key in made):
-                operands.append(made[step.key if read.key is None else read.key])
-            else:
-                operands.append(columns[read.operand][step.key if read.key is None else read.key])
-        aval = step.aval
-        if aval is None:
-            shape = out.shape
-            if not panels.are_joined:
-                first, stop = spans[step.key]
-                shape = rows.piece_shape(first, stop, shape)
-            aval = compat.ShapedArray(shape, out.dtype)
-        number = step.key if isinstance(step.key, int) and not panels.are_joined else None
-        made[step.key] = emit(step.operation, tuple(operands), aval, piece=number)
-    return [made[key] for key in range(1 if panels.are_joined else len(spans))]
 
 
 def put_together(

@@ -15,14 +15,14 @@ lower triangle L in panels:
       └──────┘          X L^T = B:       B   ──▶ for each j: solve at j
 ```
 
-Takes an equation; gives ways that are a sequence of steps. Errors are of the same order as those of
-LAPACK, whose blocks are smaller; of a matrix that has no factor all of the result is NaN, as JAX
-has it.
+Takes an equation; gives ways by which it is emitted as a sequence of steps. Errors are of the same
+order as those of LAPACK, whose blocks are smaller; of a matrix that has no factor all of the result
+is NaN, as JAX has it.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,13 +31,11 @@ from jax.lax import linalg
 
 from jaxoffload import _jax_compat as compat
 from jaxoffload.capture import sums
-from jaxoffload.capture.flat import Equation, Operation
+from jaxoffload.capture.flat import Equation, Operand, Operation
 from jaxoffload.capture.loops import MOST_PANELS, Rows
-from jaxoffload.capture.way import Panels, Reads, Step, Way
+from jaxoffload.capture.way import Panels, Way
 
 _HIGHEST = lax.Precision.HIGHEST
-_FAILED = "failed"
-"""What a step makes that is no panel of a result: whether a matrix has no factor."""
 
 
 def ways(equation: Equation) -> Iterator[Way]:
@@ -213,123 +211,172 @@ def _operation(equation: Equation, held: int, function: Any, *parts: Any) -> Ope
     return made
 
 
-def _solved_whole(equation: Equation, rows: Rows) -> Iterator[Step]:
-    system = _System.of(equation, rows)
-    sides = math.prod(equation.outputs[0].aval.shape) // rows.length
-    operation = _operation(equation, 5 * rows.steps * sides, system.step, "whole", system)
-    for j in system.order(len(rows.spans())):
-        yield Step(0, operation, (Reads.of_target(1), Reads.of_operand(0, j), Reads.of_row(j)))
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Work:
+    """One equation on panels; attributes as `Panels.make` takes them."""
+
+    equation: Equation
+    rows: Rows
+    columns: Sequence[Sequence[Operand]]
+    firsts: Sequence[Operand]
+    emit: Callable[..., Operand]
+
+    @property
+    def out(self) -> Any:
+        return self.equation.outputs[0].aval
+
+    def size(self, i: int) -> int:
+        """Rows of a panel."""
+        first, stop = self.rows.spans()[i]
+        return stop - first
+
+    def panel(self, i: int, operation: Operation, *operands: Operand) -> Operand:
+        """Emits what makes a panel of the result."""
+        first, stop = self.rows.spans()[i]
+        aval = compat.ShapedArray(
+            self.rows.piece_shape(first, stop, self.out.shape), self.out.dtype
+        )
+        return self.emit(operation, operands, aval, piece=i)
 
 
-def _solved_in_panels(equation: Equation, rows: Rows) -> Iterator[Step]:
-    system = _System.of(equation, rows)
-    order = system.order(len(rows.spans()))
-    block = rows.steps**2
-    step = _operation(equation, 5 * block, system.step, "step", system)
+def _solved_whole(*given: Any) -> list[Operand]:
+    work = _Work(*given)
+    system = _System.of(work.equation, work.rows)
+    held = 5 * work.rows.steps * math.prod(work.out.shape) // work.rows.length
+    operation = _operation(work.equation, held, system.step, "whole", system)
+    panels, (made, *_) = work.columns
+    for j in system.order(len(panels)):
+        made = work.emit(operation, (made, panels[j], work.firsts[j]), work.out)
+    return [made]
+
+
+def _solved_in_panels(*given: Any) -> list[Operand]:
+    work = _Work(*given)
+    equation, steps, firsts = work.equation, work.rows.steps, work.firsts
+    system = _System.of(equation, work.rows)
+    panels, made = work.columns[0], list(work.columns[1])
+    order, block = system.order(len(panels)), steps**2
     if not system.left_side:
-        for i in range(len(order)):
+        step = _operation(equation, 5 * block, system.step, "step", system)
+        for i in range(len(made)):
             for j in order:
-                yield Step(i, step, (Reads.of_target(1), Reads.of_operand(0, j), Reads.of_row(j)))
-        return
+                made[i] = work.panel(i, step, made[i], panels[j], firsts[j])
+        return made
     pair = _operation(equation, block, system.pair, "pair", system)
     solved = lambda x, panel, first: system.solved(panel, first, x)  # noqa: E731
-    sides = rows.steps * equation.outputs[0].aval.shape[1]
-    solve = _operation(equation, sides + block, solved, "solve", system)
+    held = steps * work.out.shape[1] + block
+    solve = _operation(equation, held, solved, "solve", system)
     for number, i in enumerate(order):
         for k in order[:number]:
             panel, first = (i, k) if system.reads_before else (k, i)
-            reads = Reads.of_operand(0, panel), Reads.of_result(k), Reads.of_row(first)
-            yield Step(i, pair, (Reads.of_target(1), *reads))
-        yield Step(i, solve, (Reads.of_target(1), Reads.of_operand(0, i), Reads.of_row(i)))
+            made[i] = work.panel(i, pair, made[i], panels[panel], made[k], firsts[first])
+        made[i] = work.panel(i, solve, made[i], panels[i], firsts[i])
+    return made
 
 
-def _factored(equation: Equation, rows: Rows) -> Iterator[Step]:
-    complex_ = jnp.issubdtype(equation.outputs[0].aval.dtype, jnp.complexfloating)
-    system = _System(False, True, True, complex_, False, rows.steps)
-    count = len(rows.spans())
-    block = rows.steps**2
-    step = _operation(equation, 5 * block, system.step, "step", system)
+def _factored(*given: Any) -> list[Operand]:
+    work = _Work(*given)
+    equation, steps, firsts = work.equation, work.rows.steps, work.firsts
+    complex_ = jnp.issubdtype(work.out.dtype, jnp.complexfloating)
+    system = _System(False, True, True, complex_, False, steps)
+    step = _operation(equation, 5 * steps**2, system.step, "step", system)
 
     def factor(panel: Any, first: Any) -> Any:
-        size = panel.shape[0]
-        blocks = _Blocks(panel, 0, first, rows.steps)
+        blocks = _Blocks(panel, 0, first, steps)
 
         def take_off(number: Any, mine: Any) -> Any:
             block, _ = blocks[number]
             return mine - system.taken_off(block, block)
 
-        mine = lax.dynamic_slice_in_dim(panel, first, size, 1)
+        mine = lax.dynamic_slice_in_dim(panel, first, panel.shape[0], 1)
         mine = lax.fori_loop(0, blocks.count, take_off, mine)
         (mine,) = equation.operation.apply([mine])
         # The other triangle is nobody's: JAX has zeros in its place, whatever is there.
         return lax.dynamic_update_slice_in_dim(panel, mine, first, 1)
 
-    factors = _operation(equation, 5 * block, factor, "factor", rows.steps)
-    for i in range(count):
+    factors = _operation(equation, 5 * steps**2, factor, "factor", steps)
+    made = list(work.columns[0])
+    for i in range(len(made)):
         for j in range(i):
-            yield Step(i, step, (Reads.of_target(0), Reads.of_result(j), Reads.of_row(j)))
-        yield Step(i, factors, (Reads.of_target(0), Reads.of_row(i)))
+            made[i] = work.panel(i, step, made[i], made[j], firsts[j])
+        made[i] = work.panel(i, factors, made[i], firsts[i])
     # A panel that has no factor makes NaN of all that come after it.
-    failed = _operation(equation, 0, lambda panel: jnp.isnan(panel[-1, -1]), "failed")
-    yield Step(_FAILED, failed, (Reads.of_result(count - 1),), compat.ShapedArray((), bool))
+    is_nan = _operation(equation, 0, lambda panel: jnp.isnan(panel[-1, -1]), "failed")
+    failed = work.emit(is_nan, (made[-1],), compat.ShapedArray((), bool))
     with_nan = lambda panel, failed: jnp.where(failed, jnp.nan, panel)  # noqa: E731
     result = _operation(equation, 0, with_nan, "result")
-    for i in range(count):
-        yield Step(i, result, (Reads.of_result(i), Reads.of_result(_FAILED)))
+    return [work.panel(i, result, x, failed) for i, x in enumerate(made)]
 
 
-def _multiplied(equation: Equation, rows: Rows) -> Iterator[Step]:
+def _put_together(
+    work: _Work,
+    i: int,
+    function: Any,
+    parts: Sequence[tuple[Operand, ...]],
+    size: int,
+    columns: Sequence[Operand] = (),
+) -> Operand:
+    """A panel of the result, from what a function makes of each part's operands.
+
+    Args:
+      size: what tells the function apart.
+      columns: the first column of each part, where they are side by side; else they are added.
+    """
+    width = work.out.shape[1]
+
+    def begun(*operands: Any) -> Any:
+        made = function(*operands)
+        return jnp.pad(made, ((0, 0), (0, width - made.shape[1])))
+
+    def further(made: Any, *operands: Any) -> Any:
+        if not columns:
+            return made + function(*operands)
+        return lax.dynamic_update_slice_in_dim(made, function(*operands[:-1]), operands[-1], 1)
+
+    held = size * work.rows.steps
+    begin = _operation(work.equation, held, begun, "begin", size, width)
+    go_on = _operation(work.equation, held, further, "further", size)
+    made = work.panel(i, begin, *parts[0])
+    for k in range(1, len(parts)):
+        made = work.panel(i, go_on, made, *parts[k], *columns[k : k + 1])
+    return made
+
+
+def _multiplied(*given: Any) -> list[Operand]:
     """Sums of as many parts as `sums.add_up` adds one after another; or columns side by side."""
-    operation, spans = equation.operation, rows.spans()
+    work = _Work(*given)
+    operation, firsts = work.equation.operation, work.firsts
+    lefts, rights = work.columns
     (left, right), _ = operation.params["dimension_numbers"]
-    kind, columns = left + right, equation.outputs[0].aval.shape[1]
-    for i in range(len(spans)):
-        for k in range(len(spans)):
-            # Of the first operand's panel some columns are read, but where all are summed over.
-            panel, place = (k, i) if kind == (0, 0) else (i, k)
-            size = spans[place][1] - spans[place][0]
+    kind, made = left + right, []
+    for i in range(len(lefts)):
+        size = work.size(i)
 
-            def part(left: Any, right: Any, row: Any, size: int = size) -> Any:
-                if kind != (1, 1):
-                    left = lax.dynamic_slice_in_dim(left, row, size, 1)
-                return operation.apply([left, right])[0]
+        def part(left: Any, right: Any, first: Any = None, size: int = size) -> Any:
+            if first is not None:
+                size = size if kind == (0, 0) else right.shape[0]
+                left = lax.dynamic_slice_in_dim(left, first, size, 1)
+            return operation.apply([left, right])[0]
 
-            def begun(left: Any, right: Any, row: Any, part: Any = part) -> Any:
-                made = part(left, right, row)
-                return jnp.pad(made, ((0, 0), (0, columns - made.shape[1])))
-
-            def further(made: Any, left: Any, right: Any, row: Any, part: Any = part) -> Any:
-                new = part(left, right, row)
-                if kind != (1, 1):
-                    return made + new
-                return lax.dynamic_update_slice_in_dim(made, new, row, 1)
-
-            reads = (Reads.of_operand(0, panel), Reads.of_operand(1, k), Reads.of_row(place))
-            held = size * rows.steps
-            if k == 0:
-                yield Step(i, _operation(equation, held, begun, "begin", size, columns), reads)
-            else:
-                go_on = _operation(equation, held, further, "further", size)
-                yield Step(i, go_on, (Reads.of_result(i), *reads))
+        if kind == (0, 0):
+            parts = [(x, y, firsts[i]) for x, y in zip(lefts, rights, strict=True)]
+        elif kind == (1, 0):
+            parts = [(lefts[i], y, first) for y, first in zip(rights, firsts, strict=True)]
+        else:
+            parts = [(lefts[i], y) for y in rights]
+        made.append(_put_together(work, i, part, parts, size, firsts if kind == (1, 1) else ()))
+    return made
 
 
-def _transposed(equation: Equation, rows: Rows) -> Iterator[Step]:
-    length = rows.length
-    count = len(rows.spans())
-    for i, (first, stop) in enumerate(rows.spans()):
-        size = stop - first
+def _transposed(*given: Any) -> list[Operand]:
+    work, made = _Work(*given), []
+    (panels,) = work.columns
+    for i in range(len(panels)):
+        size = work.size(i)
 
-        def begun(panel: Any, row: Any, size: int = size) -> Any:
-            part = lax.dynamic_slice_in_dim(panel, row, size, 1).T
-            return jnp.pad(part, ((0, 0), (0, length - part.shape[1])))
+        def part(panel: Any, first: Any, size: int = size) -> Any:
+            return lax.dynamic_slice_in_dim(panel, first, size, 1).T
 
-        def further(made: Any, panel: Any, row: Any, column: Any, size: int = size) -> Any:
-            part = lax.dynamic_slice_in_dim(panel, row, size, 1).T
-            return lax.dynamic_update_slice_in_dim(made, part, column, 1)
-
-        begin = _operation(equation, size * rows.steps, begun, "begin", size, length)
-        go_on = _operation(equation, size * rows.steps, further, "further", size)
-        yield Step(i, begin, (Reads.of_operand(0, 0), Reads.of_row(i)))
-        for k in range(1, count):
-            reads = (Reads.of_operand(0, k), Reads.of_row(i), Reads.of_row(k))
-            yield Step(i, go_on, (Reads.of_result(i), *reads))
+        parts = [(panel, work.firsts[i]) for panel in panels]
+        made.append(_put_together(work, i, part, parts, size, work.firsts))
+    return made

@@ -301,7 +301,7 @@ class _Unroller:
         outputs = equation.outputs
         if mapped.panels is not None:
             numbers = self._first_rows(rows)
-            made = joining.in_panels(equation, mapped.panels, rows, columns, numbers, self.emit)
+            made = mapped.panels.make(equation, rows, columns, numbers, self.emit)
             environment[outputs[0]] = Stack(made, rows) if mapped.stacks_results else made[0]
             return True
         if mapped.combine is not None:

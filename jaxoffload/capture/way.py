@@ -5,7 +5,7 @@ Which dimension of each operand and output is cut, and how outputs are had of wh
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxoffload.capture.flat import Equation, Operation
 from jaxoffload.capture.sums import converted, wider
@@ -48,7 +48,7 @@ class Way:
       placed: the same of an operation that takes the part's first row as its last operand.
       merged: where the parts' outputs are others than those of the whole, how these are had.
       followed: where a part needs the output of the part before, how it goes on with that.
-      panels: in place of parts, the steps by which panels of the result are made.
+      panels: in place of parts, how panels of the result are made.
       reread: bytes that each part reads again of what is whole: of a convolution the images,
         once for each place of its kernel, which a part of few features hardly repays.
     """
@@ -126,61 +126,17 @@ class Followed:
     backwards: bool
 
 
-class Reads(NamedTuple):
-    """What a step reads: a panel of an operand, of what has been made, or a panel's first row.
-
-    Attributes:
-      operand: which; None: of what has been made.
-      key: which panel; of what has been made, see `Step`. None: the one that the step makes, of
-        which there is the operand's own until it has been made.
-      is_row: whether it is the number of that panel's first row.
-    """
-
-    operand: int | None
-    key: Any
-    is_row: bool = False
-
-    @classmethod
-    def of_operand(cls, operand: int, panel: int) -> "Reads":
-        return cls(operand, panel)
-
-    @classmethod
-    def of_result(cls, key: Any) -> "Reads":
-        return cls(None, key)
-
-    @classmethod
-    def of_target(cls, operand: int) -> "Reads":
-        return cls(operand, None)
-
-    @classmethod
-    def of_row(cls, panel: int) -> "Reads":
-        return cls(None, panel, is_row=True)
-
-
-class Step(NamedTuple):
-    """An operation on panels.
-
-    Attributes:
-      key: what it makes, or makes anew: the number of a panel of the result, or a name.
-      aval: abstract value of what it makes; None: of that panel.
-    """
-
-    key: Any
-    operation: Operation
-    reads: tuple[Reads, ...]
-    aval: Any = None
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Panels:
     """How a result is made in panels, each of which needs many of the operands' or of its own.
 
     Attributes:
-      steps: from the equation and its panels (`loops.Rows`) to the steps one after another.
+      make: from (equation, its rows, for each operand the panels or as often the whole, the first
+        row of each panel, what emits an operation) to the result's panels; see panels.py.
       are_joined: whether the result is one panel.
     """
 
-    steps: Callable[[Equation, Any], Iterator[Step]]
+    make: Callable[..., list[Any]]
     are_joined: bool = False
 
 
