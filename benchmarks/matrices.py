@@ -16,7 +16,7 @@ from jax.scipy.linalg import cho_factor, cho_solve, solve_triangular
 
 import jaxoffload as jo
 from benchmarks.measure import interleaved, machine, save
-from benchmarks.ratios import jit_peak_bytes
+from benchmarks.ratios import difference, jit_peak_bytes
 
 SHARES, SMALL_SHARES = (0.5, 0.25, 0.15), (1.25,)
 """Of the bytes that jit needs."""
@@ -125,9 +125,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def _error(got: Any, exact: Any) -> float:
-    """The largest over the leaves' largest elements."""
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True)
-    return max(float(np.abs(np.asarray(g) - e).max() / np.abs(e).max()) for g, e in pairs)
+    return difference(exact, jax.tree.map(lambda x: np.asarray(x, np.float64), got))
 
 
 def _line(row: dict[str, Any]) -> str:

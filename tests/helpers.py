@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxoffload.capture.build import build_taskgraph, order_program
+from jaxoffload.capture.flat import Value
 from jaxoffload.capture.scan import unroll
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.plan.cost.machines import SMALL_SERVER
@@ -28,6 +29,30 @@ def capture(function, *args, donate=(), piece_bytes=0, **cut):
     )
     captured.taskgraph.check()
     return captured, arrays
+
+
+def interpret_equations(ordered, leaves):
+    """The parts of each result of an ordered program, operation by operation; checks that nothing
+    is read before it is written."""
+    held = dict(zip(ordered.program.arguments, leaves, strict=True))
+
+    def read(x):
+        if not isinstance(x, Value):
+            return x.val
+        if x not in held:
+            span = x.argument
+            words = np.asarray(leaves[span.index]).reshape(-1).view(np.uint8)
+            words = words[span.offset : span.offset + x.num_bytes()]
+            held[x] = jnp.asarray(words.view(x.aval.dtype).reshape(x.shape))
+        return held[x]
+
+    for equation in ordered.equations:
+        made = equation.operation.apply([read(x) for x in equation.inputs])
+        assert not any(v in held for v in equation.outputs)
+        for value, array in zip(equation.outputs, made, strict=True):
+            assert (value.shape, value.aval.dtype) == (array.shape, array.dtype)
+        held.update(zip(equation.outputs, made, strict=True))
+    return [[np.asarray(read(part)) for part, _ in parts] for parts in ordered.program.results]
 
 
 def at_once(work, count):

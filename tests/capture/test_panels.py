@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from jax.lax import linalg
 
+from jaxoffload.capture.build import order_program
 from jaxoffload.capture.demand import Large
-from jaxoffload.capture.flat import Value
 from jaxoffload.capture.scan import unroll
 from jaxoffload.plan.cost.machines import SMALL_SERVER
+from tests.helpers import interpret_equations
 
 EVEN, UNEVEN = 64, 61
 """Rows: eight panels of eight, and a last one of five."""
@@ -22,29 +23,10 @@ def in_panels(function, *args):
     """The results, operation by operation where large arrays are in pieces; the largest value that
     an operation reads or makes in bytes, and the names of the operations."""
     program = unroll(jax.make_jaxpr(function)(*args), rates=SMALL_SERVER, large=Large(1024))
-    raw = [np.asarray(a).reshape(-1).view(np.uint8) for a in args]
-    held, largest = {}, 0
-
-    def read(x):
-        if not isinstance(x, Value):
-            return x.val
-        if x not in held:
-            span = x.argument
-            words = raw[span.index][span.offset : span.offset + x.num_bytes()]
-            held[x] = jnp.asarray(words.view(x.aval.dtype).reshape(x.shape))
-        return held[x]
-
-    for equation in program.equations:
-        made = equation.operation.apply([read(x) for x in equation.inputs])
-        for value, array in zip(equation.outputs, made, strict=True):
-            assert (value.shape, value.aval.dtype) == (array.shape, array.dtype)
-        held.update(zip(equation.outputs, made, strict=True))
-        cut = [v for v in (*equation.values(), *equation.outputs) if v.argument is None]
-        largest = max([largest, *(v.num_bytes() for v in cut)])
-    results = [
-        np.concatenate([np.asarray(read(part)).reshape(-1) for part, _ in parts])
-        for parts in program.results
-    ]
+    parts = interpret_equations(order_program(program), args)
+    values = {v for e in program.equations for v in (*e.values(), *e.outputs)}
+    largest = max(v.num_bytes() for v in values if v.argument is None)
+    results = [np.concatenate([part.reshape(-1) for part in result]) for result in parts]
     return results, largest, {e.operation.name for e in program.equations}
 
 

@@ -12,7 +12,6 @@ import pytest
 import jaxoffload as jo
 from jaxoffload.capture import cost
 from jaxoffload.capture.build import build_taskgraph, order_program
-from jaxoffload.capture.flat import Value
 from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.recompute import recompute
 from jaxoffload.capture.scan import unroll
@@ -22,6 +21,7 @@ from jaxoffload.plan.cost.machines import SMALL_SERVER, Link
 from jaxoffload.runtime import backends
 from jaxoffload.transform.verification import max_relative_difference
 from tests import workloads
+from tests.helpers import interpret_equations
 from tests.transform.strategies import arguments, programs
 
 RANDOM = np.random.default_rng(0)
@@ -65,38 +65,17 @@ def ordered_program(function, args):
     return jaxpr, order_program(unroll(jaxpr, rates=SMALL_SERVER))
 
 
-def interpret(ordered, leaves):
-    """Operation by operation; checks that nothing is read before it is written."""
-    held = dict(zip(ordered.program.arguments, leaves, strict=True))
-
-    def read(x):
-        if not isinstance(x, Value):
-            return x.val
-        if x not in held:
-            span = x.argument
-            words = np.asarray(leaves[span.index]).reshape(-1).view(np.uint8)
-            words = words[span.offset : span.offset + x.num_bytes()]
-            held[x] = jnp.asarray(words.view(x.aval.dtype).reshape(x.shape))
-        return held[x]
-
-    for equation in ordered.equations:
-        made = equation.operation.apply([read(x) for x in equation.inputs])
-        assert not any(v in held for v in equation.outputs)
-        held.update(zip(equation.outputs, made, strict=True))
-    return [[np.asarray(read(part)) for part, _ in parts] for parts in ordered.program.results]
-
-
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_every_share_gives_the_same_bits_operation_by_operation(name):
     function, args, _ = WORKLOADS[name]()
     jaxpr, ordered = ordered_program(function, args)
     leaves = [*jax.tree.leaves(args), *jaxpr.consts]
-    want = interpret(ordered, leaves)
+    want = interpret_equations(ordered, leaves)
     for reach in (0, 3000, 30000):
         for share in (0.3, 1.0, 2.0):
             again = recompute(ordered, reach, share, seconds)
-            for parts, others in zip(want, interpret(again, leaves), strict=True):
+            for parts, others in zip(want, interpret_equations(again, leaves), strict=True):
                 for a, b in zip(parts, others, strict=True):
                     np.testing.assert_array_equal(a, b)
 
@@ -111,7 +90,9 @@ def test_any_program_gives_the_same_bits(program, reach, share):
     jaxpr, ordered = ordered_program(function, args)
     leaves = [*jax.tree.leaves(args), *jaxpr.consts]
     again = recompute(ordered, reach, share, seconds)
-    for parts, others in zip(interpret(ordered, leaves), interpret(again, leaves), strict=True):
+    for parts, others in zip(
+        interpret_equations(ordered, leaves), interpret_equations(again, leaves), strict=True
+    ):
         for a, b in zip(parts, others, strict=True):
             np.testing.assert_array_equal(a, b)
 
@@ -171,7 +152,9 @@ def test_more_than_all_is_made_again_from_what_is_made_again():
     peaks = [peak_of(each, len(leaves)) for each in found]
     again = [sum(e.recomputed for e in each.equations) for each in found]
     assert peaks[1] < 0.7 * peaks[0] and 0 < again[0] < again[1] < 2 * len(ordered.equations)
-    for parts, others in zip(interpret(ordered, leaves), interpret(found[1], leaves), strict=True):
+    for parts, others in zip(
+        interpret_equations(ordered, leaves), interpret_equations(found[1], leaves), strict=True
+    ):
         for a, b in zip(parts, others, strict=True):
             np.testing.assert_array_equal(a, b)
 
@@ -286,7 +269,9 @@ def test_steps_of_a_loop_are_made_again_from_what_it_carries(function, args, lea
     again = recompute(ordered, reach, 1.0, seconds)
     assert peak_of(again, 2) < least * peak_of(ordered, 2)
     assert {e.operation.name for e in again.equations if e.recomputed} >= names
-    for parts, others in zip(interpret(ordered, leaves), interpret(again, leaves), strict=True):
+    for parts, others in zip(
+        interpret_equations(ordered, leaves), interpret_equations(again, leaves), strict=True
+    ):
         for a, b in zip(parts, others, strict=True):
             np.testing.assert_array_equal(a, b)
 
