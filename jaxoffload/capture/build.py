@@ -17,11 +17,12 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload import identity
 from jaxoffload.capture import cost
 from jaxoffload.capture.alike import make_alike
-from jaxoffload.capture.cluster import Cluster, Known, cut
+from jaxoffload.capture.cluster import MAX_EQUATIONS, Cluster, Known, cut, reach
 from jaxoffload.capture.devices import collective_of, of_all_devices
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
 from jaxoffload.capture.in_place import InPlace, updated_shares
 from jaxoffload.capture.kernel import Kernel, kernel_of, main_source, sized
+from jaxoffload.capture.layers import Layered
 from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.order import live_equations, serial_order
 from jaxoffload.capture.products import with_small_transpositions
@@ -106,6 +107,14 @@ class Ordered:
         """What writes memory, and what it reads there."""
         return Apart(self.equations, self.program.result_values())
 
+    @functools.cached_property
+    def layered(self) -> Layered:
+        """The same, layer by layer."""
+        program, solid = self.program, self.apart.solid
+        ends = reach(solid, program.rates, MAX_EQUATIONS)
+        usual = np.median(np.subtract(ends, range(len(solid)))) if solid else 1
+        return Layered(self.apart, program.parents, program.updates, least=2 * int(usual))
+
 
 def order_program(program: Program) -> Ordered:
     """The live equations of a program in serial order; literal results get an equation."""
@@ -165,7 +174,7 @@ def build_taskgraph(
             results.setdefault(value, []).append(Span(index, offset))
     on_host = program.updates if updates_on_host else frozenset()
     clusters, least_max_bytes = cut(
-        ordered.apart,
+        ordered.layered,
         program.parents,
         {v for v in results if v.argument is None},
         program.updates,

@@ -3,7 +3,8 @@
 A cluster must be large enough for XLA to fuse in it and small enough to fit the budget with room
 for the next one's data. Iterations of a scan that are worth a vertex of their own are cut alike, so
 they share executables. Within a stretch of code the cuts are chosen by dynamic programming: the
-fewest cuts, at the places where the fewest bytes that XLA could have fused cross.
+fewest cuts, at the places where the fewest bytes that XLA could have fused cross. Layers that are
+no iterations of a scan are found by what they do (layers.py), and cut alike as well.
 
 Only contiguous runs of the given order are considered.
 """
@@ -18,9 +19,10 @@ import numpy as np
 from jaxoffload import _native
 from jaxoffload.capture import cost, operations
 from jaxoffload.capture.collectives import exchange_of
+from jaxoffload.capture.crossing import crossing_bytes
 from jaxoffload.capture.flat import Equation, Value
+from jaxoffload.capture.layers import Layered
 from jaxoffload.capture.rows_on_disk import moves_rows
-from jaxoffload.capture.views import Apart
 
 MAX_EQUATIONS = 16
 """Operations of a cluster, views not counted. On the training step of benchmarks/ratios.py 6 to 16
@@ -36,10 +38,6 @@ _WHERE_ALL_FUSE = 3
 """How many times a cut's largest working set a cluster may have that fuses into one loop."""
 SECONDS_OF_A_CUT = 20e-6
 """What a cut costs beside the bytes that cross it: a vertex's launch, XLA's own start and end."""
-_FUSED, _FUSED_AT_AN_END, _THROUGH_MEMORY = 1.0, 0.2, 0.1
-"""What a byte counts that crosses a cut: of a value that is made and read by operations that XLA
-fuses; of one that is made or read by such an operation; of one that products or other heavy
-operations make and read, which goes through memory anyway, and counts for the arena's sake only."""
 SEGMENT_SECONDS = 100e-6
 """A scan iteration estimated below this is not worth a vertex of its own."""
 LAUNCHES = 200
@@ -69,7 +67,7 @@ class Cluster:
 
 
 def cut(
-    program: Apart,
+    program: Layered,
     parents: Sequence[int],
     results: set[Value],
     updates: Set[int] = frozenset(),
@@ -83,7 +81,7 @@ def cut(
     """Clusters that together compute every result; and the least `max_bytes` that gives the same.
 
     Args:
-      program: its equations in serial order.
+      program: its equations in serial order; a cluster has equations of one layer.
       parents: the enclosing segment of each segment.
       results: values that must reach memory.
       updates: see `Program.updates`. A cluster has equations of one update at most, so that those
@@ -97,11 +95,12 @@ def cut(
       max_equations: the most operations of a cluster; None: as many as `reach` says.
       known: what was found by the same rates in other cuts of a program; takes what is found now.
     """
-    equations, solid = program.equations, program.solid
-    view_of, reads = program.view_of, program.reads
+    equations, view_of = program.apart.equations, program.apart.view_of
     if max_equations == 1:
+        solid, reads = program.apart.solid, program.apart.reads
         runs = [(i, i + 1) for i in range(len(solid))]
         return _assemble(equations, solid, reads, view_of, runs, results), 0.0
+    solid, reads, layers = program.solid, program.reads, program.layers
     segments = _segments_worth_a_cut(solid, parents, updates, rates)
     on_host = [e.operation.on_host or s in whole for e, s in zip(solid, segments, strict=True)]
     # A collective is a cluster by itself: devices.py makes more than one vertex of it. So are rows
@@ -119,8 +118,8 @@ def cut(
     bytes_of_a_cut = SECONDS_OF_A_CUT * rates.memory_bytes_per_second
     start, known = 0, {} if known is None else known
     for i in range(1, len(solid) + 1):
-        here = segments[start], on_host[start], alone[start]
-        if i == len(solid) or (segments[i], on_host[i], alone[i]) != here:
+        here = segments[start], on_host[start], alone[start], layers[start]
+        if i == len(solid) or (segments[i], on_host[i], alone[i], layers[i]) != here:
             stretch = _Stretch(solid, reads, last_reader, start, i)
             most = max_equations or MAX_EQUATIONS
             most = max(most, MAX_UPDATE if segments[start] in updates else 0)
@@ -173,9 +172,10 @@ def _segments_worth_a_cut(
     solid: Sequence[Equation], parents: Sequence[int], updates: Set[int], rates: cost.Rates
 ) -> list[int]:
     """The segment of each equation, small segments counted to the one around them."""
-    weight = [0.0] * len(parents)
+    weight, count = [0.0] * len(parents), [0] * len(parents)
     for equation in solid:
         weight[equation.segment] += cost.seconds(equation, rates)
+        count[equation.segment] += 1
     for segment in range(len(parents) - 1, 0, -1):
         weight[parents[segment]] += weight[segment]
     kept = list(range(len(parents)))
@@ -183,7 +183,8 @@ def _segments_worth_a_cut(
     loops = {equation.segment for equation in solid if equation.operation.repeats is not None}
     for segment in range(1, len(parents)):
         least = SECONDS_OF_A_CUT if segment in updates else SEGMENT_SECONDS
-        if weight[segment] < least and segment not in loops:
+        is_long = segment in updates and count[segment] > MAX_EQUATIONS // 2
+        if weight[segment] < least and segment not in loops and not is_long:
             kept[segment] = kept[parents[segment]]
     return [kept[equation.segment] for equation in solid]
 
@@ -254,7 +255,7 @@ def _best_cuts(
             for e, known in zip(run, kinds, strict=True)
         ),
         ends=_int64(ends),
-        crossing=np.array(_crossing_bytes(run, reads)),
+        crossing=np.array(crossing_bytes(run, reads)),
         price=bytes_of_a_cut,
         max_bytes=max_bytes,
         where_all_fuse=_WHERE_ALL_FUSE,
@@ -273,35 +274,6 @@ def _ragged(name: str, rows: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
         name: _int64(itertools.chain.from_iterable(rows)),
         f"{name}_offsets": _int64(itertools.accumulate(map(len, rows), initial=0)),
     }
-
-
-def _crossing_bytes(run: Sequence[Equation], reads: Sequence[list[Value]]) -> list[float]:
-    """For each position, bytes written before and read after it that a fusion would have spared."""
-    made: dict[Value, int] = {}
-    change = [0.0] * (len(run) + 2)
-    until: dict[Value, int] = {}
-    weight: dict[Value, float] = {}
-    for i, equation in enumerate(run):
-        known = operations.of(equation)
-        for v in reads[i]:
-            if v in made:
-                until[v] = i
-                if known.fuses_operand:
-                    at_an_end = weight[v] == _THROUGH_MEMORY
-                    weight[v] = _FUSED_AT_AN_END if at_an_end else _FUSED
-        for v in equation.outputs:
-            made[v] = i
-            weight[v] = _FUSED_AT_AN_END if known.is_elementwise else _THROUGH_MEMORY
-    for v, last in until.items():
-        price = 2 * weight[v] * v.num_bytes()
-        change[made[v] + 1] += price
-        change[last + 1] -= price
-    crossing, running = [], 0.0
-    for i in range(len(run) + 1):
-        running += change[i]
-        crossing.append(running)
-    crossing[len(run)] = 0.0
-    return crossing
 
 
 def _assemble(

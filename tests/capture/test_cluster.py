@@ -32,7 +32,7 @@ def _cut(ordered, max_bytes, **limits):
     program = ordered.program
     results = {v for v in program.result_values() if v.argument is None}
     clusters, least = cluster.cut(
-        ordered.apart,
+        ordered.layered,
         program.parents,
         results,
         program.updates,
