@@ -139,13 +139,13 @@ def _key(equation: Equation) -> Any:
     return equation.operation.key, tuple(literals)
 
 
-def boundaries(tokens: Sequence[int], crossing: Sequence[float], least: int) -> list[range]:
+def boundaries(tokens: Sequence[int], crossing: Any, least: int) -> list[range]:
     """Positions that part equal neighbours, one at the beginning of each and one at the end; of
     each stretch that repeats itself.
 
     Args:
       tokens: equal for operations that are the same.
-      crossing: of each position, what it costs to cut before it.
+      crossing: numbers: of each position, what it costs to cut before it.
       least: how far they are apart at least.
     """
     left = np.array(tokens, np.int64)
