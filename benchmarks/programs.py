@@ -621,6 +621,27 @@ def _transformers() -> None:
 _transformers()
 
 
+@program("networks", "six transformer blocks with dropout, AdamW step")
+def _() -> Made:
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+    def dropped(x: Any, key: Any) -> Any:
+        return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0.0)
+
+    def f(ps: Any, x: Any, key: Any) -> Any:
+        for i, p in enumerate(ps):
+            x = dropped(_block(p, x), jax.random.fold_in(key, i)) + p["bias"][None]
+        return jnp.mean(jnp.square(x))
+
+    def step(ps: Any, state: Any, x: Any, key: Any) -> Any:
+        gradients = jax.grad(f)(ps, x, key)
+        updates, state = optimizer.update(gradients, state, ps)
+        return optax.apply_updates(ps, updates), state
+
+    ps = [_block_params(32, i) | {"bias": normal(32, seed=i)} for i in range(6)]
+    return step, (ps, optimizer.init(ps), normal(32, 32), jax.random.key(0))
+
+
 @program("networks", "linear attention, gradient")
 def _() -> Made:
     def f(w: Any, x: Any) -> Any:
