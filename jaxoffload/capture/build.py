@@ -110,10 +110,10 @@ class Ordered:
     @functools.cached_property
     def layered(self) -> Layered:
         """The same, layer by layer."""
-        program, solid = self.program, self.apart.solid
-        ends = reach(solid, program.rates, MAX_EQUATIONS)
+        solid = self.apart.solid
+        ends = reach(solid, self.program.rates, MAX_EQUATIONS)
         usual = np.median(np.subtract(ends, range(len(solid)))) if solid else 1
-        return Layered(self.apart, program.parents, program.updates, least=2 * int(usual))
+        return Layered(self.apart, least=2 * int(usual))
 
 
 def order_program(program: Program) -> Ordered:

@@ -17,7 +17,7 @@ small values of what a layer begins with comes first in it, as a vertex of its o
 """
 
 import itertools
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,8 +36,8 @@ _FEW = 3
 """Layers of which each matters."""
 _TINY = 64
 """Bytes of a key or a counter."""
-_INSIDE = 1e30
-"""What it costs to cut within an iteration: more than there are bytes."""
+_KEYS = 4096
+"""Bytes of all that a seed is made of, a key for each of many layers."""
 
 
 class Layered:
@@ -50,19 +50,12 @@ class Layered:
         layer, where they differ from those of others, have one of their own.
     """
 
-    def __init__(self, apart: Apart, parents: Sequence[int], updates: Set[int], least: int):
-        """Takes a program apart; the enclosing segment of each segment, and which of them are
-        updates (`Program`); and the operations of a layer at least: so many that it matters little
-        where the vertices in it would begin. Of shorter layers several are one."""
+    def __init__(self, apart: Apart, least: int):
+        """Takes a program apart, and the operations of a layer at least: so many that it matters
+        little where the vertices in it would begin. Of shorter layers several are one."""
         self.apart = apart
         solid, reads = apart.solid, apart.reads
-        iterations = _iterations(solid, parents, updates)
-        price = np.array(crossing_bytes(solid, reads))
-        # Where a layer has scans, no iteration of them is left in two halves.
-        for i, (before, e) in enumerate(itertools.pairwise(solid), start=1):
-            if before.segment == e.segment:
-                price[i] += _INSIDE * len(iterations[i])
-        found = boundaries(_tokens(solid, iterations), price, least)
+        found = boundaries(_tokens(solid), crossing_bytes(solid, reads), least)
         moved = [i for ends in found for i in _seeds_that_differ(solid, reads, ends)]
         ends = sorted({0, len(solid)}.union(*found))
         layer_of = np.searchsorted(ends, np.arange(len(solid)), side="right")
@@ -74,34 +67,15 @@ class Layered:
         self.reads = [reads[i] for i in order]
 
 
-def _iterations(
-    solid: Sequence[Equation], parents: Sequence[int], updates: Set[int]
-) -> list[tuple[int, ...]]:
-    """Of each equation, in which iteration it is of each scan around it, counted from the last
-    operation before the scan. Updates are in none."""
-    numbers: dict[int, dict[int, int]] = {}  # of the segments in one
-    found = []
-    for equation in solid:
-        segment = 0 if equation.segment in updates else equation.segment
-        if equation.segment == segment:
-            numbers.pop(segment, None)
-        path = []
-        while segment:
-            around = numbers.setdefault(parents[segment], {})
-            path.append(around.setdefault(segment, len(around)))
-            segment = parents[segment]
-        found.append(tuple(path))
-    return found
-
-
-def _tokens(solid: Sequence[Equation], iterations: Sequence[tuple[int, ...]]) -> list[int]:
-    """For each equation what it is, as a number; of what makes something tiny its name alone."""
+def _tokens(solid: Sequence[Equation]) -> list[int]:
+    """For each equation what it is, as a number; of what makes something tiny its name alone.
+    Iterations of scans, and updates, are other segments, between which is a cut anyway."""
     numbers: dict[Any, int] = {}
     found = []
-    for equation, path in zip(solid, iterations, strict=True):
+    for equation in solid:
         operation = equation.operation
         shapes = tuple(identity.aval_key(v.aval) for v in equation.outputs)
-        kind = path, operation.name if _is_tiny(equation) else operation.key, shapes
+        kind = equation.segment, operation.name if _is_tiny(equation) else operation.key, shapes
         found.append(numbers.setdefault(kind, len(numbers)))
     return found
 
@@ -120,14 +94,15 @@ def _is_tiny(equation: Equation) -> bool:
 
 
 def _seeds(solid: Sequence[Equation], reads: Sequence[list[Value]], layer: range) -> list[int]:
-    """The equations of a layer that make something tiny of what is there before it."""
+    """The equations of a layer that make something tiny of little that is there before it."""
     made: set[Value] = set()
     found = []
     for i in layer:
         equation = solid[i]
         operation = equation.operation
         stays = operation.has_effect or operation.on_host or operation.is_alone
-        if _is_tiny(equation) and not stays and made.isdisjoint(reads[i]):
+        is_small = _is_tiny(equation) and sum(v.num_bytes() for v in reads[i]) <= _KEYS
+        if is_small and not stays and made.isdisjoint(reads[i]):
             found.append(i)
         else:
             made.update(equation.outputs)
@@ -139,13 +114,13 @@ def _key(equation: Equation) -> Any:
     return equation.operation.key, tuple(literals)
 
 
-def boundaries(tokens: Sequence[int], crossing: Any, least: int) -> list[range]:
+def boundaries(tokens: Sequence[int], crossing: Sequence[float], least: int) -> list[range]:
     """Positions that part equal neighbours, one at the beginning of each and one at the end; of
     each stretch that repeats itself.
 
     Args:
       tokens: equal for operations that are the same.
-      crossing: numbers: of each position, what it costs to cut before it.
+      crossing: of each position, what it costs to cut before it.
       least: how far they are apart at least.
     """
     left = np.array(tokens, np.int64)

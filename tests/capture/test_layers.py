@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxoffload.capture import layers
 from jaxoffload.capture.build import build_taskgraph, order_program
 from jaxoffload.capture.layers import boundaries
 from jaxoffload.capture.scan import unroll
@@ -152,6 +153,45 @@ def test_seeds_that_differ_come_first_in_their_layer_and_nothing_gets_lost():
     first = [e for e, n in zip(layered.solid, layered.layers, strict=True) if n % 2 == 0]
     assert sum(e.operation.name == "random_fold_in" for e in first) >= 10
     assert all(sum(v.num_bytes() for v in e.outputs) <= 64 for e in first)
+
+
+def test_only_what_is_made_of_keys_comes_first(monkeypatch):
+    """A maximum is tiny, too: of an array that the layer before made, and is at hand where it is
+    read. What calls the host stays in its place among others that do."""
+
+    def step(ws, x, key):
+        for number, w in enumerate(ws):
+            drawn = jax.random.normal(jax.random.fold_in(key, number), ())
+            largest = jnp.max(x)
+            jax.debug.callback(lambda _: None, jax.random.key_data(key)[0] + number)
+            x = (jnp.sin(x) * largest + drawn) @ w
+        return x
+
+    args = [np.ones((WIDTH, WIDTH), np.float32)] * 6, np.ones((BATCH, WIDTH), np.float32)
+    ordered, _ = captured(step, (*args, jax.random.key(0)), SMALL_SERVER)
+    names = [e.operation.name for e in ordered.apart.solid]
+    after = [i + 1 for i, name in enumerate(names) if name == "dot_general"]
+    monkeypatch.setattr(layers, "boundaries", lambda *_: [after])
+    layered = layers.Layered(ordered.apart, 1)
+    pairs = list(zip(layered.solid, layered.layers, strict=True))
+    first, others = ([e.operation.name for e, n in pairs if n % 2 == k] for k in (0, 1))
+    assert first.count("random_fold_in") == 5 and first.count("erf_inv") == 5
+    assert others.count("reduce_max") == 6 and others.count("debug_callback") == 6
+
+
+def test_seeds_that_are_the_same_stay_where_they_are():
+    def step(ws, x, key):
+        for w in ws:
+            x = jnp.tanh(x * jax.random.uniform(jax.random.fold_in(key, 7), ())) @ w
+            for _ in range(20):
+                x = jnp.sin(x) * 1.1
+        return x
+
+    args = [np.ones((WIDTH, WIDTH), np.float32)] * 6, np.ones((BATCH, WIDTH), np.float32)
+    ordered, _ = captured(step, (*args, jax.random.key(0)), SMALL_SERVER)
+    assert [e.operation.name for e in ordered.layered.solid].count("random_fold_in") == 6
+    assert len(set(ordered.layered.layers)) > 5
+    assert all(number % 2 for number in ordered.layered.layers)
 
 
 def test_small_parameters_are_updated_by_few_executables():
