@@ -126,29 +126,33 @@ def boundaries(tokens: Sequence[int], crossing: Sequence[float], least: int) -> 
     left = np.array(tokens, np.int64)
     price = np.asarray(crossing, float)
     found: list[range] = []
-    while (stretch := _longest(left, least)) is not None:
-        start, stop, period = stretch
-        first = start + _cheapest(price[start : stop + 1], period)
-        found.append(range(first, stop + 1, period))
-        # Of what is found each is another from now on.
-        left[start:stop] = np.arange(start, stop) - len(left)
+    while stretches := _stretches(left, least):
+        for start, stop, period in stretches:
+            first = start + _cheapest(price[start : stop + 1], period)
+            found.append(range(first, stop + 1, period))
+            # Of what is found each is another from now on.
+            left[start:stop] = np.arange(start, stop) - len(left)
     return found
 
 
-def _longest(tokens: np.ndarray, least: int) -> tuple[int, int, int] | None:
-    """Where the longest stretch begins and ends that repeats itself twice at least; its period."""
-    best = None
+def _stretches(tokens: np.ndarray, least: int) -> list[tuple[int, int, int]]:
+    """Where stretches begin and end that repeat themselves twice at least, and their periods; of
+    those that have something in common the longest."""
+    known = []
     for period in _likely(tokens):
         equal = np.concatenate(([0], tokens[:-period] == tokens[period:], [0])).astype(np.int8)
         starts, stops = np.flatnonzero(np.diff(equal) == 1), np.flatnonzero(np.diff(equal) == -1)
-        if not len(starts):
-            continue
-        i = int(np.argmax(stops - starts))
-        length = int(stops[i] - starts[i]) + period
-        several = period * -(-least // period)
-        if length >= 2 * several and (best is None or length > best[1] - best[0]):
-            best = int(starts[i]), int(starts[i]) + length, several
-    return best
+        stops, several = stops + period, period * -(-least // period)
+        long = stops - starts >= 2 * several
+        pairs = zip(starts[long].tolist(), stops[long].tolist(), strict=True)
+        known += [(start, stop, several) for start, stop in pairs]
+    is_taken = np.zeros(len(tokens), bool)
+    found = []
+    for start, stop, several in sorted(known, key=lambda x: x[0] - x[1]):
+        if not is_taken[start:stop].any():
+            is_taken[start:stop] = True
+            found.append((start, stop, several))
+    return found
 
 
 def _likely(tokens: np.ndarray) -> list[int]:
@@ -173,4 +177,6 @@ def _cheapest(price: np.ndarray, period: int) -> int:
     padded = np.full((count + 1) * period, np.nan)
     padded[: len(price)] = price
     mean = np.nanmean(padded.reshape(-1, period), axis=0)
-    return int(np.argmin(mean[: rest + 1] if count <= _FEW else mean))
+    mean = mean[: rest + 1] if count <= _FEW else mean
+    # The first of those that are equal but for rounding: other iterations have it, too.
+    return int(np.argmax(mean <= np.min(mean) * (1 + 1e-6)))

@@ -1,5 +1,6 @@
 """Layers of a Python loop: found in the serial order, cut alike; one executable for each part."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -19,6 +20,8 @@ from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.plan.cost.machines import H200, SMALL_SERVER
 
 WIDTH, BATCH, HEADS = 32, 64, 4
+# Each iteration is worth a vertex of its own.
+SLOW = dataclasses.replace(SMALL_SERVER, flops_per_second=1e8)
 
 
 @hypothesis.settings(max_examples=200, deadline=None)
@@ -68,6 +71,18 @@ def test_layers_of_two_kinds_are_both_found():
     tokens = [*one * 5, *range(500, 520), *two * 4]
     found = boundaries(tokens, np.zeros(len(tokens) + 1), 32)
     assert set(found) == {range(0, 201, 40), range(220, 421, 50)}
+
+
+def test_layers_of_many_iterations_are_parted_alike():
+    """Each iteration has other numbers, and prices that differ by rounding."""
+    random = np.random.default_rng(0)
+    price = random.integers(1, 9, 40) * 1e9
+    assert np.sum(price == price.min()) > 2
+    tokens = np.concatenate([number * 100 + np.tile(np.arange(40), 5) for number in range(50)])
+    prices = np.tile(price, 50 * 5) + random.uniform(-1e-6, 1e-6, len(tokens))
+    found = boundaries(tokens, [*prices, price[0]], 32)
+    assert len(found) == 50
+    assert {ends.start % 200 for ends in found} == {int(np.argmin(price))}
 
 
 def network(depth):
@@ -192,6 +207,25 @@ def test_seeds_that_are_the_same_stay_where_they_are():
     assert [e.operation.name for e in ordered.layered.solid].count("random_fold_in") == 6
     assert len(set(ordered.layered.layers)) > 5
     assert all(number % 2 for number in ordered.layered.layers)
+
+
+def test_as_many_executables_for_any_number_of_micro_batches():
+    """A scan over parts of a batch, the layers of each by a loop of Python's."""
+    kernels = {}
+    for count in (3, 6):
+        step, (params, state, x, key) = network(5)
+
+        def accumulated(params, state, xs, key, step=step):
+            return jax.lax.scan(
+                lambda c, part: (step(*c, part, key)[:2], None), (params, state), xs
+            )
+
+        args = params, state, np.stack([x] * count), key
+        ordered, found = captured(accumulated, args, SLOW)
+        assert len({e.segment for e in ordered.layered.solid}) == count
+        assert len(set(ordered.layered.layers)) > 8 * count
+        kernels[count] = len(found.with_kernels.kernels)
+    assert kernels[3] == kernels[6]
 
 
 def test_small_parameters_are_updated_by_few_executables():
