@@ -15,13 +15,17 @@ from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.plan.cost.machines import SMALL_SERVER
 
 
+def flat_jaxpr(function, args):
+    """A function's jaxpr over flat arrays, and these."""
+    flat, tree = jax.tree.flatten(args)
+    leaves = lambda *f: jax.tree.leaves(function(*jax.tree.unflatten(tree, f)))  # noqa: E731
+    return jax.make_jaxpr(leaves)(*flat), flat
+
+
 def capture(function, *args, donate=(), piece_bytes=0, **cut):
     """A function's Captured and its flat arguments, closed-over arrays included; its scans in
     pieces as small as they get, unless one says how large they may be."""
-    flat, tree = jax.tree.flatten(args)
-    closed = jax.make_jaxpr(lambda *f: jax.tree.leaves(function(*jax.tree.unflatten(tree, f))))(
-        *flat
-    )
+    closed, flat = flat_jaxpr(function, args)
     program = unroll(closed, piece_bytes, rates=SMALL_SERVER)
     arrays = [*flat, *(v.array for v in program.arguments[len(flat) :])]
     captured = build_taskgraph(

@@ -17,7 +17,7 @@ from jaxoffload import _jax_compat as compat
 from jaxoffload import identity
 from jaxoffload.capture import cost
 from jaxoffload.capture.alike import make_alike
-from jaxoffload.capture.cluster import MAX_EQUATIONS, Cluster, Known, cut, reach
+from jaxoffload.capture.cluster import MAX_EQUATIONS, Cluster, Known, cut, reach, single
 from jaxoffload.capture.devices import collective_of, of_all_devices
 from jaxoffload.capture.flat import Equation, Operation, Program, Value, is_literal
 from jaxoffload.capture.in_place import InPlace, updated_shares
@@ -173,17 +173,21 @@ def build_taskgraph(
         for value, offset in parts:
             results.setdefault(value, []).append(Span(index, offset))
     on_host = program.updates if updates_on_host else frozenset()
-    clusters, least_max_bytes = cut(
-        ordered.layered,
-        program.parents,
-        {v for v in results if v.argument is None},
-        program.updates,
-        whole=on_host,
-        rates=program.rates,
-        max_bytes=max_bytes,
-        max_equations=max_equations,
-        known=known,
-    )
+    computed = {v for v in results if v.argument is None}
+    if max_equations == 1:
+        clusters, least_max_bytes = single(ordered.apart, computed), 0.0
+    else:
+        clusters, least_max_bytes = cut(
+            ordered.layered,
+            program.parents,
+            computed,
+            program.updates,
+            whole=on_host,
+            rates=program.rates,
+            max_bytes=max_bytes,
+            max_equations=max_equations,
+            known=known,
+        )
     make_alike(clusters)
     has_host = bool(on_host) or any(e.operation.on_host for e in ordered.equations)
     builder = _Builder(program, results, kinds, clusters, on_host if has_host else None)

@@ -23,6 +23,7 @@ from jaxoffload.capture.crossing import crossing_bytes
 from jaxoffload.capture.flat import Equation, Value
 from jaxoffload.capture.layers import Layered
 from jaxoffload.capture.rows_on_disk import moves_rows
+from jaxoffload.capture.views import Apart
 
 MAX_EQUATIONS = 16
 """Operations of a cluster, views not counted. On the training step of benchmarks/ratios.py 6 to 16
@@ -96,10 +97,6 @@ def cut(
       known: what was found by the same rates in other cuts of a program; takes what is found now.
     """
     equations, view_of = program.apart.equations, program.apart.view_of
-    if max_equations == 1:
-        solid, reads = program.apart.solid, program.apart.reads
-        runs = [(i, i + 1) for i in range(len(solid))]
-        return _assemble(equations, solid, reads, view_of, runs, results), 0.0
     solid, reads, layers = program.solid, program.reads, program.layers
     segments = _segments_worth_a_cut(solid, parents, updates, rates)
     on_host = [e.operation.on_host or s in whole for e, s in zip(solid, segments, strict=True)]
@@ -140,6 +137,13 @@ def cut(
                 least = max(least, needed)
             start = i
     return _assemble(equations, solid, reads, view_of, runs, results), least
+
+
+def single(program: Apart, results: set[Value]) -> list[Cluster]:
+    """Clusters of one operation each, in serial order; see `cut`."""
+    solid = program.solid
+    runs = [(i, i + 1) for i in range(len(solid))]
+    return _assemble(program.equations, solid, program.reads, program.view_of, runs, results)
 
 
 def reach(equations: Sequence[Equation], rates: cost.Rates, max_equations: int) -> list[int]:

@@ -16,14 +16,12 @@ from jaxoffload.capture.demand import Large
 from jaxoffload.capture.operations import is_view
 from jaxoffload.capture.scan import unroll
 from jaxoffload.plan.cost.machines import H200, SMALL_SERVER
+from tests.helpers import flat_jaxpr
 from tests.workloads import ALL
 
 
 def _ordered(function, args, rates=SMALL_SERVER):
-    flat, tree = jax.tree.flatten(args)
-    closed = jax.make_jaxpr(lambda *f: jax.tree.leaves(function(*jax.tree.unflatten(tree, f))))(
-        *flat
-    )
+    closed, _ = flat_jaxpr(function, args)
     return order_program(unroll(closed, 0, rates=rates))
 
 

@@ -18,6 +18,7 @@ from jaxoffload.capture.layers import boundaries
 from jaxoffload.capture.scan import unroll
 from jaxoffload.graphs.taskgraph import TensorKind
 from jaxoffload.plan.cost.machines import H200, SMALL_SERVER
+from tests.helpers import flat_jaxpr
 
 WIDTH, BATCH, HEADS = 32, 64, 4
 # Each iteration is worth a vertex of its own.
@@ -135,9 +136,8 @@ def captured_network(depth, machine):
 
 
 def captured(step, args, machine):
-    leaves, tree = jax.tree.flatten(args)
-    flat = jax.make_jaxpr(lambda *x: jax.tree.leaves(step(*jax.tree.unflatten(tree, x))))(*leaves)
-    ordered = order_program(unroll(flat, rates=machine))
+    jaxpr, leaves = flat_jaxpr(step, args)
+    ordered = order_program(unroll(jaxpr, rates=machine))
     found = build_taskgraph(ordered, kinds=[TensorKind.WEIGHT] * len(leaves))
     found.taskgraph.check()
     return ordered, found

@@ -12,6 +12,7 @@ import jaxoffload as jo
 from jaxoffload.capture import loops, sums
 from jaxoffload.transform import verification
 from jaxoffload.transform.verification import compare_with_jit, in_float64, max_relative_difference
+from tests.helpers import flat_jaxpr
 from tests.workloads import ALL
 
 pytestmark = pytest.mark.optimized  # what runs is compared with jit as users have it
@@ -92,8 +93,7 @@ def test_donated_arguments_are_judged_as_they_were():
 @pytest.mark.parametrize("name", ALL)
 def test_float64_evaluation_is_what_jit_rounds(name):
     f, args, _ = ALL[name]()
-    flat, tree = jax.tree.flatten(args)
-    jaxpr = jax.make_jaxpr(lambda *x: jax.tree.leaves(f(*jax.tree.unflatten(tree, x))))(*flat)
+    jaxpr, flat = flat_jaxpr(f, args)
     exact = in_float64(jaxpr, flat)
     assert exact is not None
     for want, got in zip(exact, jax.tree.leaves(jax.jit(f)(*args)), strict=True):
